@@ -1,0 +1,107 @@
+"""Runs a schedule: the one meaning of F, R and B (paper section 2.2, Figure 2(c)).
+
+A process performs, in order, the actions of the stages that live in it, be it one stage, some or all of them; only the
+transport differs. There is no other path: training with one partition and evaluation are schedules too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from gpipe_cli.pipeline.micro_batch import split
+from gpipe_cli.pipeline.schedule import Action, Keep, Kind, Schedule, keeps, linearize
+from gpipe_cli.pipeline.stage import Objective, Stage
+from gpipe_cli.pipeline.transport import PeerLostError, Transport
+
+
+class ActionFailedError(RuntimeError):
+    """An action raised: which one, in which layer, on what shapes. The cause is chained."""
+
+    def __init__(self, action: Action, layer: str, shapes: str, cause: BaseException) -> None:
+        place = f"stage {action.stage}" + (f", layer {layer}" if layer else "")
+        super().__init__(f"{action} failed ({place}; {shapes}): {type(cause).__name__}: {cause}")
+        self.action, self.layer, self.shapes = action, layer, shapes
+
+
+class Executor:
+    """Performs schedules on the `stages` (by index) that live in this process, out of `partitions` in all.
+
+    `watch` is called with every action before it is performed: for a supervisor that must say what a killed process was
+    doing. The same schedule is analysed once and not per step.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        partitions: int,
+        transport: Transport,
+        watch: Callable[[Action], None] = lambda action: None,
+    ) -> None:
+        self._stages, self._transport, self._watch = stages, transport, watch
+        self._last = partitions - 1
+        self._analysed: dict[int, tuple[Schedule, list[tuple[Action, Keep]]]] = {}
+
+    def run(
+        self,
+        schedule: Schedule,
+        step: int,
+        sizes: Sequence[int],
+        inputs: torch.Tensor | None,
+        objective: Objective | None,
+    ) -> None:
+        """One mini-batch: every action of the schedule on the stages of this process.
+
+        `sizes` are the samples of each micro-batch; `inputs` (N, ...) is needed where the first stage lives, `objective`
+        where the last one does. Raises ActionFailedError if an action does, and PeerLostError if a neighbour is gone.
+        """
+        actions = self._analyse(schedule)
+        pieces = () if inputs is None else split(inputs, sizes)
+        self._transport.begin_step(schedule, sizes)
+        for index, stage in self._stages.items():
+            stage.begin_step(step, objective if index == self._last else None)
+        for action, keep in actions:
+            self._watch(action)
+            self._perform(action, keep, pieces)
+        for stage in self._stages.values():
+            stage.finish_step()
+        self._transport.finish_step()
+
+    def _perform(self, action: Action, keep: Keep, pieces: Sequence[torch.Tensor]) -> None:
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        first, last = action.stage == 0, action.stage == self._last
+        transport = self._transport
+        tensors: Sequence[torch.Tensor | None] = ()
+        try:
+            match action.kind:
+                case Kind.F:
+                    inputs = (pieces[micro_batch],) if first else transport.receive_forward(action.stage, micro_batch)
+                    tensors = inputs
+                    outputs = stage.forward(micro_batch, inputs, keep)
+                    if not last:
+                        transport.send_forward(action.stage, micro_batch, outputs)
+                    if keep is Keep.NOTHING:
+                        transport.release(action.stage, micro_batch)
+                case Kind.R:
+                    stage.recompute(micro_batch)
+                case Kind.B:
+                    gradients = () if last else transport.receive_backward(action.stage, micro_batch)
+                    tensors = gradients
+                    returned = stage.backward(micro_batch, gradients)
+                    if not first:
+                        transport.send_backward(action.stage, micro_batch, returned)
+                    transport.release(action.stage, micro_batch)
+        except PeerLostError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors if t is not None)
+            what = f"input {shapes}" if shapes else f"micro-batch {micro_batch}"
+            raise ActionFailedError(action, stage.layer_name, what, error) from error
+
+    def _analyse(self, schedule: Schedule) -> list[tuple[Action, Keep]]:
+        """This process's actions in order, and what each keeps; looked up by identity, since hashing costs O(actions)."""
+        known = self._analysed.get(id(schedule))
+        if known is None:
+            kept = keeps(schedule)
+            mine = [(a, kept.get(a, Keep.NOTHING)) for a in linearize(schedule) if a.stage in self._stages]
+            known = self._analysed[id(schedule)] = (schedule, mine)
+        return known[1]

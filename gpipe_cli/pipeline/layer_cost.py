@@ -1,0 +1,142 @@
+"""What each layer costs and what crosses each boundary, from shapes alone (paper section 2.1: the cost estimate c_i).
+
+The model stands on the meta device: nothing is allocated, nothing is computed, and every process arrives at the same
+figures without a handshake. FLOPs are counted by torch's own counter, forward and backward, as Lingvo's `FPropMeta` does
+for the forward (`lingvo/core/gpipe.py`). Shapes are traced at two micro-batch sizes, so that the shape of any other size
+follows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
+
+# Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per channel.
+_TRACED_SIZES = (2, 3)
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """One tensor that a layer hands to the next one: its shape for any micro-batch size, and whether a gradient returns."""
+
+    base: tuple[int, ...]
+    per_sample: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+    def shape(self, samples: int) -> tuple[int, ...]:
+        return tuple(base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True))
+
+    def bytes(self, samples: int) -> int:
+        return prod(self.shape(samples)) * self.dtype.itemsize
+
+
+Boundary = tuple[BoundaryTensor, ...]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer. FLOPs are those of one sample; a multiplication and an addition count as two."""
+
+    name: str
+    parameters: int
+    forward_flops: float
+    backward_flops: float
+    outputs: Boundary
+
+    @property
+    def flops(self) -> float:
+        return self.forward_flops + self.backward_flops
+
+
+def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tuple[LayerCost, ...]:
+    """The cost and the boundary of every layer of a model on the meta device.
+
+    `inputs` are one sample's worth of examples, (1, ...) each, of which only shapes and dtypes matter; with
+    `training=False` the backward is left out. Raises ValueError if a layer does not accept what the one before it returns.
+    """
+    small, large = (_trace(model, inputs, samples, training) for samples in _TRACED_SIZES)
+    costs = []
+    for (name, layer), one, other in zip(model.named_children(), small, large, strict=True):
+        outputs = tuple(
+            _affine(first, second, gradient)
+            for first, second, gradient in zip(one.outputs, other.outputs, one.gradients, strict=True)
+        )
+        parameters = sum(parameter.numel() for parameter in layer.parameters())
+        samples = _TRACED_SIZES[0]
+        costs.append(LayerCost(name, parameters, one.forward / samples, one.backward / samples, outputs))
+    return tuple(costs)
+
+
+@dataclass
+class _Traced:
+    inputs: Tensors
+    outputs: Tensors
+    forward: float
+    backward: float = 0.0
+    gradients: tuple[bool, ...] = ()
+
+
+def _trace(model: nn.Sequential, inputs: Tensors, samples: int, training: bool) -> list[_Traced]:
+    model.train(training)
+    value: Tensors = tuple(
+        torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") for tensor in inputs
+    )
+    traced: list[_Traced] = []
+    for name, layer in model.named_children():
+        if traced:
+            value = tuple(_as_leaf(tensor, training) for tensor in value)
+        with torch.set_grad_enabled(training), FlopCounterMode(display=False) as counter:
+            try:
+                outputs = as_tuple(layer(as_value(value)))
+            except (RuntimeError, TypeError, ValueError) as error:
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in value)
+                raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {error}") from error
+        traced.append(_Traced(value, outputs, float(counter.get_total_flops())))
+        value = outputs
+    gradients: tuple[torch.Tensor | None, ...] = tuple(
+        torch.empty_like(output) if output.requires_grad else None for output in traced[-1].outputs
+    )
+    for layer_trace, layer in zip(reversed(traced), reversed(list(model.children())), strict=True):
+        layer_trace.gradients = tuple(gradient is not None for gradient in gradients)
+        gradients = _backward(layer_trace, layer, gradients) if training else (None,) * len(layer_trace.inputs)
+    return traced
+
+
+def _backward(
+    traced: _Traced, layer: nn.Module, gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Count one layer's backward; the gradients of its inputs are None where none flows."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(traced.outputs, gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    wanted = [tensor for tensor in traced.inputs if tensor.requires_grad]
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    found: dict[int, torch.Tensor | None] = {}
+    if pairs and (wanted or weights):
+        with FlopCounterMode(display=False) as counter:
+            results = torch.autograd.grad(
+                [output for output, _ in pairs], [*wanted, *weights], [g for _, g in pairs], allow_unused=True
+            )
+        traced.backward = float(counter.get_total_flops())
+        found = {id(tensor): result for tensor, result in zip(wanted, results, strict=False)}
+    return tuple(found.get(id(tensor)) for tensor in traced.inputs)
+
+
+def _as_leaf(tensor: torch.Tensor, training: bool) -> torch.Tensor:
+    leaf = tensor.detach()
+    return leaf.requires_grad_(training and tensor.requires_grad)
+
+
+def _affine(small: torch.Tensor, large: torch.Tensor, has_gradient: bool) -> BoundaryTensor:
+    first, second = _TRACED_SIZES
+    slopes = tuple((b - a) // (second - first) for a, b in zip(small.shape, large.shape, strict=True))
+    base = tuple(a - slope * first for a, slope in zip(small.shape, slopes, strict=True))
+    return BoundaryTensor(base, slopes, small.dtype, has_gradient)

@@ -1,0 +1,42 @@
+"""A mini-batch is cut into M micro-batches whose sizes differ by at most one (paper section 2.2, where they are equal).
+
+Departs from the paper: N need not be a multiple of M. `torch.chunk` may return fewer pieces than asked for; counting them
+wrongly is what broke deferred batch norm in torchgpipe, so sizes are computed here, once, for every process.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+
+def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """The sizes of the pieces, larger ones first. A mini-batch of fewer than M samples makes one piece a sample.
+
+    >>> micro_batch_sizes(7, 3)
+    (3, 2, 2)
+    """
+    if samples < 1:
+        raise ValueError(f"a mini-batch needs at least one sample, not {samples}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches}: at least 1 is needed; use micro_batches=1")
+    pieces = min(samples, micro_batches)
+    small, larger = divmod(samples, pieces)
+    return tuple(small + 1 if piece < larger else small for piece in range(pieces))
+
+
+def split(batch: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Views of `batch` (N, ...) with the given sizes along the first dimension."""
+    return tuple(batch.split(list(sizes)))
+
+
+def as_tuple(value: torch.Tensor | Tensors) -> Tensors:
+    """What travels between layers is a tensor or a tuple of tensors; inside the engine it is always a tuple."""
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def as_value(tensors: Tensors) -> torch.Tensor | Tensors:
+    """The argument of the next layer: a single tensor alone, several as a tuple."""
+    return tensors[0] if len(tensors) == 1 else tensors

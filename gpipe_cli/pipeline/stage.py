@@ -1,0 +1,207 @@
+"""A partition at work: its layers, its device, and what it keeps of each micro-batch between forward and backward.
+
+Paper section 2.3: after a forward a stage keeps only what came over its boundary; before the backward it runs its layers
+again. Which micro-batches are treated so is not decided here: the executor reads it off the schedule.
+
+What makes results independent of the cut (law 1), layer by layer and not stage by stage:
+
+* the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
+* the tensors between layers, and the gradients that come back through them, always have the same strides, because
+  kernels may sum in another order for another layout;
+* a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that depends
+  on whether a cut lies between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.deferred_batch_norm import BatchStatistics, defer_batch_norms
+from gpipe_cli.pipeline.layer_cost import Boundary
+from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
+from gpipe_cli.pipeline.randomness import mix, seed_generator
+from gpipe_cli.pipeline.schedule import Keep
+
+
+class Objective(Protocol):
+    """What the last stage does with the model's output for micro-batch m."""
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        """The micro-batch's share of the mini-batch loss: a sum over its elements divided by the mini-batch's denominator."""
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        """Called once per micro-batch, after its forward (never after a recomputation), to count what is right."""
+
+
+@dataclass
+class _Saved:
+    inputs: Tensors
+    outputs: Tensors | None = None
+
+
+class Stage:
+    """Stage `index` of the pipeline: consecutive layers of the model, the first of which is the model's layer `first_layer`.
+
+    `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
+    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Sequential,
+        *,
+        first_layer: int,
+        inputs: Boundary,
+        device: torch.device,
+        run_seed: int,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        replica: int = 0,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.layer_name = ""  # the layer being run, for the message if it fails
+        self._inputs = inputs
+        self._first_layer = first_layer
+        self._memory_format = memory_format
+        self._statistics = BatchStatistics()
+        self._run_seed, self._replica, self._step = run_seed, replica, 0
+        self._objective: Objective | None = None
+        self._saved: dict[int, _Saved] = {}
+        defer_batch_norms(module, self._statistics)
+        self._layers = list(module.named_children())
+
+    def begin_step(self, step: int, objective: Objective | None) -> None:
+        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the seeds."""
+        assert not self._saved, "a step begins with nothing saved"
+        self._step, self._objective = step, objective
+
+    def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
+        """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
+        self._statistics.open(micro_batch)
+        try:
+            with torch.set_grad_enabled(keep is Keep.GRAPH):
+                leaves = self._leaves(inputs) if keep is Keep.GRAPH else inputs
+                outputs = self._run(micro_batch, leaves)
+                closed = self._close(micro_batch, outputs, observe=True)
+        finally:
+            self._statistics.close()
+        if keep is Keep.GRAPH:
+            self._saved[micro_batch] = _Saved(leaves, closed)
+        elif keep is Keep.INPUT:
+            self._saved[micro_batch] = _Saved(inputs)
+        return outputs
+
+    def recompute(self, micro_batch: int) -> None:
+        """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
+        saved = self._saved[micro_batch]
+        assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
+        with torch.enable_grad():
+            saved.inputs = self._leaves(saved.inputs)
+            saved.outputs = self._close(micro_batch, self._run(micro_batch, saved.inputs), observe=False)
+
+    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """B: from the gradients of the outputs to those of the inputs; parameters accumulate theirs in `.grad`.
+
+        `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
+        """
+        saved = self._saved.pop(micro_batch)
+        assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"
+        if self._objective is not None:
+            gradients = (None,) * len(saved.outputs)
+        roots = [
+            (output, gradient)
+            for output, gradient in zip(saved.outputs, gradients, strict=True)
+            if output.requires_grad and (gradient is not None or self._objective is not None)
+        ]
+        if roots:
+            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        return tuple(
+            tensor.grad if tensor.requires_grad and tensor.grad is not None else None for tensor in saved.inputs
+        )
+
+    def finish_step(self) -> None:
+        """After the last action: batch norm commits once, nothing is left saved."""
+        assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
+        self._statistics.commit()
+        self._objective = None
+
+    def abandon_step(self) -> None:
+        """Let go of everything a failed step left behind."""
+        self._saved.clear()
+        self._statistics.discard()
+        self._objective = None
+
+    def _leaves(self, inputs: Tensors) -> Tensors:
+        if not self._inputs:
+            return inputs
+        return tuple(
+            tensor.detach().requires_grad_(described.has_gradient)
+            for tensor, described in zip(inputs, self._inputs, strict=True)
+        )
+
+    def _run(self, micro_batch: int, inputs: Tensors) -> Tensors:
+        training = self.module.training
+        for offset, (name, layer) in enumerate(self._layers):
+            self.layer_name = name
+            if training:
+                layer_number = self._first_layer + offset
+                seed = mix(self._run_seed, self._step, self._replica, micro_batch, layer_number)
+                seed_generator(self.device, seed)
+            inputs = self._hand_over(as_tuple(layer(as_value(inputs))))
+        self.layer_name = ""
+        return inputs
+
+    def _hand_over(self, outputs: Tensors) -> Tensors:
+        """What every layer's outputs pass through, whether or not a cut follows."""
+        handed: list[torch.Tensor] = []
+        for tensor in outputs:
+            tensor = in_layout(tensor, self._memory_format)
+            if tensor.requires_grad:
+                if any(tensor is other for other in handed):
+                    tensor = tensor.view_as(tensor)
+                tensor.register_hook(self._layout_of_gradient)
+            handed.append(tensor)
+        return tuple(handed)
+
+    def _layout_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        return in_layout(gradient, self._memory_format)
+
+    def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
+        """On the last stage the loss takes the place of the outputs."""
+        if self._objective is None:
+            return outputs
+        loss = self._objective.loss(micro_batch, outputs)
+        if observe:
+            self._objective.observe(micro_batch, outputs, loss.detach())
+        return (loss,)
+
+
+def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """The same values with the strides that tensors between layers have: images (N, C, H, W) in `memory_format`."""
+    strides = layout_strides(tensor.shape, memory_format)
+    if tensor.stride() == strides:
+        return tensor
+    if tensor.dim() == 4 and memory_format is torch.channels_last:
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    else:
+        tensor = tensor.contiguous()
+    # with a dimension of size 1 several strides mean the same memory, and kernels choose by strides
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def layout_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape, channels last where that is asked for and there are four dimensions."""
+    order = list(range(len(shape)))
+    if len(shape) == 4 and memory_format is torch.channels_last:
+        order = [0, 2, 3, 1]
+    strides = [0] * len(shape)
+    size = 1
+    for dimension in reversed(order):
+        strides[dimension] = size
+        size *= max(1, shape[dimension])
+    return tuple(strides)

@@ -1,0 +1,271 @@
+"""Small pipelined trainings, in this process or in one process per stage, for the tests of the laws.
+
+A process pool is started once per number of stages (fork server, torch preloaded) and serves every case.
+"""
+
+import multiprocessing
+import socket
+import traceback
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_cli.pipeline import layer_cost, schedule
+from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.materialize import materialize
+from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes, split
+from gpipe_cli.pipeline.stage import Stage
+from gpipe_cli.pipeline.transport import HandOver, Links
+
+CLASSES = 5
+
+
+class Spread(nn.Module):
+    """Images to (features, the very same features, a mask of integers): a tensor handed over twice, and one without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, images: torch.Tensor) -> Tensors:
+        x = self.norm(self.convolution(images))
+        return x, x, (images.sum(dim=(1, 2, 3)) > 0).long()
+
+
+class Mix(nn.Module):
+    """Uses both feature maps several times, drops some, hands its input on untouched, as an AmoebaNet cell does."""
+
+    def __init__(self, first: int, second: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.left = nn.Conv2d(first, out, 1, bias=False)
+        self.right = nn.Conv2d(second, out, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(out, momentum=0.3)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, skip, mask = inputs
+        y = self.norm(self.left(F.relu(x))) + self.right(skip) + self.right(F.relu(skip)) + self.left(x)
+        return self.dropout(torch.cat([y, y.relu()], dim=1)), x, mask
+
+
+class Head(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.logits = nn.Linear(channels, CLASSES)
+
+    def forward(self, inputs: Tensors) -> torch.Tensor:
+        x, _, mask = inputs
+        return self.logits(x.mean(dim=(2, 3))) * (1.0 + mask[:, None])
+
+
+def tricky_model() -> nn.Sequential:
+    """Six layers on the meta device with all that makes partitions visible in a naive engine."""
+    with torch.device("meta"):
+        return nn.Sequential(
+            OrderedDict(
+                spread=Spread(), a=Mix(8, 8, 6), b=Mix(12, 8, 8), c=Mix(16, 12, 4), d=Mix(8, 16, 4), head=Head(8)
+            )
+        )
+
+
+def plain_model() -> nn.Sequential:
+    """Without batch norm and dropout: the number of micro-batches may change only the order of sums."""
+    with torch.device("meta"):
+        return nn.Sequential(
+            OrderedDict(
+                first=nn.Conv2d(3, 6, 3),
+                tanh=nn.Tanh(),
+                second=nn.Conv2d(6, 6, 3),
+                flat=nn.Flatten(),
+                head=nn.Linear(96, CLASSES),
+            )
+        )
+
+
+MODELS = {"tricky": tricky_model, "plain": plain_model}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train: two steps of plain gradient descent on random images."""
+
+    model: str = "tricky"
+    partitions: int = 1
+    micro_batches: int = 4
+    schedule: str = "gpipe"
+    recompute: str = "never"
+    samples: tuple[int, ...] = (10, 7)
+    channels_last: bool = False
+    balance: tuple[int, ...] | None = None
+    device: str = "cpu"
+    size: int = 8
+    fail: str = ""
+
+
+@dataclass
+class CrossEntropy:
+    """Sum over the micro-batch's elements divided by the mini-batch's denominator."""
+
+    targets: tuple[torch.Tensor, ...]
+    denominator: int
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return F.cross_entropy(outputs[0], self.targets[micro_batch], reduction="sum") / self.denominator
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        assert micro_batch not in self.losses, "observed twice"
+        self.losses[micro_batch] = loss.clone()
+
+
+def data(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    samples = case.samples[step]
+    images = torch.randn(samples, 3, case.size, case.size, generator=generator)
+    return images.to(case.device), torch.randint(CLASSES, (samples,), generator=generator).to(case.device)
+
+
+def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dict[str, torch.Tensor]:
+    """Run the case on some stages; returns losses, gradients, and the final state by global name."""
+    model = MODELS[case.model]()
+    layers = len(model)
+    costs = layer_cost.trace_layers(model, (torch.empty(1, 3, case.size, case.size),), training=True)
+    balance = case.balance or tuple(
+        layers // case.partitions + (k < layers % case.partitions) for k in range(case.partitions)
+    )
+    starts = [0, *accumulate(balance)]
+    boundaries = [costs[end - 1].outputs for end in starts[1:-1]]
+    memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
+    device = torch.device(case.device)
+    stages = {
+        k: Stage(
+            k,
+            materialize(model, starts[k], balance[k], run_seed=7, device=device).to(memory_format=memory_format),
+            first_layer=starts[k],
+            inputs=boundaries[k - 1] if k else (),
+            device=device,
+            run_seed=7,
+            memory_format=memory_format,
+        )
+        for k in stages_here
+    }
+    if groups is None:
+        transport: Any = HandOver([device] * case.partitions)
+    else:
+        transport = Links(
+            stages_here[0], boundaries, ranks=range(case.partitions), forward=groups[0], backward=groups[1],
+            device=device, memory_format=memory_format, timeout_seconds=60,
+        )  # fmt: skip
+    executor = Executor(stages, case.partitions, transport)
+    results: dict[str, torch.Tensor] = {}
+    for step, samples in enumerate(case.samples):
+        sizes = micro_batch_sizes(samples, case.micro_batches)
+        images, targets = data(case, step)
+        images = images.contiguous(memory_format=memory_format)
+        order = schedule.build(case.schedule, case.partitions, len(sizes), case.recompute)
+        objective = CrossEntropy(split(targets, sizes), samples)
+        executor.run(
+            order, step, sizes, images if 0 in stages else None, objective if case.partitions - 1 in stages else None
+        )
+        for micro_batch, loss in objective.losses.items():
+            results[f"loss {step} {micro_batch}"] = loss.cpu()
+        for stage in stages.values():
+            for name, parameter in stage.module.named_parameters():
+                assert parameter.grad is not None, name
+                results[f"gradient {step} {name}"] = parameter.grad.clone().cpu()
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    for stage in stages.values():
+        stage.module.eval()
+        results |= {f"final {name}": value.clone().cpu() for name, value in stage.module.state_dict().items()}
+    evaluate = schedule.forward_only(case.partitions, case.micro_batches)
+    images, targets = data(case, 0)
+    sizes = micro_batch_sizes(case.samples[0], case.micro_batches)
+    objective = CrossEntropy(split(targets, sizes), case.samples[0])
+    last = case.partitions - 1 in stages
+    executor.run(
+        evaluate,
+        99,
+        sizes,
+        images.contiguous(memory_format=memory_format) if 0 in stages else None,
+        objective if last else None,
+    )
+    return results | {f"evaluated {m}": loss.cpu() for m, loss in objective.losses.items()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(rank: int, partitions: int, port: int, connection: Connection) -> None:
+    """A process of the pool: one stage, case after case."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=partitions)
+    groups = dist.new_group(), dist.new_group()
+    while (case := connection.recv()) is not None:
+        try:
+            # as plain numbers: tensors would travel through shared memory and need their sender alive
+            connection.send({name: value.numpy() for name, value in train(case, range(rank, rank + 1), groups).items()})
+        except Exception:
+            connection.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+class Pool:
+    """`partitions` processes joined by Gloo on the loopback device."""
+
+    def __init__(self, partitions: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "engine_runs"])
+        port = free_port()
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(partitions):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, partitions, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, case: Case) -> dict[str, torch.Tensor]:
+        for connection in self.connections:
+            connection.send(case)
+        results: dict[str, torch.Tensor] = {}
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(60):
+                raise TimeoutError(f"stage {rank} does not answer")
+            answer = connection.recv()
+            assert isinstance(answer, dict), f"stage {rank}:\n{answer}"
+            results |= {name: torch.from_numpy(value) for name, value in answer.items()}
+        return results
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+def run_in_process(case: Case) -> dict[str, torch.Tensor]:
+    return train(case, range(case.partitions), None)
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = {
+        name: float((one[name] - other[name]).abs().max()) for name in one if not torch.equal(one[name], other[name])
+    }
+    assert not different, f"{len(different)} of {len(one)} differ: {dict(list(different.items())[:5])}"
