@@ -1,0 +1,197 @@
+"""AmoebaNet-B and AmoebaNet-D (Sections 3 to 5 of the paper; Real et al. 2018) as a sequence of named layers.
+
+The paper writes AmoebaNet-D (L, D): L normal cells, D filters in the first stack. It does not describe the network any
+further; the layout here is that of the TPU reference (tensorflow/tpu, models/official/amoeba_net: model_builder.py,
+network_utils.py, model_specs.py). With it, B (18, 512) has the 557M parameters that the paper reports.
+
+    stem  stem_reduction_0  stem_reduction_1  cell_00 ... reduction_0 ... reduction_1 ... classifier
+
+The reductions stand before the normal cells L // 3 and 2 L // 3; each doubles the filters.
+"""
+
+from collections import OrderedDict
+from functools import partial
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_cli.models.cell import Cell, FeatureMap
+from gpipe_cli.models.genotype import CellGenotype, Variant, genotype
+from gpipe_cli.models.initialization import Convolution, Linear
+from gpipe_cli.models.operations import Norm, SameConvolution, relu_after_norm
+
+StemKind = Literal["auto", "imagenet", "small"]
+
+STEM_CHANNELS = 32
+SMALL_IMAGE = 64  # up to this many pixels, "auto" takes the small stem
+AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3
+AUXILIARY_CHANNELS = 51, 307  # int(128 s) and int(768 s) for the reference's default s = 0.4
+
+
+class AuxiliaryHead(nn.Module):
+    """A second classifier in the middle of the network; its loss counts 0.4 in the reference.
+
+    Takes (x, skip). In training it returns (x, skip, auxiliary logits (N, classes)), in evaluation just (x, skip).
+
+    ReLU, 5x5 average pool of stride 3, 1x1 convolution, then one convolution as large as the whole remaining map: the
+    head fits only the image size it was built for. Its second batch norm sees one value per example and channel, so
+    torch refuses to train it on a micro-batch of one example.
+    """
+
+    def __init__(self, x: FeatureMap, num_classes: int, norm: Norm) -> None:
+        super().__init__()
+        inner, outer = AUXILIARY_CHANNELS
+        size = (x.size - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
+        self.features = nn.Sequential(
+            nn.AvgPool2d(AUXILIARY_POOL, AUXILIARY_STRIDE),
+            Convolution(x.channels, inner),
+            norm(inner),
+            relu_after_norm(),
+            Convolution(inner, outer, (size, size)),
+            norm(outer),
+            relu_after_norm(),
+            nn.Flatten(),
+        )
+        self.logits = Linear(outer, num_classes)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self.training:
+            return inputs
+        return (*inputs, self.logits(self.features(F.relu(inputs[0]))))
+
+
+class Classifier(nn.Module):
+    """ReLU, average over all pixels, dropout, fully connected.
+
+    Takes (x, skip[, auxiliary logits]); returns logits (N, classes), or (logits, auxiliary logits) if they came along.
+    """
+
+    def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.logits = Linear(channels, num_classes)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        x, _, *auxiliary = inputs
+        logits = self.logits(self.dropout(F.relu(x).mean(dim=(2, 3))))
+        return (logits, *auxiliary) if auxiliary else logits
+
+
+def amoebanet(
+    *,
+    variant: Variant,
+    normal_cells: int,
+    filters: int,
+    image_size: int,
+    num_classes: int,
+    auxiliary_head: bool,
+    batch_norm_momentum: float,
+    batch_norm_epsilon: float = 1e-3,
+    dropout: float = 0.5,
+    drop_path: float = 0.0,
+    stem: StemKind = "auto",
+) -> nn.Sequential:
+    """Build the network: images (N, 3, S, S) -> logits (N, classes).
+
+    In training with the auxiliary head it returns (logits, auxiliary logits), both (N, classes).
+
+    Args:
+        variant: "b" or "d".
+        normal_cells: L, without the reduction cells; at least 3.
+        filters: D, the filters of the first stack.
+        image_size: S, pixels.
+        num_classes: classes (the reference has 1001 for ImageNet: 0 is "background").
+        auxiliary_head: whether there is one, behind the normal cell before the second reduction.
+        batch_norm_momentum: weight of the *new* statistics (torch's meaning: 1 - TensorFlow's decay).
+        batch_norm_epsilon: added to the variance; 1e-3 is the default of the reference's network.
+        dropout: probability to drop a feature before the classifier.
+        drop_path: probability to drop an operation's result at the end of the training.
+        stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it; "auto" is "small"
+            for images of at most 64 pixels.
+
+    Raises:
+        ValueError: a setting out of range, filters that do not divide, or a map too small for the auxiliary head.
+    """
+    cells = genotype(variant)
+    small = image_size <= SMALL_IMAGE if stem == "auto" else stem == "small"
+    if stem not in ("auto", "imagenet", "small"):
+        raise ValueError(f"model.stem={stem}: use auto, imagenet or small")
+    _check(normal_cells, filters, image_size, num_classes, dropout, drop_path, small=small)
+    norm = partial(nn.BatchNorm2d, eps=batch_norm_epsilon, momentum=batch_norm_momentum)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["stem"], current = _stem(image_size, norm, small=small)
+    previous: FeatureMap | None = None
+
+    def add(name: str, kind: CellGenotype, width: int, stride: int) -> None:
+        nonlocal current, previous
+        cell = Cell(
+            kind, filters=width, stride=stride, current=current, previous=previous, norm=norm, drop_path=drop_path
+        )
+        layers[name] = cell
+        # The first cell's predecessor is the stem, which its successor reads as any other.
+        current, previous = cell.output, current
+
+    if not small:
+        add("stem_reduction_0", cells.reduction, filters // 4, stride=2)
+        add("stem_reduction_1", cells.reduction, filters // 2, stride=2)
+    width = filters
+    reductions = (normal_cells // 3, 2 * normal_cells // 3)
+    for index in range(normal_cells):
+        if index in reductions:
+            width *= 2
+            add(f"reduction_{reductions.index(index)}", cells.reduction, width, stride=2)
+        add(f"cell_{index:02d}", cells.normal, width, stride=1)
+        if auxiliary_head and index == reductions[1] - 1:
+            if current.size < AUXILIARY_POOL:
+                raise ValueError(
+                    f"dataset.image_size={image_size}: the auxiliary head would see {current.size}x{current.size} "
+                    f"pixels, but needs {AUXILIARY_POOL}x{AUXILIARY_POOL}; use model.auxiliary_head=false"
+                )
+            layers["auxiliary_head"] = AuxiliaryHead(current, num_classes, norm)
+    layers["classifier"] = Classifier(current.channels, num_classes, dropout)
+    return nn.Sequential(layers)
+
+
+def _stem(image_size: int, norm: Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
+    """3x3 convolution to 32 channels and batch norm, without ReLU; a single tensor leaves it.
+
+    Departs from the reference: its stem for small images does not pad (32 pixels become 30); ours does, so that 32 and
+    64 pixels halve evenly. The paper itself never trains on such images.
+    """
+    convolution: Convolution
+    if small:
+        convolution, size = SameConvolution(3, STEM_CHANNELS, (3, 3)), image_size
+    else:
+        convolution, size = Convolution(3, STEM_CHANNELS, (3, 3), (2, 2)), (image_size - 3) // 2 + 1
+    return nn.Sequential(convolution, norm(STEM_CHANNELS)), FeatureMap(STEM_CHANNELS, size)
+
+
+def _check(
+    normal_cells: int,
+    filters: int,
+    image_size: int,
+    num_classes: int,
+    dropout: float,
+    drop_path: float,
+    *,
+    small: bool,
+) -> None:
+    """Raise ValueError for what cannot be built."""
+    if normal_cells < 3:
+        raise ValueError(f"model.normal_cells={normal_cells}: the network has three stacks; use 3 or more")
+    # Narrowest cell: F = D / 4 in the ImageNet stem, else D. It needs F / 4 channels for its bottlenecks.
+    divisor = 4 if small else 16
+    if filters < divisor or filters % divisor:
+        below = max(filters // divisor, 1) * divisor
+        raise ValueError(
+            f"model.filters={filters}: the bottlenecks need a multiple of {divisor}; use {below} or {below + divisor}"
+        )
+    if image_size < 3:
+        raise ValueError(f"dataset.image_size={image_size}: the first convolution is 3x3; use 3 or more")
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes}: use 1 or more")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"model.dropout={dropout}: a probability to drop; use 0 or more and less than 1")
+    if not 0 <= drop_path < 1:
+        raise ValueError(f"model.drop_path={drop_path}: a probability to drop; use 0 or more and less than 1")

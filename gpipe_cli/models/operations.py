@@ -1,0 +1,173 @@
+"""The operations that an AmoebaNet cell adds up, after the TPU reference (amoeba_net/network_utils.py).
+
+Padding is TensorFlow's SAME everywhere: the output is ceil(input / stride) long and an odd padding puts the extra pixel
+right and at the bottom. It follows the input's size at run time.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_cli.models.initialization import Convolution, convolve
+
+Norm = Callable[[int], nn.Module]  # number of channels -> batch normalisation
+
+
+def same_padding(length: int, kernel: int, stride: int) -> tuple[int, int]:
+    """Pixels that TensorFlow's SAME rule adds before and behind a line of `length` pixels."""
+    windows = -(-length // stride)
+    total = max((windows - 1) * stride + kernel - length, 0)
+    return total // 2, total - total // 2
+
+
+class SameConvolution(Convolution):
+    """A convolution with SAME padding by zeros, (N, C, H, W) -> (N, C', ceil(H / stride), ceil(W / stride))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, bottom = same_padding(x.shape[2], self.kernel_size[0], self.stride[0])
+        left, right = same_padding(x.shape[3], self.kernel_size[1], self.stride[1])
+        if (top, left) != (bottom, right):
+            # The convolution itself can only pad both sides alike.
+            x = F.pad(x, (left, right, top, bottom))
+            top = left = 0
+        return convolve(x, self.weight, self.stride, (top, left), self.groups)
+
+
+class Pool(nn.Module):
+    """Maximum or average over the real pixels of a window, (N, C, H, W) -> (N, C, ceil(H / stride), ceil(W / stride)).
+
+    No padded copy is made: rounding the number of windows up lets the last one hang over the edge, and that is the
+    extra pixel of an odd padding.
+    """
+
+    def __init__(self, kind: Literal["max", "average"], kernel: int, stride: int) -> None:
+        super().__init__()
+        assert kernel % 2 == 1 or stride == kernel, "the last window would have to start outside"
+        self.kind = kind
+        self.kernel = kernel
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, _ = same_padding(x.shape[2], self.kernel, self.stride)
+        left, _ = same_padding(x.shape[3], self.kernel, self.stride)
+        padding = (top, left)
+        if self.kind == "max":
+            return F.max_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True)
+        return F.avg_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True, count_include_pad=False)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, kernel={self.kernel}, stride={self.stride}"
+
+
+class FactorizedReduction(nn.Module):
+    """ReLU, then half the resolution without losing every second pixel, (N, C, H, W) -> (N, C', ceil(H/2), ceil(W/2)).
+
+    One 1x1 convolution reads the pixels (0, 0), (0, 2), ..., the other those one step down and to the right, and zeros
+    where an odd size leaves none.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, norm: Norm) -> None:
+        super().__init__()
+        self.even = Convolution(in_channels, out_channels // 2, stride=(2, 2))
+        self.odd = Convolution(in_channels, out_channels - out_channels // 2, stride=(2, 2))
+        self.norm = norm(out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x)
+        shifted = F.pad(x, (-1, x.shape[3] % 2, -1, x.shape[2] % 2))
+        return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
+
+
+class AfterRelu(nn.Sequential):
+    """An operation that begins with ReLU, without that ReLU: give it max(state, 0).
+
+    Several operations of a cell read the same state: the cell rectifies it once, and one tensor is kept for backward.
+    """
+
+
+def relu_after_norm() -> nn.Module:
+    """ReLU in place: a batch norm's output is seen by nobody else, and the norm's own backward needs its input only."""
+    return nn.ReLU(inplace=True)
+
+
+def convolution(in_channels: int, out_channels: int, norm: Norm, stride: int = 1) -> AfterRelu:
+    """(ReLU,) 1x1 convolution, batch norm."""
+    return AfterRelu(Convolution(in_channels, out_channels, stride=(stride, stride)), norm(out_channels))
+
+
+def _bottleneck(in_channels: int, out_channels: int, stride: int, norm: Norm, *, seven: bool) -> AfterRelu:
+    """(ReLU,) 1x1 to a quarter of the channels, 3x3 or 1x7 and 7x1 there, 1x1 back; batch norm and ReLU between."""
+    inner = out_channels // 4
+    if seven:
+        kernels = [
+            SameConvolution(inner, inner, (1, 7), (1, stride)),
+            norm(inner),
+            relu_after_norm(),
+            SameConvolution(inner, inner, (7, 1), (stride, 1)),
+        ]
+    else:
+        kernels = [SameConvolution(inner, inner, (3, 3), (stride, stride))]
+    return AfterRelu(
+        Convolution(in_channels, inner),
+        norm(inner),
+        relu_after_norm(),
+        *kernels,
+        norm(inner),
+        relu_after_norm(),
+        Convolution(inner, out_channels),
+        norm(out_channels),
+    )
+
+
+def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, kernel: int) -> AfterRelu:
+    """Twice: (ReLU,) a kernel x kernel filter for each channel, 1x1 convolution, batch norm; the first with stride."""
+    return AfterRelu(
+        SameConvolution(in_channels, in_channels, (kernel, kernel), (stride, stride), groups=in_channels),
+        Convolution(in_channels, out_channels),
+        norm(out_channels),
+        relu_after_norm(),
+        SameConvolution(out_channels, out_channels, (kernel, kernel), groups=out_channels),
+        Convolution(out_channels, out_channels),
+        norm(out_channels),
+    )
+
+
+def _pool(pool: nn.Module, in_channels: int, out_channels: int, norm: Norm) -> nn.Module:
+    """The pool, and a 1x1 convolution with batch norm (no ReLU) if the number of channels has to change."""
+    if in_channels == out_channels:
+        return pool
+    return nn.Sequential(pool, Convolution(in_channels, out_channels), norm(out_channels))
+
+
+def operation(name: str, in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:
+    """Build an operation of a genotype, (N, in, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
+
+    An `AfterRelu` expects its input rectified; every other module takes the state as it is.
+    """
+    bottleneck = partial(_bottleneck, in_channels, out_channels, stride, norm)
+    separable = partial(_separable, in_channels, out_channels, stride, norm)
+    pool = partial(_pool, in_channels=in_channels, out_channels=out_channels, norm=norm)
+    match name:
+        case "identity" if stride == 1 and in_channels == out_channels:
+            return nn.Identity()
+        case "identity" | "1x1":
+            return convolution(in_channels, out_channels, norm, stride)
+        case "3x3":
+            return bottleneck(seven=False)
+        case "1x7_7x1":
+            return bottleneck(seven=True)
+        case "separable_3x3_2":
+            return separable(kernel=3)
+        case "separable_5x5_2":
+            return separable(kernel=5)
+        case "max_pool_2x2":
+            return pool(Pool("max", 2, stride))
+        case "max_pool_3x3":
+            return pool(Pool("max", 3, stride))
+        case "avg_pool_3x3":
+            return pool(Pool("average", 3, stride))
+    raise AssertionError(f"no operation {name}")

@@ -1,0 +1,138 @@
+"""A cell is wired as its genotype says, and treats its two inputs as the TPU reference does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_cli.models.cell import Cell, FeatureMap
+from gpipe_cli.models.drop_path import set_progress
+from gpipe_cli.models.genotype import CellGenotype, Variant, genotype
+from gpipe_cli.models.operations import AfterRelu, FactorizedReduction
+
+CURRENT = FeatureMap(12, 7)
+PREVIOUS = FeatureMap(8, 7)  # as many channels as a state, so it is state 1 as it is
+
+
+def build(
+    kind: CellGenotype,
+    stride: int,
+    previous: FeatureMap | None = PREVIOUS,
+    drop_path: float = 0.0,
+) -> Cell:
+    torch.manual_seed(0)
+    return Cell(
+        kind,
+        filters=8,
+        stride=stride,
+        current=CURRENT,
+        previous=previous,
+        norm=nn.BatchNorm2d,
+        drop_path=drop_path,
+    )
+
+
+def inputs(previous: FeatureMap) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, *CURRENT, CURRENT.size), torch.randn(2, *previous, previous.size)
+
+
+def operation_of(cell: Cell, pair: int, side: int) -> nn.Module:
+    return cell.operations[2 * pair + side]
+
+
+def by_hand(cell: Cell, current: Tensor, previous: Tensor, wiring: list[tuple[int, int]], output: list[int]) -> Tensor:
+    """The cell once more, every ReLU on its own; `wiring` says which states each sum reads."""
+    states = [cell.current(F.relu(current)), cell.previous(previous)]
+    for pair, sources in enumerate(wiring):
+        terms = []
+        for side, state in enumerate(sources):
+            apply = operation_of(cell, pair, side)
+            terms.append(apply(F.relu(states[state]) if isinstance(apply, AfterRelu) else states[state]))
+        states.append(terms[0] + terms[1])
+    return torch.cat([states[index] for index in output], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "stride", "wiring", "output"),
+    [
+        ("b", 1, [(1, 1), (1, 0), (1, 0), (2, 2), (1, 5)], [0, 3, 4, 6]),
+        ("d", 1, [(1, 1), (1, 0), (0, 0), (2, 2), (1, 5)], [0, 3, 4, 6]),
+        ("b", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (4, 3)], [5, 6]),
+        ("d", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (2, 3)], [4, 5, 6]),
+    ],
+)
+@pytest.mark.parametrize("previous", [PREVIOUS, FeatureMap(12, 7), FeatureMap(4, 14), FeatureMap(4, 13)])
+def test_wiring(
+    variant: Variant, stride: int, wiring: list[tuple[int, int]], output: list[int], previous: FeatureMap
+) -> None:
+    cells = genotype(variant)
+    cell = build(cells.normal if stride == 1 else cells.reduction, stride, previous)
+    x, skip = inputs(previous)
+    before = [x.clone(), skip.clone()]
+    result, current = cell((x, skip))
+    assert current is x
+    assert result.shape == (2, cell.output.channels, cell.output.size, cell.output.size)
+    assert cell.output == (8 * len(output), 7 if stride == 1 else 4)
+    torch.testing.assert_close(result, by_hand(cell, x, skip, wiring, output))
+    assert torch.equal(x, before[0])
+    assert torch.equal(skip, before[1])
+
+
+def test_one_state_is_rectified_once() -> None:
+    """D reads the rectified state 0 in three operations; autograd keeps one tensor for them."""
+    cell = build(genotype("d").normal, 1)
+    seen: list[int] = []
+    for apply in cell.operations:
+        if isinstance(apply, AfterRelu):
+            apply.register_forward_pre_hook(lambda _, args: seen.append(args[0].data_ptr()))
+    # Keep the graph alive, so that no address is used twice.
+    result = cell(inputs(PREVIOUS))
+    assert result[0].requires_grad
+    # Readers of states 1, 0, 0, 0, 5: three states, so three tensors.
+    assert len(seen) == 5
+    assert len(set(seen)) == 3
+
+
+def test_predecessor() -> None:
+    kind = genotype("d").normal
+    assert isinstance(build(kind, 1, PREVIOUS).previous, nn.Identity)
+    assert isinstance(build(kind, 1, FeatureMap(8, 14)).previous, FactorizedReduction)
+    projection = build(kind, 1, FeatureMap(6, 7)).previous
+    x = torch.randn(2, 6, 7, 7)
+    torch.testing.assert_close(projection(x), projection(F.relu(x)), rtol=0, atol=0)
+
+
+def test_first_cell_reads_the_stem_unprojected() -> None:
+    cell = build(genotype("d").reduction, 2, previous=None)
+    x = torch.randn(2, 12, 7, 7)
+    result, current = cell(x)
+    assert current is x
+    assert isinstance(cell.previous, nn.Identity)
+    torch.testing.assert_close(
+        result, by_hand(cell, x, x, [(0, 0), (2, 1), (2, 2), (3, 1), (2, 3)], [4, 5, 6]), rtol=0, atol=0
+    )
+
+
+def test_auxiliary_logits_ride_along() -> None:
+    x, skip = inputs(PREVIOUS)
+    logits = torch.randn(2, 10)
+    assert build(genotype("b").normal, 1)((x, skip, logits))[2] is logits
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("variant", ["b", "d"])
+def test_drop_path_spares_identities_only(variant: Variant, stride: int) -> None:
+    cells = genotype(variant)
+    kind = cells.normal if stride == 1 else cells.reduction
+    cell = build(kind, stride, drop_path=0.5)
+    set_progress(cell, 1.0)
+    dropped: list[Tensor] = []
+    cell.drop_path.register_forward_pre_hook(lambda _, args: dropped.append(args[0]))
+    results: list[Tensor] = []
+    names = [name for pair in kind.pairs for name, _ in pair]
+    for name, apply in zip(names, cell.operations, strict=True):
+        if name != "identity":
+            apply.register_forward_hook(lambda _, args, result: results.append(result))
+    cell(inputs(PREVIOUS))
+    assert len(dropped) == len(names) - 2  # both cells have two identities
+    assert all(a is b for a, b in zip(dropped, results, strict=True))

@@ -1,0 +1,49 @@
+"""Drop-path removes whole results, one example at a time, and keeps the expectation."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.models.drop_path import ScheduledDropPath, set_progress
+
+
+def test_drops_whole_examples_and_scales_the_rest() -> None:
+    torch.manual_seed(0)
+    drop_path = ScheduledDropPath(0.4)
+    drop_path.progress = 0.5  # keep = 1 - 0.5 * 0.4 = 0.8
+    y = drop_path(torch.ones(4000, 3, 2, 2)).flatten(1)
+    assert torch.equal(y, y[:, :1].expand(-1, 12)), "all channels and pixels of an example share one fate"
+    dropped = y[:, 0] == 0
+    torch.testing.assert_close(y[~dropped], torch.full_like(y[~dropped], 1 / 0.8))
+    # Standard deviation of the mean: sqrt(0.8 * 0.2 / 4000) = 0.0063.
+    assert dropped.float().mean().item() == pytest.approx(0.2, abs=0.03)
+    assert y.mean().item() == pytest.approx(1, abs=0.04)
+
+
+def test_gradient_follows_the_mask() -> None:
+    torch.manual_seed(0)
+    drop_path = ScheduledDropPath(0.5)
+    drop_path.progress = 1.0
+    x = torch.randn(50, 2, 3, 3, requires_grad=True)
+    y = drop_path(x)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad * x.detach(), y.detach())
+
+
+@pytest.mark.parametrize(
+    ("training", "probability", "progress"), [(False, 0.5, 1.0), (True, 0.0, 1.0), (True, 0.5, 0.0)]
+)
+def test_off_returns_the_input_and_draws_nothing(training: bool, probability: float, progress: float) -> None:
+    drop_path = ScheduledDropPath(probability).train(training)
+    drop_path.progress = progress
+    x = torch.randn(2, 3, 4, 4)
+    state = torch.get_rng_state()
+    assert drop_path(x) is x
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_set_progress_reaches_all() -> None:
+    first, second = ScheduledDropPath(0.1), ScheduledDropPath(0.2)
+    set_progress(nn.Sequential(first, nn.Sequential(nn.ReLU(), second)), 0.25)
+    assert (first.progress, second.progress) == (0.25, 0.25)

@@ -1,0 +1,226 @@
+"""The operations of a cell behave as TensorFlow's: checked against loops and sums written out here."""
+
+import math
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_cli.models.operations import (
+    AfterRelu,
+    FactorizedReduction,
+    Pool,
+    SameConvolution,
+    operation,
+    same_padding,
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def missing(length: int, kernel: int, stride: int) -> int:
+    """Pixels that the last window lacks, from the definition of TensorFlow's SAME rule."""
+    return max((math.ceil(length / stride) - 1) * stride + kernel - length, 0)
+
+
+def windows(length: int, kernel: int, stride: int) -> list[range]:
+    """The real pixels under each window; half of the missing ones (rounded down) lie before the first."""
+    starts = [window * stride - missing(length, kernel, stride) // 2 for window in range(math.ceil(length / stride))]
+    return [range(max(start, 0), min(start + kernel, length)) for start in starts]
+
+
+def pooled(x: Tensor, kernel: int, stride: int, how: str) -> Tensor:
+    rows, columns = windows(x.shape[2], kernel, stride), windows(x.shape[3], kernel, stride)
+    result = x.new_empty(*x.shape[:2], len(rows), len(columns))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            window = x[:, :, row.start : row.stop, column.start : column.stop].flatten(2)
+            result[:, :, i, j] = window.amax(2) if how == "max" else window.mean(2)
+    return result
+
+
+def norm(channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels)
+
+
+def no_norm(channels: int) -> nn.Module:
+    return nn.Identity()
+
+
+def fill(module: nn.Module, value: float = 1.0) -> None:
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, value)
+
+
+@pytest.mark.parametrize(
+    ("length", "kernel", "stride", "padding"),
+    # 3 over 4 pixels by 2: windows start at 0 and 2, the second needs one pixel more on the right.
+    [(4, 3, 2, (0, 1)), (5, 3, 2, (1, 1)), (5, 3, 1, (1, 1)), (4, 2, 2, (0, 0)), (5, 2, 2, (0, 1)), (8, 7, 2, (2, 3))],
+)
+def test_same_padding(length: int, kernel: int, stride: int, padding: tuple[int, int]) -> None:
+    assert same_padding(length, kernel, stride) == padding
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (2, 2)])
+@pytest.mark.parametrize("size", [(1, 2), (4, 4), (5, 5), (6, 7), (9, 8)])
+@pytest.mark.parametrize("kind", ["max", "average"])
+def test_pool(kind: Literal["max", "average"], size: tuple[int, int], kernel: int, stride: int) -> None:
+    x = torch.randn(2, 3, *size) - 3  # Negative almost everywhere: a zero taken from the padding would be the maximum.
+    torch.testing.assert_close(Pool(kind, kernel, stride)(x), pooled(x, kernel, stride, kind))
+
+
+@pytest.mark.parametrize("name", ["max_pool_2x2", "max_pool_3x3", "avg_pool_3x3"])
+def test_pool_of_a_genotype_is_what_its_name_says(name: str) -> None:
+    x = torch.randn(2, 8, 6, 6)
+    how = name.split("_", maxsplit=1)[0]
+    torch.testing.assert_close(operation(name, 8, 8, 2, norm)(x), pooled(x, int(name[-1]), 2, how))
+
+
+def test_pool_that_changes_channels_projects_without_relu() -> None:
+    apply = operation("max_pool_3x3", 1, 4, 1, no_norm)
+    fill(apply)
+    x = torch.full((1, 1, 3, 3), -2.0)
+    assert not isinstance(apply, AfterRelu)
+    assert torch.equal(apply(x), torch.full((1, 4, 3, 3), -2.0))
+
+
+@pytest.mark.parametrize("size", [(6, 6), (7, 7), (7, 6)])
+@pytest.mark.parametrize(("kernel", "stride"), [((3, 3), (2, 2)), ((1, 7), (1, 2)), ((7, 1), (2, 1)), ((3, 3), (1, 1))])
+def test_same_convolution(size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int]) -> None:
+    apply = SameConvolution(2, 3, kernel, stride)
+    x = torch.randn(2, 2, *size)
+    y = apply(x)
+    # The rule, written out: a frame of zeros wide enough for every window, then one dot product per window.
+    frame = F.pad(x, (8, 8, 8, 8))
+    first_row = 8 - missing(size[0], kernel[0], stride[0]) // 2
+    first_column = 8 - missing(size[1], kernel[1], stride[1]) // 2
+    assert y.shape == (2, 3, math.ceil(size[0] / stride[0]), math.ceil(size[1] / stride[1]))
+    for i in range(y.shape[2]):
+        for j in range(y.shape[3]):
+            top, left = first_row + i * stride[0], first_column + j * stride[1]
+            patch = frame[:, :, top : top + kernel[0], left : left + kernel[1]]
+            torch.testing.assert_close(y[:, :, i, j], torch.einsum("nchw,ochw->no", patch, apply.weight))
+
+
+def test_identity_changes_nothing() -> None:
+    x = torch.randn(1, 4, 3, 3)
+    assert operation("identity", 4, 4, 1, norm)(x) is x
+
+
+@pytest.mark.parametrize(("name", "stride", "channels"), [("identity", 2, 8), ("identity", 1, 4), ("1x1", 1, 8)])
+def test_pointwise_convolution(name: str, stride: int, channels: int) -> None:
+    apply = operation(name, channels, 8, stride, no_norm)
+    assert isinstance(apply, AfterRelu)
+    (weight,) = apply.parameters()
+    x = torch.randn(2, channels, 5, 5)
+    expected = torch.einsum("oc,nchw->nohw", weight[:, :, 0, 0], x[:, :, ::stride, ::stride])
+    torch.testing.assert_close(apply(x), expected)
+
+
+def influence(apply: nn.Module, x: Tensor, row: int, column: int) -> Tensor:
+    """Which pixels of `x` (1, C, H, W) the output pixel (row, column) depends on: (H, W), True or False."""
+    x = x.clone().requires_grad_()
+    apply(x)[:, :, row, column].sum().backward()
+    assert x.grad is not None
+    return x.grad.abs().sum(dim=(0, 1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reach"),  # how far the middle pixel sees at stride 1
+    [("1x1", 0), ("3x3", 1), ("1x7_7x1", 3), ("separable_3x3_2", 2), ("separable_5x5_2", 4), ("max_pool_3x3", None)],
+)
+def test_receptive_field(name: str, reach: int | None) -> None:
+    apply = operation(name, 8, 8, 1, no_norm)
+    fill(apply)
+    seen = influence(apply, torch.rand(1, 8, 11, 11) + 0.1, 5, 5)
+    if reach is None:
+        assert 1 <= int(seen.sum()) <= 8  # a maximum passes its gradient to one pixel per channel
+        return
+    expected = torch.zeros(11, 11, dtype=torch.bool)
+    expected[5 - reach : 6 + reach, 5 - reach : 6 + reach] = True
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("name", ["3x3", "1x7_7x1", "separable_3x3_2", "max_pool_2x2", "avg_pool_3x3", "1x1"])
+@pytest.mark.parametrize("size", [7, 8])
+def test_stride_halves_both_directions(name: str, size: int) -> None:
+    assert operation(name, 8, 16, 2, norm)(torch.randn(2, 8, size, size)).shape == (2, 16, 4, 4)
+
+
+def test_seven_taps_stride_once_in_each_direction() -> None:
+    first, second = [
+        layer for layer in operation("1x7_7x1", 8, 8, 2, norm).modules() if isinstance(layer, SameConvolution)
+    ]
+    assert (first.kernel_size, first.stride) == ((1, 7), (1, 2))
+    assert (second.kernel_size, second.stride) == ((7, 1), (2, 1))
+
+
+def test_bottleneck_has_a_quarter_of_the_channels() -> None:
+    weights = [tuple(p.shape) for p in operation("1x7_7x1", 12, 16, 1, no_norm).parameters()]
+    assert weights == [(4, 12, 1, 1), (4, 4, 1, 7), (4, 4, 7, 1), (16, 4, 1, 1)]
+
+
+def test_separable_is_depthwise_then_pointwise() -> None:
+    apply = operation("separable_3x3_2", 6, 8, 2, no_norm)
+    depthwise, pointwise, depthwise_2, pointwise_2 = apply.parameters()
+    assert [tuple(p.shape) for p in apply.parameters()] == [(6, 1, 3, 3), (8, 6, 1, 1), (8, 1, 3, 3), (8, 8, 1, 1)]
+    x = torch.rand(2, 6, 8, 8)
+    y = torch.cat([F.conv2d(F.pad(x[:, c : c + 1], (0, 1, 0, 1)), depthwise[c : c + 1], stride=2) for c in range(6)], 1)
+    y = F.relu(torch.einsum("oc,nchw->nohw", pointwise[:, :, 0, 0], y))
+    y = torch.cat([F.conv2d(y[:, c : c + 1], depthwise_2[c : c + 1], padding=1) for c in range(8)], 1)
+    y = torch.einsum("oc,nchw->nohw", pointwise_2[:, :, 0, 0], y)
+    torch.testing.assert_close(apply(x), y)
+
+
+@pytest.mark.parametrize("size", [6, 7])
+def test_factorized_reduction_reads_both_lattices(size: int) -> None:
+    apply = FactorizedReduction(1, 2, no_norm)
+    fill(apply)
+    x = torch.arange(1.0, size * size + 1).reshape(1, 1, size, size)
+    even, odd = apply(x)[0]
+    assert torch.equal(even, x[0, 0, ::2, ::2])
+    expected = torch.zeros_like(even)
+    lattice = x[0, 0, 1::2, 1::2]
+    expected[: lattice.shape[0], : lattice.shape[1]] = lattice  # zeros where an odd size leaves no pixel
+    assert torch.equal(odd, expected)
+    assert torch.equal(apply(-x), torch.zeros_like(apply(x))), "ReLU comes first"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "identity",
+        "1x1",
+        "3x3",
+        "1x7_7x1",
+        "separable_3x3_2",
+        "separable_5x5_2",
+        "max_pool_2x2",
+        "max_pool_3x3",
+        "avg_pool_3x3",
+    ],
+)
+def test_operation_leaves_its_input_alone(name: str) -> None:
+    x = torch.randn(2, 8, 6, 6, requires_grad=True)
+    before = x.detach().clone()
+    version = x._version
+    operation(name, 8, 8, 1 if name == "identity" else 2, norm)(x).sum().backward()
+    assert torch.equal(x.detach(), before)
+    assert x._version == version
+
+
+def test_a_state_can_be_read_in_any_memory_format() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 7, 7)
+    for name in ("1x1", "3x3", "1x7_7x1", "separable_3x3_2", "max_pool_3x3", "avg_pool_3x3"):
+        apply = operation(name, 8, 8, 2, norm)
+        y = apply(x)
+        apply = apply.to(memory_format=torch.channels_last)
+        z = apply(x.to(memory_format=torch.channels_last))
+        torch.testing.assert_close(z, y, rtol=1e-4, atol=1e-5)
+        assert z.is_contiguous(memory_format=torch.channels_last), name
