@@ -1,0 +1,77 @@
+"""Which samples make up which mini-batch (the paper's N, Section 2.2).
+
+A function of (seed, epoch) and nothing else, so that the process with the first stage (images) and the one with the
+last stage (targets) agree without a message, and a resumed run goes on with exactly the samples it had not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpipe_cli.data.seeds import seed_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MiniBatches"]
+
+
+class MiniBatches:
+    """`samples` samples in mini-batches of `batch_size`; epochs and positions count from 0.
+
+    shuffle: a new order each epoch, from (seed, epoch). drop_last: leave out a last mini-batch that is not full.
+
+    Raises ValueError where no mini-batch would be left.
+    """
+
+    def __init__(self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool = False) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: must be 1 or more")
+        if drop_last and batch_size > samples:
+            raise ValueError(
+                f"batch_size={batch_size}: there are only {samples} samples and a mini-batch that is not full is "
+                f"dropped; use batch_size={samples} or less"
+            )
+        assert samples > 0, samples
+        self.samples = samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.steps_per_epoch = samples // batch_size if drop_last else -(-samples // batch_size)
+        self._orders: dict[int, Tensor] = {}
+
+    def indices(self, epoch: int, position: int) -> Tensor:
+        """int64 (size,): the samples of mini-batch `position` of `epoch`, in order."""
+        start = position * self.batch_size
+        return self._order(epoch)[start : start + self.size(epoch, position)]
+
+    def size(self, epoch: int, position: int) -> int:
+        """How many samples the mini-batch has; only the last of an epoch can be short."""
+        assert epoch >= 0, epoch
+        assert 0 <= position < self.steps_per_epoch, (position, self.steps_per_epoch)
+        return min(self.batch_size, self.samples - position * self.batch_size)
+
+    def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
+        """(epoch, position) of every step from the starting point to the end of a run of `epochs` epochs in all.
+
+        A start position equal to `steps_per_epoch` is the start of the next epoch.
+        """
+        assert 0 <= start_position <= self.steps_per_epoch, (start_position, self.steps_per_epoch)
+        for epoch in range(start_epoch, epochs):
+            for position in range(start_position if epoch == start_epoch else 0, self.steps_per_epoch):
+                yield epoch, position
+
+    def _order(self, epoch: int) -> Tensor:
+        import torch
+
+        if epoch not in self._orders:
+            # Two are kept: loading runs ahead into the next epoch while the loss still needs the targets of this one.
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(seed_of("order", self.seed, epoch))
+                self._orders[epoch] = torch.randperm(self.samples, generator=generator)
+            else:
+                self._orders[epoch] = torch.arange(self.samples)
+        return self._orders[epoch]
