@@ -1,0 +1,90 @@
+"""`gpipe <command>`: finds the command and hands the rest to it; whatever the user got wrong ends as one line.
+
+Only the command that runs is imported, and no command imports torch before it knows that there is something to train:
+help must answer at once.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from importlib.metadata import version
+
+from gpipe_cli.typed import nearest, one_line
+
+COMMANDS = {
+    "train": "train a model with GPipe, or sweep over settings with -m",
+    "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
+}
+USAGE = "\n".join(
+    [
+        "GPipe: training with micro-batch pipeline parallelism.",
+        "",
+        "Usage: gpipe COMMAND [setting=value ...]",
+        "",
+        "Commands",
+        *(f"  {name:<10}{line}" for name, line in COMMANDS.items()),
+        "",
+        "  gpipe COMMAND --help    settings and examples of a command",
+        "  gpipe --version",
+        "",
+        "With GPIPE_FULL_ERROR=1 in the environment an error comes with its traceback.",
+        "",
+    ]
+)
+BAD_INPUT = 2
+INTERRUPTED = 130  # what shells report for a process that SIGINT ended: 128 + 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    name = "gpipe"
+    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        match given:
+            case ["-h" | "--help"]:
+                sys.stdout.write(USAGE)
+                return 0
+            case ["--version"]:
+                sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
+                return 0
+            case ["-sc" | "--shell-completion", *rest]:
+                return _complete(rest)
+            case [command, *rest] if command in COMMANDS:
+                name = f"gpipe {command}"
+                return _run(command, rest)
+            case [command, *_]:
+                raise ValueError(
+                    f"{command}: there is no such command{nearest(command, list(COMMANDS))}; see gpipe --help"
+                )
+            case _:
+                sys.stderr.write(USAGE)
+                return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:
+        if os.environ.get("GPIPE_FULL_ERROR") == "1":  # for who looks for a fault in gpipe itself
+            raise
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every process comes to the same conclusion
+            sys.stderr.write(f"{name}: {one_line(error)}\n")
+        return BAD_INPUT
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
+    return code
+
+
+def _complete(arguments: list[str]) -> int:
+    """Tab completion: Hydra's script knows no commands; it asks the bare `gpipe`, with what was typed in COMP_LINE."""
+    words = os.environ.get("COMP_LINE", "gpipe train ").split(" ")
+    if len(words) < 3:
+        sys.stdout.write(" ".join(COMMANDS) + "\n")
+        return 0
+    command = words.pop(1)
+    if command not in COMMANDS:
+        return 0
+    os.environ["COMP_LINE"] = " ".join(words)
+    return _run(command, ["-sc", *arguments])

@@ -1,0 +1,109 @@
+"""The commands, and what they share: Hydra reads the command line and composes `conf/`; the command runs after that.
+
+Hydra only takes the composed tree to the door. Nothing runs inside it, so that an exception is the command's own,
+Ctrl-C ends the process, and no folder, log or change of directory comes from Hydra.
+"""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.main import get_args_parser
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from gpipe_cli.typed import nearest, one_line, settings, unknown
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command's arguments as Hydra reads them."""
+
+    options: dict[str, object]  # of Hydra: multirun, config_name, config_dir, ...
+    overrides: dict[str, object]  # what was set: key or group, without +, and value (of a sweep: its text)
+    swept: frozenset[str]  # those of them that have several values
+
+
+def read(command: str, arguments: Sequence[str]) -> CommandLine:
+    """Reads the arguments without composing anything.
+
+    Raises:
+        ValueError: an option that Hydra does not have, or a setting that is not of the form key=value.
+    """
+    sys.argv = [f"gpipe {command}", *arguments]
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            options = vars(get_args_parser().parse_args())
+    except SystemExit:  # argparse prints its usage, many lines of it, and leaves; its last line says what is wrong
+        line = complaint.getvalue().strip().rpartition(": error: ")[2]
+        raise ValueError(f"{line}; see gpipe {command} --hydra-help") from None
+    try:
+        overrides = OverridesParser.create().parse_overrides(options["overrides"])
+        values: dict[str, object] = {
+            o.key_or_group: str(o.input_line).partition("=")[2] if o.is_sweep_override() else o.value()
+            for o in overrides
+            if not o.is_delete()
+        }
+    except HydraException as error:
+        raise _translated(error, []) from error
+    return CommandLine(options, values, frozenset(o.key_or_group for o in overrides if o.is_sweep_override()))
+
+
+def compose(command: str, arguments: Sequence[str], kind: type, received: list[Any]) -> None:
+    """Runs Hydra for `conf/<command>.yaml`, whose keys are those of the dataclass `kind`.
+
+    `received` gets the composed tree, a DictConfig; or of a sweep every `Run` that ended; or nothing where Hydra has
+    answered by itself (`--cfg`, `--info`, completion). `--help` leaves by SystemExit.
+
+    Raises:
+        ValueError: the configuration cannot be composed.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # or else Hydra prints what went wrong, and leaves
+    shell_completion = arguments[:1] == ["-sc"]  # installs itself under the name of the program: gpipe
+    sys.argv = ["gpipe" if shell_completion else f"gpipe {command}", *arguments]
+    try:
+        hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(received.append)()
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise _translated(error, settings(kind)) from error
+    except BrokenPipeError:  # `gpipe train --help | head`: nobody reads on, neither now nor when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _translated(error: Exception, keys: Sequence[str]) -> ValueError:
+    """Hydra's complaint in one line that says what to write instead."""
+    message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
+    match error:
+        case OverrideParseException():
+            # Around what is wrong stand "Error parsing override" and "See https://...".
+            lines = [line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))]
+            wrong = lines[0] if lines else "not setting=value"
+            return ValueError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")
+        case MissingConfigException() if error.options and error.missing_cfg_file:
+            group, _, choice = error.missing_cfg_file.rpartition("/")
+            options = ", ".join(error.options)
+            hint = nearest(choice, list(error.options))
+            return ValueError(f"{group}={choice}: there is no such choice; choose one of {options}{hint}")
+        case MissingConfigException() if error.missing_cfg_file:
+            name = error.missing_cfg_file
+            return ValueError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
+        case ConfigCompositionException():
+            if found := re.match(r"Could not override '(.+?)'\.; To append to your config use \+\S+?=(.*)", message):
+                if found[1].startswith("hydra."):
+                    return ValueError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
+                return unknown(found[1], found[2], keys)
+            if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'", message):
+                return ValueError(
+                    f"{found[1]}: several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
+                )
+    return ValueError(f"configuration: {message}")

@@ -1,0 +1,46 @@
+"""`gpipe evaluate`: a checkpoint of a run on its test set; K and M need not be those of the training."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.commands import compose, read
+from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: the user can mend it; one line.
+    """
+    if read("evaluate", arguments).options["multirun"]:
+        raise ValueError("-m: evaluate has no sweeps; call it once for each run")
+    received: list[DictConfig] = []
+    compose("evaluate", arguments, EvaluateSettings, received)
+    if not received:
+        return 0
+    config = evaluation(from_tree(EvaluateSettings, received[0]))
+
+    from gpipe_cli.training.processes import launch  # torch comes with it
+
+    return launch(config, Path(config.run))
+
+
+def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
+    """The configuration of the run to evaluate, with what was given on the command line in its place."""
+    saved = load(find_run("run", settings.run, settings.output))
+    base = OmegaConf.create(asdict(saved))
+    if settings.partitions not in (None, saved.partitions):
+        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None and field.name not in ("run", "checkpoint", "output", "partition", "dataset"):
+            OmegaConf.update(base, field.name, value)
+    if settings.partition.balance is not None:
+        OmegaConf.update(base, "partition.balance", list(settings.partition.balance), merge=False)
+    if settings.dataset.root is not None:
+        OmegaConf.update(base, "dataset.root", settings.dataset.root)
+    return EvaluateConfig(settings.run, settings.checkpoint, from_tree(TrainConfig, base))

@@ -1,0 +1,114 @@
+"""`gpipe train`: one run, or with -m a sweep of runs (the tables of the paper are sweeps over K and M)."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.commands import compose, read, sweep
+from gpipe_cli.config import TrainConfig, find_run, from_tree, load
+from gpipe_cli.typed import show
+
+# What belongs to one invocation of the command and not to the run that it goes on with.
+NOT_RESUMED = ("resume", "run_folder", "output", "dry_run", "max_steps")
+GROUPS = ("model", "dataset", "optimizer", "learning_rate")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: the user can mend it; one line.
+    """
+    line = read("train", arguments)
+    for group in GROUPS:
+        if not isinstance(choice := line.overrides.get(group, ""), str):
+            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
+    saved = None
+    if isinstance(line.overrides.get("resume"), str) and "resume" not in line.swept:
+        output = line.overrides.get("output")
+        saved = load(find_run("resume", str(line.overrides["resume"]), str(output or "outputs")))
+        # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
+        chosen = {group: getattr(saved, group).name for group in GROUPS if group not in line.overrides}
+        arguments = [*arguments, *(f"{group}={name}" for group, name in chosen.items())]
+    sweep.register_launcher()
+    received: list[DictConfig | sweep.Run] = []
+    try:
+        compose("train", arguments, TrainConfig, received)
+    finally:
+        runs = [run for run in received if isinstance(run, sweep.Run)]
+        if runs:  # also after Ctrl-C
+            sweep.show_table(runs)
+    for tree in received:
+        if isinstance(tree, DictConfig):
+            config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides))
+            return _train(config)
+    return 1 if any(run.failed for run in runs) else 0
+
+
+def _train(config: TrainConfig) -> int:
+    folder = make_run_folder(config, datetime.now())
+    try:
+        from gpipe_cli.training.processes import launch  # torch comes with it
+
+        return launch(config, folder)
+    except ValueError:  # refused before anything ran, then nothing is left behind
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise
+
+
+def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str]) -> TrainConfig:
+    """The configuration of the run to go on with, where the keys and groups in `given` are as `tree` has them.
+
+    A group that is given with the choice that the run has already keeps the run's settings.
+    """
+    base = OmegaConf.create(asdict(saved))
+    if OmegaConf.select(tree, "partitions") != saved.partitions and "partitions" in given:
+        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
+    for key in (*NOT_RESUMED, *given):
+        value = OmegaConf.select(tree, key)
+        if isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name"):
+            continue
+        OmegaConf.update(base, key, value, merge=False, force_add=True)
+    return from_tree(TrainConfig, base)
+
+
+def make_run_folder(config: TrainConfig, now: datetime) -> Path:
+    """Makes the folder of a new run: `run_folder`, or one in `output` named by time, model, dataset, K and M.
+
+    Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
+
+    Raises:
+        ValueError: the folder cannot be made, or `run_folder` holds something and is not the run that goes on.
+    """
+    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.dataset.name}"
+    chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{config.partitions}_M{config.micro_batches}")
+    if os.environ.get("RANK", "0") != "0":
+        return chosen
+    try:
+        if config.run_folder is not None:
+            goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
+            chosen.mkdir(parents=True, exist_ok=True)
+            if any(chosen.iterdir()) and not goes_on:
+                raise ValueError(
+                    f"run_folder={chosen}: the folder is not empty; choose another, or leave the setting out, "
+                    f"or go on with that run by resume={chosen}"
+                )
+            return chosen
+        folder, count = chosen, 1
+        chosen.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # two runs within one second
+                count += 1
+                folder = chosen.with_name(f"{chosen.name}-{count}")
+    except OSError as error:
+        key, value = ("output", config.output) if config.run_folder is None else ("run_folder", config.run_folder)
+        raise ValueError(f"{key}={value}: no folder can be made there ({error.strerror}); choose another") from error

@@ -1,0 +1,145 @@
+"""A plain tree of settings becomes typed dataclasses, and everything wrong with it becomes one line.
+
+A dataclass says what a setting may be; the line says which setting, what was given, what is allowed and what to
+write instead. Values arrive as YAML and the command line read them: nothing is converted silently but a whole number
+where a fraction is wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import SequenceMatcher
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def typed(kind: type[T], values: Any) -> T:
+    """The dataclass `kind` made of nested dictionaries, at every level.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
+    """
+    made: T = _convert(kind, values, "", settings(kind))
+    return made
+
+
+def settings(kind: type) -> list[str]:
+    """Every key of a configuration in dotted form, `model.filters`, groups themselves included."""
+    keys: list[str] = []
+    for name, hint in get_type_hints(kind).items():
+        keys.append(name)
+        if _is_group(hint):
+            keys += [f"{name}.{inner}" for inner in settings(hint)]
+    return keys
+
+
+def nearest(key: str, choices: Sequence[str]) -> str:
+    """`; did you mean model.filters?` for `filters`; a guess that is far off is called the nearest and no more."""
+
+    def likeness(choice: str) -> float:
+        # The last part counts as a name of its own; of equally good names the one least deep is the likeliest.
+        pairs = ((key, choice), (key.rpartition(".")[2], choice.rpartition(".")[2]))
+        return max(SequenceMatcher(None, *pair).ratio() for pair in pairs) - 0.001 * choice.count(".")
+
+    best = max(choices, key=likeness)
+    return f"; did you mean {best}?" if likeness(best) > 0.6 else f"; the nearest is {best}"
+
+
+def unknown(key: str, value: object, choices: Sequence[str]) -> ValueError:
+    """The error for a key that no configuration has."""
+    if key in choices:  # a member of a group, but not of the choice that was made there
+        return ValueError(f"{key}={show(value)}: the chosen {key.partition('.')[0]} has no such setting; leave it out")
+    return ValueError(f"{key}={show(value)}: there is no such setting{nearest(key, choices)}; --cfg job lists all")
+
+
+def show(value: object) -> str:
+    """A value as one writes it on the command line: `null`, `true`, `[4,8]`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return "[" + ",".join(show(item) for item in value) + "]"
+        case dict():
+            return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+        case _:
+            return str(value)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of somebody else's exception without its line breaks."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+
+
+def at_least(key: str, value: float | None, least: float) -> None:
+    """Refuses a value below `least`; None (not set) passes."""
+    if value is not None and not value >= least:
+        raise ValueError(f"{key}={value}: must be {least} or more; use {key}={least}")
+
+
+def above_zero(key: str, value: float, most: float | None = None) -> None:
+    """Refuses 0 and below, and what is above `most`."""
+    if not value > 0 or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{key}={value}: must be above 0{upper}; use {key}={1 if most is None else most}")
+
+
+def share(key: str, value: float) -> None:
+    """Refuses what is not a share that leaves something over: 0 is one, 1 is not."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{key}={value}: must be 0 or more and below 1; use {key}=0")
+
+
+def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
+    """`value` as `kind`; `key` is where it stands, `keys` are all that could have been meant."""
+    if value == "???":
+        raise ValueError(f"{key}=???: a value is required; give {key}=...")
+    if get_origin(kind) in (UnionType, Union):  # only `... | None` occurs; with a Literal it is a Union
+        (present,) = (option for option in get_args(kind) if option is not NoneType)
+        return None if value is None else _convert(present, value, key, keys)
+    if _is_group(kind):
+        if isinstance(value, dict):
+            return _group(kind, value, key, keys)
+        allowed = f"is a group of settings; set one of them, e.g. {key}.{fields(kind)[0].name}=..."
+    elif get_origin(kind) is Literal:
+        if isinstance(value, str) and value in get_args(kind):
+            return value
+        allowed = f"must be one of {', '.join(get_args(kind))}; for example {key}={get_args(kind)[0]}"
+    elif get_origin(kind) is tuple:
+        of, *more = get_args(kind)
+        length = None if more == [...] else 1 + len(more)
+        if isinstance(value, list) and length in (None, len(value)):
+            return tuple(_convert(of, item, key, keys) for item in value)
+        count = f" of {length}" if length else ""
+        allowed = f"must be a list{count}; for example {key}=[{','.join('1' * (length or 2))}]"
+    elif kind is float and type(value) in (int, float) and abs(value) < float("inf"):  # also false for NaN
+        return float(value)
+    elif kind is not float and type(value) is kind:  # not isinstance: True is an int
+        return value
+    else:
+        wanted = {
+            int: f"must be a whole number; for example {key}=4",
+            float: f"must be a finite number; for example {key}=0.5",
+            bool: f"must be true or false; for example {key}=true",
+            str: f"must be a text; put it in quotes: {key}='\"{show(value)}\"'",
+        }
+        allowed = wanted[kind]
+    raise ValueError(f"{key}={show(value)}: {allowed}")
+
+
+def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
+    prefix = f"{path}." if path else ""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if name not in hints:
+            raise unknown(f"{prefix}{name}", value, keys)
+    for field in fields(kind):
+        if field.name not in values and field.default is MISSING:
+            raise ValueError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
+    return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)

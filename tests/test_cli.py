@@ -1,0 +1,168 @@
+"""The program `gpipe`: what it answers, and how it refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.cli import main
+
+NO_TORCH = """
+import sys
+from gpipe_cli.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+loaded = {"torch", "torchvision", "timm", "sklearn", "tensorboard"} & set(sys.modules)
+sys.exit(f"imported {loaded}" if loaded else code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr with which `gpipe` refuses the arguments."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1, captured.err
+    assert list(Path().iterdir()) == [], "nothing is left behind"
+    return captured.err.rstrip("\n")
+
+
+def test_the_installed_program_answers() -> None:
+    program = Path(sys.executable).with_name("gpipe")
+    output = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("gpipe 0.")
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    output = capsys.readouterr().out
+    assert "  train " in output
+    assert "  evaluate " in output
+
+
+def test_no_command_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: gpipe COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("--help", "Commands"),
+        ("train --help", "micro_batches    M, pieces that a mini-batch is cut into (4)"),
+        ("train --cfg job", "micro_batches: 4"),
+        ("evaluate --help", "run=FOLDER"),
+    ],
+)
+def test_help_and_configuration_import_no_torch(arguments: str, shown: str) -> None:
+    command = [sys.executable, "-c", NO_TORCH, *arguments.split()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert shown in result.stdout
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("tain", "gpipe: tain: there is no such command; did you mean train?; see gpipe --help"),
+        ("train typo=4", "gpipe train: typo=4: there is no such setting; the nearest is"),
+        ("train +typo=4", "gpipe train: typo=4: there is no such setting; the nearest is"),
+        ("train filters=3", "gpipe train: filters=3: there is no such setting; did you mean model.filters?"),
+        (
+            "train ++model.filtrs=3",
+            "gpipe train: model.filtrs=3: there is no such setting; did you mean model.filters?",
+        ),
+        ("train modle=amoebanet", "did you mean model?"),
+        ("train foo/bar=1", "gpipe train: foo/bar=1: there is no such setting"),
+        ("train hydra.foo=1", "gpipe train: hydra.foo=1: Hydra has no such setting"),
+        (
+            "train dataset=cifr10",
+            "gpipe train: dataset=cifr10: there is no such choice; choose one of cifar10, cifar100,",
+        ),
+        ("train dataset.root=x", "gpipe train: dataset.root=x: the chosen dataset has no such setting; leave it out"),
+        ("train model=3", "gpipe train: model=3: must be the name of a choice"),
+        ("train model=null", "gpipe train: model=null: must be the name of a choice"),
+        ("train micro_batches=64", "gpipe train: micro_batches=64: a mini-batch has only batch_size=32 samples"),
+        ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
+        ("train partitions", "gpipe train: partitions: cannot be read (missing EQUAL"),
+        ("train schedule=[a", "gpipe train: schedule=[a: cannot be read"),
+        ("train partitions=two", "gpipe train: partitions=two: must be a whole number"),
+        ("train --foo", "gpipe train: unrecognized arguments: --foo"),
+        ("train -cn foo", "gpipe train: -cn foo: there is no such configuration"),
+        ("train -cd /nowhere/at/all", "gpipe train: configuration: Additional config directory"),
+        ("train resume=outputs/x", "gpipe train: resume=outputs/x: no run there (looked for outputs/x/config.yaml)"),
+        ("evaluate", "gpipe evaluate: run=???: a value is required; give run=..."),
+        ("evaluate run=outputs/x", "gpipe evaluate: run=outputs/x: no run there (looked for outputs/x/config.yaml)"),
+        ("evaluate run=x checkpoint=bst", "gpipe evaluate: checkpoint=bst: must be one of best, last"),
+        ("evaluate run=x foo=1", "gpipe evaluate: foo=1: there is no such setting"),
+        ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert line in refused(capsys, *arguments.split())
+
+
+def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="partitions=0"):
+        main(["train", "partitions=0"])
+
+
+def test_under_torchrun_one_process_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "partitions=0"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_recipes_extend_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").mkdir()
+    text = "defaults:\n  - train\n  - override dataset: synthetic_images\n  - _self_\n"
+    text += "partitions: 8\nmodel:\n  filters: 256\n"
+    Path("recipes/table.yaml").write_text(text)
+    assert main(["train", "-cd", "recipes", "-cn", "table", "--cfg", "job", "seed=3"]) == 0
+    output = capsys.readouterr().out
+    for line in ("partitions: 8", "  filters: 256", "  name: synthetic_images", "seed: 3", "micro_batches: 4"):
+        assert f"{line}\n" in output
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("gpipe tr", "train evaluate"),
+        ("gpipe train micro", "micro_batches="),
+        ("gpipe train model.fil", "model.filters="),
+        ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
+        ("gpipe evaluate che", "checkpoint="),
+        ("gpipe nonsense x", ""),
+    ],
+)
+def test_tab_completion(
+    typed: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", typed)
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.strip() == offered
+
+
+def test_a_reader_that_stops_reading_sees_no_traceback() -> None:
+    command = f"'{sys.executable}' -m gpipe_cli train --cfg job"
+    # The reading end is closed before anything is written.
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(command, shell=True, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert result.stderr == ""
+    assert result.returncode != 0

@@ -1,0 +1,251 @@
+"""The configuration: YAML, dataclasses and what is refused."""
+
+import os
+import tomllib
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+
+from gpipe_cli.commands.evaluate import evaluation
+from gpipe_cli.commands.train import make_run_folder, resumed
+from gpipe_cli.config import (
+    EvaluateSettings,
+    TrainConfig,
+    find_run,
+    from_tree,
+    load,
+    to_yaml,
+)
+from gpipe_cli.typed import settings
+
+ROOT = Path(__file__).parent.parent
+NOW = datetime(2026, 1, 31, 12, 0, 5)
+
+
+def tree(*overrides: str, name: str = "train") -> Any:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+def train(*overrides: str) -> TrainConfig:
+    return from_tree(TrainConfig, tree(*overrides))
+
+
+def save(config: TrainConfig, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+def test_defaults_are_the_small_job() -> None:
+    config = train()
+    assert (config.partitions, config.micro_batches, config.dataset.name) == (2, 4, "digits")
+    assert config.partition.balance is None
+    assert config.optimizer.epsilon == 1.0
+    assert config.dataset.root is None
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    ["digits", "cifar10", "cifar100", "image_folder dataset.root=x dataset.num_classes=3", "synthetic_images"],
+)
+def test_every_dataset_composes(dataset: str) -> None:
+    config = train(*f"dataset={dataset}".split())
+    assert config.dataset.name == dataset.split()[0]
+
+
+def test_every_yaml_file_of_a_group_is_one_of_its_choices() -> None:
+    for file in (ROOT / "conf").glob("*/*.yaml"):
+        assert yaml.safe_load(file.read_text())["name"] == file.stem  # resuming a run relies on it
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda file: file.name)
+def test_every_setting_is_explained(file: Path) -> None:
+    names = {"name", "horizontal_flip"}  # they explain themselves
+    for line in file.read_text().partition("\nhydra:")[0].splitlines():
+        key, _, rest = line.strip().partition(":")
+        if rest.strip() and not key.startswith(("#", "-")) and key not in names:
+            assert "#" in rest, line
+
+
+def test_types_survive_yaml(tmp_path: Path) -> None:
+    config = train(
+        "schedule=1f1b",
+        "partition.balance=[4,8]",
+        "gradient_clipping=1",
+        "max_steps=3",
+        "dataset.augmentation.random_resized_crop=[0.5,1]",
+    )
+    assert config.schedule == "1f1b"
+    assert config.partition.balance == (4, 8)
+    assert isinstance(config.gradient_clipping, float)
+    assert config.dataset.augmentation.random_resized_crop == (0.5, 1.0)
+    assert load(save(config, tmp_path / "run")) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "micro_batches=64",
+            "micro_batches=64: a mini-batch has only batch_size=32 samples; "
+            "use micro_batches=32 or fewer, or batch_size=64 or more",
+        ),
+        ("+filters=3", "filters=3: there is no such setting; did you mean model.filters?"),
+        ("+partitons=3", "partitons=3: there is no such setting; did you mean partitions?"),
+        ("+model.filtrs=3", "model.filtrs=3: there is no such setting; did you mean model.filters?"),
+        ("+dataset.augmentation.cutot=3", "did you mean dataset.augmentation.cutout?"),
+        ("+typo=4", "typo=4: there is no such setting; the nearest is"),
+        ("partitions=two", "partitions=two: must be a whole number; for example partitions=4"),
+        ("partitions=true", "partitions=true: must be a whole number"),
+        ("partitions=2.0", "partitions=2.0: must be a whole number"),
+        ("partitions=null", "partitions=null: must be a whole number"),
+        ("partitions=0", "partitions=0: must be 1 or more; use partitions=1"),
+        ("threads=0", "threads=0: must be 1 or more"),
+        ("dry_run=1", "dry_run=1: must be true or false"),
+        ("output=3", "output=3: must be a text"),
+        ("label_smoothing=nan", "label_smoothing=nan: must be a finite number"),
+        ("label_smoothing=1", "label_smoothing=1.0: must be 0 or more and below 1"),
+        ("learning_rate.decay=1.5", "learning_rate.decay=1.5: must be above 0 and at most 1"),
+        ("schedule=gpip", "schedule=gpip: must be one of gpipe, 1f1b"),
+        ("partition.balance=3", "partition.balance=3: must be a list"),
+        ("partition.balance=[a]", "partition.balance=a: must be a whole number"),
+        ("partition=3", "partition=3: is a group of settings"),
+        ("dataset.augmentation.random_resized_crop=[1]", "must be a list of 2"),
+        ("dataset.augmentation.random_resized_crop=[1,0.5]", "random_resized_crop=[1.0,0.5]: must be two ascending"),
+        ("model.normal_cells=2", "model.normal_cells=2: must be 3 or more"),
+        ("dataset=image_folder", "dataset.root=???: a value is required; give dataset.root=..."),
+        ("+dataset.root=x", "dataset.root=x: dataset=digits has no such setting"),
+        ("dataset=cifar10 dataset.root=null", "dataset.root=null: dataset=cifar10 needs a value"),
+        ("+dataset.download=true", "dataset.download=true: dataset=digits cannot be downloaded"),
+        ("+dataset.train_samples=5", "dataset.train_samples=5: dataset=digits has no such setting"),
+        ("~epochs", "epochs: the setting is missing"),
+        ("output=${nowhere}", "configuration: "),
+    ],
+)
+def test_bad_values_are_one_line(overrides: str, line: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the line is compared below, without escaping it)
+        train(*overrides.split())
+    assert line in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_settings_are_all_keys_in_dotted_form() -> None:
+    keys = settings(TrainConfig)
+    assert {"partitions", "model", "model.filters", "dataset.augmentation.cutout"} <= set(keys)
+    assert len(keys) == len(set(keys))
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for text in ("a: [", "- 1", "partitions: 2"):
+        file.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"config\.yaml: cannot be read as the configuration of a run: .*"
+        ) as error:
+            load(tmp_path)
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
+    saved = train("partitions=3", "epochs=9", "dataset=cifar10", "dataset.root=/x", "model.filters=32", "max_steps=5")
+    now = tree("resume=run", "micro_batches=8", "dataset=cifar10", "model.dropout=0.1")
+    config = resumed(saved, now, ["resume", "micro_batches", "dataset", "model.dropout"])
+    assert (config.partitions, config.epochs, config.micro_batches) == (3, 9, 8)
+    assert config.dataset == saved.dataset  # the same choice, so the run's own settings
+    assert config.model == replace(saved.model, dropout=0.1)
+    assert config.resume == "run"
+    assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
+
+
+def test_resume_with_another_choice_takes_the_whole_group() -> None:
+    saved = train("dataset=cifar10", "dataset.image_size=48")
+    now = tree("resume=run", "dataset=cifar100", "dataset.root=/y")
+    config = resumed(saved, now, ["resume", "dataset", "dataset.root"])
+    assert config.dataset == train("dataset=cifar100", "dataset.root=/y").dataset
+
+
+def test_resume_with_other_partitions_drops_the_balance() -> None:
+    saved = train("partition.balance=[4,8]")
+    assert resumed(saved, tree("epochs=9"), ["epochs"]).partition.balance == (4, 8)
+    assert resumed(saved, tree("partitions=3"), ["partitions"]).partition.balance is None
+    given = ["partitions", "partition.balance"]
+    assert resumed(saved, tree("partitions=3", "partition.balance=[4,4,4]"), given).partition.balance == (4, 4, 4)
+
+
+def test_resume_refuses_unknown_keys() -> None:
+    with pytest.raises(ValueError, match="filtrs=3: there is no such setting"):
+        resumed(train(), tree("+filtrs=3"), ["filtrs"])
+
+
+def evaluate(run: Path, *overrides: str) -> Any:
+    given = tree(f"run='{run}'", *overrides, name="evaluate")
+    return evaluation(from_tree(EvaluateSettings, given))
+
+
+def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
+    saved = train(
+        "partitions=2", "partition.balance=[4,8]", "micro_batches=2", "dataset=cifar10", "executor=in_process"
+    )
+    run = save(saved, tmp_path / "run")
+    assert evaluate(run).training == saved
+    assert evaluate(run).checkpoint == "best"
+    config = evaluate(run, "partitions=5", "dataset.root=/y", "checkpoint=last").training
+    assert config.partition.balance is None  # it was for two partitions
+    assert (config.partitions, config.dataset.root, config.executor) == (5, "/y", "in_process")
+    assert evaluate(run, "partitions=3", "partition.balance=[4,4,4]").training.partition.balance == (4, 4, 4)
+    with pytest.raises(ValueError, match=r"micro_batches=64: a mini-batch has only batch_size=32 samples"):
+        evaluate(run, "micro_batches=64")
+
+
+def test_an_unknown_run_lists_the_newest(tmp_path: Path) -> None:
+    for age, name in enumerate(["a", "b", "sweep/c", "d"]):
+        file = save(train(), tmp_path / name) / "config.yaml"
+        os.utime(file, (1e9 - age, 1e9 - age))
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (compared below)
+        find_run("run", "nowhere", str(tmp_path))
+    newest = ", ".join(str(tmp_path / name) for name in ("a", "b", "sweep/c"))
+    assert (
+        str(error.value) == f"run=nowhere: no run there (looked for nowhere/config.yaml); the newest runs are {newest}"
+    )
+    with pytest.raises(ValueError, match=r"there is no run in .*empty either"):
+        find_run("run", "nowhere", str(tmp_path / "empty"))
+
+
+def test_run_folders_do_not_collide(tmp_path: Path) -> None:
+    config = replace(train(), output=str(tmp_path / "new" / "outputs"))
+    names = [make_run_folder(config, NOW).name for _ in range(3)]
+    stem = "2026-01-31_12-00-05_amoebanet_digits_K2_M4"
+    assert names == [stem, f"{stem}-2", f"{stem}-3"]
+    assert sorted(path.name for path in (tmp_path / "new" / "outputs").iterdir()) == names
+
+
+def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path) -> None:
+    run = save(train(), tmp_path / "run")
+    config = replace(train(), run_folder=str(run))
+    with pytest.raises(ValueError, match=r"run_folder=.*: the folder is not empty; .*resume="):
+        make_run_folder(config, NOW)
+    assert make_run_folder(replace(config, resume=str(run)), NOW) == run
+    assert make_run_folder(replace(config, run_folder=str(tmp_path / "a" / "b")), NOW).is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output=.*file: no folder can be made there"):
+        make_run_folder(replace(train(), output=str(tmp_path / "file")), NOW)
+
+
+def test_under_torchrun_one_process_makes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert not make_run_folder(replace(train(), output=str(tmp_path)), NOW).exists()
+
+
+def test_every_package_is_installed() -> None:
+    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {".".join(file.parent.relative_to(ROOT).parts) for file in ROOT.glob("gpipe_cli/**/*.py")}
+    assert found | {"gpipe_cli.conf"} <= named

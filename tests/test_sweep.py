@@ -1,0 +1,155 @@
+"""Sweeps: names, processes, failures, the table."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.commands import sweep
+from gpipe_cli.commands.sweep import Run, differences, error_line, free_folder, run_process, show_table
+
+CAN_TRAIN = importlib.util.find_spec("gpipe_cli.training.processes") is not None
+
+
+def gpipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpipe_cli", "train", *arguments]
+    environment = {**os.environ, "COLUMNS": "160"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_runs_are_named_by_what_differs() -> None:
+    task = ["micro_batches=1,4", "epochs=2"]
+    jobs = [["micro_batches=1", "epochs=2"], ["micro_batches=4", "epochs=2"]]
+    assert differences(jobs, task) == ["micro_batches=1", "micro_batches=4"]
+    assert differences([["partitions=2", "micro_batches=4"]], ["partitions=2,4", "micro_batches=4"]) == ["partitions=2"]
+    two = [["partitions=2", "micro_batches=4"], ["partitions=4", "micro_batches=8"]]
+    assert differences(two, []) == ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]
+    assert differences([["epochs=2"]], ["epochs=2"]) == ["run"]
+
+
+def test_folders_are_new_and_safe(tmp_path: Path) -> None:
+    first = free_folder(tmp_path, "partition.balance=[4,8],dataset.root='/a b/../c'")
+    assert first == tmp_path / "partition.balance=[4,8],dataset.root=_a_b_.._c"
+    first.mkdir()
+    assert free_folder(tmp_path, "partition.balance=[4,8],dataset.root=/a b/../c") == tmp_path / f"{first.name}-2"
+    assert free_folder(tmp_path, "..").parent == tmp_path
+    assert free_folder(tmp_path, "..").name == "run"
+    assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
+
+
+@pytest.mark.parametrize(
+    ("stderr", "line"),
+    [
+        ("", ""),
+        ("warning\ngpipe train: partitions=0: no\nleaked\n", "partitions=0: no"),
+        ("Traceback\n  File\nRuntimeError: boom\nmore of it\n", "RuntimeError: boom"),
+        ("torch.OutOfMemoryError: 3 GiB\n", "torch.OutOfMemoryError: 3 GiB"),
+        ("killed\n", "killed"),
+    ],
+)
+def test_the_line_that_says_what_went_wrong(stderr: str, line: str) -> None:
+    assert error_line(stderr) == line
+
+
+def test_a_process_reports_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; print('out'); print('ValueError: bad', file=sys.stderr); sys.exit(3)"
+    assert run_process([sys.executable, "-c", code]) == (3, "ValueError: bad", False)
+    captured = capfd.readouterr()
+    assert captured.out == "out\n"
+    assert captured.err == "ValueError: bad\n"  # shown as well as kept
+
+
+def test_an_interrupt_ends_the_whole_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "GRACE_SECONDS", 0.3)
+    code = (
+        "import pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # neither it nor its child wants to end
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'new').write_text(str(child.pid))\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'new').rename({str(tmp_path / 'pid')!r})\n"
+        "time.sleep(60)\n"
+    )
+
+    def interrupt_when_running() -> None:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_when_running, daemon=True).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        exit_code, _, interrupted = run_process([sys.executable, "-c", code])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (exit_code, interrupted) == (130, True)
+    state = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # dead, perhaps not yet reaped
+
+
+def test_the_table_shows_results_and_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    result: dict[str, object] = {
+        "status": "completed",
+        "test": {"top1": 0.9306},
+        "samples_per_second": 123.4,
+        "step_seconds": 0.25,
+    }
+    runs = [
+        Run("micro_batches=1", tmp_path / "a", 0, 12.0, result),
+        Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}),
+        Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}),
+    ]
+    show_table(runs)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [cell.strip() for cell in rows[0].strip("│").split("│")] == [
+        *("1", "micro_batches=1", "completed", "0.9306", "123.4", "0.2500", "12.0")
+    ]
+    assert "partition.balance=[4,8]" in rows[1]
+    assert "failed (2)" in rows[1]
+    assert "interrupted" in rows[2]
+
+
+def test_a_failing_run_does_not_stop_the_others(tmp_path: Path) -> None:
+    result = gpipe(tmp_path, "-m", "micro_batches=64,128", "seed=3")
+    assert result.returncode == 1
+    for count in (64, 128):
+        line = f"micro_batches={count}: a mini-batch has only batch_size=32 samples"
+        assert f"gpipe train: {line}" in result.stderr
+        assert f"failed (2) micro_batches={count}: {line}" in result.stdout  # at once, with its line
+    assert result.stdout.index("run 2 of 2") > result.stdout.index("failed (2) micro_batches=64")
+    assert len([line for line in result.stdout.splitlines() if line.startswith("│")]) == 2
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 2
+
+
+def test_a_sweep_that_cannot_be_composed_does_not_begin(tmp_path: Path) -> None:
+    result = gpipe(tmp_path, "-m", "dataset=digits,cifr10")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("gpipe train: dataset=cifr10: there is no such choice; choose one of cifar10,")
+
+
+@pytest.mark.skipif(not CAN_TRAIN, reason="there is no training yet")
+def test_runs_lie_side_by_side_in_the_sweep(tmp_path: Path) -> None:
+    text = "defaults:\n  - train\n  - _self_\nepochs: 7\n"
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "seven.yaml").write_text(text)
+    options = ("-cd", "recipes", "-cn", "seven", "-m", "micro_batches=1,4", "dry_run=true", "device=cpu")
+    result = gpipe(tmp_path, *options)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "outputs").glob("*_sweep")
+    for count in (1, 4):
+        written = json.loads((folder / f"micro_batches={count}" / "result.json").read_text())
+        assert written["status"] == "dry_run"
+        assert "epochs: 7\n" in (folder / f"micro_batches={count}" / "config.yaml").read_text()
