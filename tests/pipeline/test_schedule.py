@@ -1,0 +1,285 @@
+"""The schedules, drawn; what they imply; and that a broken one is refused with its grid."""
+
+import itertools
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from gpipe_cli.pipeline.schedule import (
+    RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Keep,
+    Kind,
+    Schedule,
+    build,
+    check,
+    dependencies,
+    forward_only,
+    gpipe,
+    grid,
+    in_flight,
+    keeps,
+    linearize,
+    one_forward_one_backward,
+)
+
+SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
+
+
+def action(text: str) -> Action:
+    """``2F0`` back to an action (single digits)."""
+    return Action(Kind(text[1]), int(text[0]), int(text[2:]))
+
+
+def parse(text: str) -> Schedule:
+    return tuple(tuple(action(word) for word in line.split()) for line in text.strip().splitlines())
+
+
+def drawn(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
+
+
+def test_an_action_is_written_stage_kind_micro_batch() -> None:
+    assert str(Action(Kind.F, 2, 0)) == "2F0"
+    assert f"{Action(Kind.R, 11, 30)}" == "11R30"
+
+
+def test_gpipe_as_figure_2c_draws_it() -> None:
+    assert grid(gpipe(4, 4, "never")) == drawn("""
+        stage 0 | F0 F1 F2 F3 .  .  .  .  .  .  B3 B2 B1 B0
+        stage 1 | .  F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0
+        stage 2 | .  .  F0 F1 F2 F3 .  .  B3 B2 B1 B0
+        stage 3 | .  .  .  F0 F1 F2 F3 B3 B2 B1 B0
+    """)
+
+
+def test_gpipe_recomputes_all_but_the_last_micro_batch() -> None:
+    schedule = gpipe(3, 4, "except_last")
+    assert " ".join(map(str, schedule[1])) == "1F0 1F1 1F2 1F3 1B3 1R2 1B2 1R1 1B1 1R0 1B0"
+
+
+def test_recomputation_fills_the_wait_for_the_gradient() -> None:
+    assert grid(gpipe(3, 2, "always")) == drawn("""
+        stage 0 | F0 F1 R1 .  .  .  .  B1 R0 B0
+        stage 1 | .  F0 F1 R1 .  .  B1 R0 B0
+        stage 2 | .  .  F0 F1 R1 B1 R0 B0
+    """)
+
+
+def test_one_forward_one_backward_drawn() -> None:
+    assert grid(one_forward_one_backward(3, 4, "never")) == drawn("""
+        stage 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        stage 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
+        stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3
+    """)
+
+
+def test_one_forward_one_backward_keeps_everything_on_the_last_stage() -> None:
+    first, last = one_forward_one_backward(2, 3, "except_last")
+    assert " ".join(map(str, first)) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2"
+    assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
+
+
+def test_evaluation_is_forward_only() -> None:
+    assert grid(forward_only(2, 3)) == drawn("""
+        stage 0 | F0 F1 F2
+        stage 1 | .  F0 F1 F2
+    """)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_every_schedule_passes_its_own_check(name: str, recompute: str) -> None:
+    for partitions, micro_batches in SHAPES:
+        schedule = build(name, partitions, micro_batches, recompute)
+        check(schedule)
+        assert len(schedule) == partitions
+        for actions in schedule:
+            backward = [a.micro_batch for a in actions if a.kind is Kind.B]
+            upwards = list(range(micro_batches))
+            assert backward == (upwards if name == "1f1b" else upwards[::-1])
+            for before, after in itertools.pairwise(actions):
+                if before.kind is Kind.R:  # an R stands directly before its B
+                    assert (after.kind, after.micro_batch) == (Kind.B, before.micro_batch)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_except_last_keeps_what_is_needed_at_once_and_nothing_else(name: str) -> None:
+    for partitions, micro_batches in SHAPES:
+        for actions in build(name, partitions, micro_batches, "except_last"):
+            kept = set(range(micro_batches)) - {a.micro_batch for a in actions if a.kind is Kind.R}
+            order = [a for a in actions if a.kind is not Kind.R]
+            at_once = {b.micro_batch for a, b in itertools.pairwise(order) if a.micro_batch == b.micro_batch}
+            assert kept == at_once
+            if name == "gpipe":
+                assert kept == {micro_batches - 1}
+
+
+def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
+    kept = keeps(gpipe(2, 2, "except_last"))
+    assert {str(a): keep for a, keep in kept.items() if a.stage == 1} == {
+        "1F0": Keep.INPUT,
+        "1F1": Keep.GRAPH,
+        "1R0": Keep.GRAPH,
+    }
+    assert set(keeps(forward_only(2, 2)).values()) == {Keep.NOTHING}
+    assert set(keeps(gpipe(2, 2, "never")).values()) == {Keep.GRAPH}
+
+
+def test_dependencies() -> None:
+    schedule = gpipe(3, 2, "always")
+
+    def needs(text: str) -> set[str]:
+        return {str(d) for d in dependencies(action(text), schedule)}
+
+    assert needs("0F1") == set()
+    assert needs("1F1") == {"0F1"}
+    assert needs("1R1") == {"1F1"}  # and not the gradient from stage 2
+    assert needs("1B1") == {"1F1", "2B1"}
+    assert needs("2B1") == {"2F1"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str, recompute: str) -> None:
+    for partitions, micro_batches in SHAPES:
+        schedule = build(name, partitions, micro_batches, recompute)
+        order = linearize(schedule)
+        done: set[Action] = set()
+        for a in order:
+            assert done.issuperset(dependencies(a, schedule))
+            done.add(a)
+        for stage, actions in enumerate(schedule):
+            assert tuple(a for a in order if a.stage == stage) == actions
+
+
+def test_linearize_launches_breadth_first() -> None:
+    order = " ".join(map(str, linearize(gpipe(3, 3, "never"))))
+    assert order == "0F0 1F0 0F1 2F0 1F1 0F2 2F1 1F2 2F2 2B2 2B1 1B2 2B0 1B1 0B2 1B0 0B1 0B0"
+
+
+def test_in_flight() -> None:
+    for partitions, micro_batches in SHAPES:
+        for recompute in RECOMPUTE:
+            for stage in range(partitions):
+                assert in_flight(gpipe(partitions, micro_batches, recompute)[stage]) == micro_batches
+                one = one_forward_one_backward(partitions, micro_batches, recompute)[stage]
+                assert in_flight(one) == min(partitions - stage, micro_batches)
+    assert in_flight(forward_only(2, 5)[0]) == 1
+    assert in_flight(()) == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "message", "picture"),
+    [
+        ("0F0 0F1\n1F0", "1F1 is missing; add it to stage 1", "stage 0 | F0 F1\nstage 1 > .  F0"),
+        ("0F0 0B0\n1F0", "1B0 is missing", "stage 0 | F0 B0\nstage 1 > .  F0"),
+        ("0F0 0F0\n1F0", "0F0 is there twice", "stage 0 > F0! F0!\nstage 1 | .   F0"),
+        ("0F0 1F1\n1F0 0F1", "1F1 is in the list of stage 0", "stage 0 > F0   .    .    1F1!\nstage 1 | .    F0   0F1"),
+        ("0B0 0F0", "0B0 comes before 0F0", "stage 0 > B0! F0!"),
+        ("0F0 0B0 0R0", "0R0 comes after the backward it is for", "stage 0 > F0  B0  R0!"),
+        ("0F0 0R0", "0B0 is missing", "stage 0 > F0 R0"),
+        (
+            "0F0 0F1\n1F1 1F0",
+            "stage 0 sends after 0F0 when stage 1 receives for 1F1",
+            "stage 0 > F0! F1\nstage 1 > .   .   F1! F0",
+        ),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0",
+            "stage 1 sends after 1B1 when stage 0 receives for 0B0",
+            "stage 0 > F0  F1  .   .   .   B0! B1\nstage 1 > .   F0  F1  B1! B0",
+        ),
+        (
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
+            "deadlock (0B0 waits for 1B0; 1F1 waits for 0F1)",
+            "stage 0 > F0  B0! F1  B1\nstage 1 > .   F0  F1! B0  B1",
+        ),
+    ],
+)
+def test_check_refuses_and_points(broken: str, message: str, picture: str) -> None:
+    with pytest.raises(ValueError, match="schedule: ") as error:
+        check(parse(broken))
+    first_line, shown = str(error.value).split("\n", 1)
+    assert message in first_line
+    assert shown == picture
+
+
+def test_check_finds_any_single_damage() -> None:
+    """Leave one action out, put one in twice, or swap two neighbours of a stage: refused, or still the same step."""
+    random_ = random.Random(0)
+    for name, recompute in itertools.product(SCHEDULES, RECOMPUTE):
+        schedule = build(name, 3, 4, recompute)
+        for stage in range(3):
+            for i, gone in enumerate(schedule[stage]):
+                rest = schedule[stage][:i] + schedule[stage][i + 1 :]
+                if gone.kind is not Kind.R:  # without an R the forward keeps its graph: another valid schedule
+                    with pytest.raises(ValueError, match="schedule: "):
+                        check((*schedule[:stage], rest, *schedule[stage + 1 :]))
+                where = random_.randrange(len(rest) + 1)
+                twice = (*schedule[stage][:where], gone, *schedule[stage][where:])
+                with pytest.raises(ValueError, match="schedule: "):
+                    check((*schedule[:stage], twice, *schedule[stage + 1 :]))
+            for i in range(len(schedule[stage]) - 1):
+                swapped = list(schedule[stage])
+                swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
+                damaged = (*schedule[:stage], tuple(swapped), *schedule[stage + 1 :])
+                try:
+                    check(damaged)
+                except ValueError:
+                    continue
+                assert len(linearize(damaged)) == len(linearize(schedule))  # accepted, so it must run
+                assert swapped[i].kind is not swapped[i + 1].kind
+
+
+def test_empty_and_nonsense_are_refused() -> None:
+    with pytest.raises(ValueError, match="the schedule is empty"):
+        check(())
+    with pytest.raises(ValueError, match="count from 0"):
+        check(((Action(Kind.F, 0, 0), Action(Kind.F, 0, -1)),))
+    with pytest.raises(ValueError, match=r"deadlock \(0F0 waits for|deadlock \(1F0 waits for 0F0"):
+        linearize(parse("0F1\n1F0"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b"),
+        (("gpipe", 2, 2, "sometimes"), "recompute=sometimes: unknown; use one of always, except_last, never"),
+        (("gpipe", 0, 2, "never"), "partitions=0: must be at least 1"),
+        (("1f1b", 2, 0, "never"), "micro_batches=0: must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_named(arguments: tuple[str, int, int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(*arguments)
+
+
+def test_a_wide_grid_continues_in_blocks() -> None:
+    schedule = gpipe(8, 32, "always")
+    blocks = grid(schedule, width=100).split("\n\n")
+    assert len(blocks) > 1
+    rows = ["" for _ in schedule]
+    for block in blocks:
+        lines = block.split("\n")
+        assert len(lines) == 8
+        assert max(map(len, lines)) <= 100
+        rows = [row + " " + line.partition("|")[2] for row, line in zip(rows, lines, strict=True)]
+    for row, actions in zip(rows, schedule, strict=True):
+        assert [cell for cell in row.split() if cell != "."] == [str(a)[1:] for a in actions]
+
+
+def test_the_largest_pipeline_of_the_paper() -> None:
+    """128 partitions (Table 1), 4 micro-batches for each: everything that has to happen at start-up works."""
+    schedule = build("gpipe", 128, 512, "except_last")
+    check(schedule)
+    assert len(keeps(schedule)) == 128 * (512 + 511)
+
+
+def test_needs_no_torch() -> None:
+    modules = ", ".join(f"gpipe_cli.pipeline.{m}" for m in ("schedule", "partition", "timeline", "simulator"))
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
