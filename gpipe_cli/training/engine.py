@@ -1,0 +1,144 @@
+"""The part of the pipeline that lives in this process, with what training adds to it: optimizers and averages."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.models.drop_path import set_progress
+from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.materialize import materialize
+from gpipe_cli.pipeline.schedule import Action, Kind
+from gpipe_cli.pipeline.stage import Stage
+from gpipe_cli.pipeline.transport import HandOver, Links
+from gpipe_cli.training.ema import WeightAverage
+from gpipe_cli.training.layout import Layout
+from gpipe_cli.training.optimizer import build_optimizer
+
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """One process group per direction, and one on the CPU for what is not tensors of the model."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Stages (by index), their optimizers and averages, and the executor that runs schedules on them."""
+
+    layout: Layout
+    stages: dict[int, Stage]
+    executor: Executor
+    links: Links | None
+    optimizers: dict[int, torch.optim.Optimizer | None]
+    averages: dict[int, WeightAverage]
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        return self.layout.partitions - 1 in self.stages
+
+    @property
+    def first_device(self) -> torch.device:
+        return torch.device(self.layout.devices[0])
+
+    @property
+    def last_device(self) -> torch.device:
+        return torch.device(self.layout.devices[-1])
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return MEMORY_FORMATS[self.layout.memory_format]
+
+    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """By global name, in global order."""
+        return dict(self.stages[stage].module.named_parameters())
+
+    def set_progress(self, share: float) -> None:
+        """Tell the model how much of the training is done (scheduled drop-path)."""
+        for stage in self.stages.values():
+            set_progress(stage.module, share)
+
+    @contextmanager
+    def evaluating(self, *, averages: bool) -> Iterator[None]:
+        """Inside, the model is in evaluation mode, on the averages if asked for."""
+        with ExitStack() as stack:
+            if averages:
+                for average in self.averages.values():
+                    stack.enter_context(average.applied())
+            self._switch(training=False)
+            try:
+                yield
+            finally:
+                self._switch(training=True)
+
+    def _switch(self, *, training: bool) -> None:
+        for stage in self.stages.values():
+            stage.module.train(training)
+        if self.links is not None:
+            layout, stage_index = self.layout, next(iter(self.stages))
+            boundaries = layout.training_boundaries if training else layout.evaluation_boundaries
+            crossing = {}
+            if stage_index > 0:
+                crossing[Kind.F] = boundaries[stage_index - 1]
+            if stage_index < layout.partitions - 1:
+                crossing[Kind.B] = boundaries[stage_index]
+            self.links.describe(crossing)
+
+
+def build_engine(
+    config: TrainConfig,
+    layout: Layout,
+    process: int,
+    groups: Groups | None,
+    model: nn.Sequential,
+    watch: Callable[[Action], None],
+) -> Engine:
+    """Make the stages of process number `process` real; `model` stands on the meta device."""
+    memory_format = MEMORY_FORMATS[layout.memory_format]
+    stages: dict[int, Stage] = {}
+    for index in layout.stages_of(process):
+        first, device = layout.first_layers[index], torch.device(layout.devices[index])
+        module = materialize(model, first, len(layout.layer_names[index]), run_seed=config.seed, device=device)
+        stages[index] = Stage(
+            index,
+            module.to(memory_format=memory_format).train(),
+            first_layer=first,
+            inputs=layout.training_boundaries[index - 1] if index else (),
+            device=device,
+            run_seed=config.seed,
+            memory_format=memory_format,
+        )
+    links = None
+    if groups is not None:
+        links = Links(
+            process,
+            layout.training_boundaries,
+            ranks=range(layout.partitions),
+            forward=groups.forward,
+            backward=groups.backward,
+            device=torch.device(layout.devices[process]),
+            memory_format=memory_format,
+            timeout_seconds=config.timeout_seconds,
+        )
+    transport = links or HandOver([torch.device(device) for device in layout.devices])
+    return Engine(
+        layout,
+        stages,
+        Executor(stages, layout.partitions, transport, watch),
+        links,
+        {k: build_optimizer(config.optimizer, dict(s.module.named_parameters())) for k, s in stages.items()},
+        {k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
+    )

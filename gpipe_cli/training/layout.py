@@ -1,0 +1,133 @@
+"""Which layers go where: the cut, the devices and the processes of a run, decided once, before anything is allocated.
+
+The layout is made by the parent from shapes alone and handed to every worker, so that none of them traces the model again
+and all of them agree.
+"""
+
+import os
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.layer_cost import Boundary, trace_layers
+from gpipe_cli.pipeline.partition import check_balance, partition
+from gpipe_cli.training.build import build_model, example_inputs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cut and its placement. Lists have one entry per partition, `boundaries` one per edge between partitions."""
+
+    layer_names: tuple[tuple[str, ...], ...]
+    parameters: tuple[int, ...]
+    flops: tuple[float, ...]  # of one sample, forward and backward
+    training_boundaries: tuple[Boundary, ...]
+    evaluation_boundaries: tuple[Boundary, ...]
+    parameter_tensors: tuple[int, ...]
+    devices: tuple[str, ...]
+    distributed: bool
+    threads: int
+    memory_format: str
+
+    @property
+    def partitions(self) -> int:
+        return len(self.layer_names)
+
+    @property
+    def processes(self) -> int:
+        return self.partitions if self.distributed else 1
+
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        return tuple(accumulate((len(names) for names in self.layer_names[:-1]), initial=0))
+
+    @property
+    def one_device(self) -> bool:
+        """True if several stages take turns on one device: what is measured then is not a pipeline's speed."""
+        return self.partitions > 1 and not self.distributed and len(set(self.devices)) == 1
+
+    @property
+    def most_parameter_tensors(self) -> int:
+        """Of any process: the room that a vector with a number per parameter tensor needs."""
+        return max(self.parameter_tensors) if self.distributed else sum(self.parameter_tensors)
+
+    def stages_of(self, process: int) -> range:
+        return range(process, process + 1) if self.distributed else range(self.partitions)
+
+
+def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layout:
+    """Cut the model and place the parts. Raises ValueError, one line, for what cannot be cut or placed."""
+    model = build_model(config) if model is None else model
+    costs = trace_layers(model, example_inputs(config), training=True)
+    shapes = trace_layers(model, example_inputs(config), training=False)
+    balance = config.partition.balance
+    if balance is None:
+        balance = partition([cost.flops for cost in costs], config.partitions)
+    check_balance(balance, len(costs), config.partitions)
+    ends = list(accumulate(balance))
+    parts = [costs[end - size : end] for size, end in zip(balance, ends, strict=True)]
+    tensors = [sum(1 for _ in layer.parameters()) for layer in model.children()]
+    devices, distributed = _place(config)
+    processes = config.partitions if distributed else 1
+    return Layout(
+        layer_names=tuple(tuple(cost.name for cost in part) for part in parts),
+        parameters=tuple(sum(cost.parameters for cost in part) for part in parts),
+        flops=tuple(sum(cost.flops for cost in part) for part in parts),
+        training_boundaries=tuple(costs[end - 1].outputs for end in ends[:-1]),
+        evaluation_boundaries=tuple(shapes[end - 1].outputs for end in ends[:-1]),
+        parameter_tensors=tuple(sum(tensors[end - size : end]) for size, end in zip(balance, ends, strict=True)),
+        devices=devices,
+        distributed=distributed,
+        threads=config.threads or max(1, usable_cores() // processes),
+        memory_format=_memory_format(config, devices[0]),
+    )
+
+
+def usable_cores() -> int:
+    """The cores this process may run on, which in a container or under SLURM is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torchrun_world() -> int | None:
+    """The number of processes that torchrun (or SLURM through it) started, or None if the command starts its own."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
+
+
+def _place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
+    """The device of every stage, and whether each gets a process of its own."""
+    partitions, executor, world = config.partitions, config.executor, torchrun_world()
+    # counted through the driver's management library: asking CUDA itself would open a context in this process
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and gpus == 0:
+        raise ValueError("device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto")
+    if world is not None:
+        if executor == "in_process" and world > 1:
+            raise ValueError(f"executor=in_process: torchrun started {world} processes; start one, or leave executor out")
+        if world != partitions and world > 1:
+            raise ValueError(
+                f"partitions={partitions}: torchrun started {world} processes, one per partition is needed; "
+                f"use partitions={world} or --nproc-per-node={partitions}"
+            )
+    if gpus == 0:
+        return ("cpu",) * partitions, partitions > 1 and executor != "in_process"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", partitions)) if world is not None and world > 1 else partitions
+    enough = gpus >= here
+    if executor == "distributed" and not enough:
+        raise ValueError(
+            f"executor=distributed: {here} processes need a GPU each and there are {gpus}; "
+            "use executor=in_process, fewer partitions, or device=cpu"
+        )
+    if partitions > 1 and enough and executor != "in_process":
+        return tuple(f"cuda:{stage % here}" for stage in range(partitions)), True
+    return tuple(f"cuda:{stage * gpus // partitions if gpus < partitions else stage}" for stage in range(partitions)), False
+
+
+def _memory_format(config: TrainConfig, device: str) -> str:
+    if config.memory_format != "auto":
+        return config.memory_format
+    # measured in this repository's bench: convolutions are faster channels last, on CPUs (oneDNN) as on GPUs
+    return "channels_last"

@@ -1,0 +1,80 @@
+"""The optimizer of each stage, and its state under parameter names.
+
+TensorFlow's RMSProp, which AmoebaNet is trained with, is not torch's: epsilon stands under the root, the squared average
+starts at one, and the learning rate enters the momentum buffer. With AmoebaNet's epsilon of 1.0 these are two different
+optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from timm.optim.rmsprop_tf import RMSpropTF
+from torch import nn
+
+from gpipe_cli.config import RMSPropConfig
+
+Named = Mapping[str, nn.Parameter]
+
+
+def build_optimizer(config: RMSPropConfig, parameters: Named) -> torch.optim.Optimizer | None:
+    """The optimizer of one stage; None if nothing of it can be trained.
+
+    The L2 penalty is added to the gradient, and spares biases and batch norm (all that is a vector), as the reference's
+    regularizer sits on convolution and dense kernels only.
+    """
+    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    if not trainable:
+        return None
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return RMSpropTF(
+        [group for group in groups if group["params"]],
+        lr=0.0,  # set before every step
+        alpha=config.decay,
+        momentum=config.momentum,
+        eps=config.epsilon,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer | None, parameters: Named) -> dict[str, torch.Tensor]:
+    """`parameter name/key` -> tensor. torch keys state by position, which means nothing once the cut is another one."""
+    if optimizer is None:
+        return {}
+    return {
+        f"{name}/{key}": torch.as_tensor(value)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer | None, parameters: Named, saved: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_state` gave; a parameter without saved state starts fresh."""
+    if optimizer is None:
+        return
+    keys: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in saved.items():
+        name, _, key = path.rpartition("/")
+        keys.setdefault(name, {})[key] = tensor
+    for name, parameter in parameters.items():
+        if name not in keys:
+            continue
+        state = optimizer.state[parameter]
+        for key, tensor in keys[name].items():
+            if tensor.dim() == 0:
+                # a step count: torch keeps it as a tensor on the CPU, older timm as a plain number
+                state[key] = tensor.clone()
+            else:
+                state[key] = torch.empty_like(parameter).copy_(tensor)
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

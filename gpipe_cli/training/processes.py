@@ -1,0 +1,190 @@
+"""The processes of a run: started together, watched together, stopped together (law 7: nothing hangs).
+
+The parent computes nothing. It starts one worker per partition (or one for all), shows and writes what they report, and
+ends the run when one of them fails: it names the first failure and stops the rest. Under torchrun, where every process
+is started from outside, each is the parent of a single worker.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gpipe_cli.config import EvaluateConfig, TrainConfig, to_yaml
+from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.schedule import Kind
+from gpipe_cli.training.checkpoint import find_checkpoint
+from gpipe_cli.training.layout import Layout, make_layout, torchrun_world
+from gpipe_cli.training.show import Show, ShowEvaluation, ShowNothing, show_dry_run
+from gpipe_cli.training.worker import WATCHED, Failure, Work, work
+
+_GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to say so
+_PATIENCE_SECONDS = 2.0  # between asking a worker to end and ending it
+
+
+def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
+    """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 130 interrupted).
+
+    Raises ValueError, one line, for what the user can mend before anything has run.
+    """
+    if isinstance(config, EvaluateConfig):
+        training = config.training
+        checkpoint = find_checkpoint(folder, config.checkpoint, "run")
+    else:
+        training, checkpoint = config, None
+    layout = make_layout(training)
+    text = to_yaml(training)
+    if checkpoint is None and training.dry_run:
+        show_dry_run(training, text, layout, folder)
+        return 0
+    show: Show | ShowEvaluation | ShowNothing
+    if int(os.environ.get("RANK", "0")) != 0:
+        show = ShowNothing()
+    elif checkpoint is None:
+        show = Show(training, text, layout, folder)
+    else:
+        show = ShowEvaluation(training, checkpoint, folder)
+    with tempfile.TemporaryDirectory(prefix="gpipe_") as meeting, _termination_interrupts():
+        crew = _Crew(training, text, layout, folder, checkpoint, Path(meeting) / "rendezvous")
+        try:
+            failure = crew.watch(show)
+        except KeyboardInterrupt:
+            crew.stop()
+            show.finish("interrupted", None)
+            return 130
+        finally:
+            crew.stop()
+    if failure is None:
+        show.finish("completed", None)
+        return 0
+    if failure.kind == "user" and not show.started:
+        raise ValueError(failure.text)
+    if failure.details and folder.is_dir():
+        (folder / "failure.txt").write_text(failure.details, encoding="utf-8")
+    show.finish("failed", failure.text)
+    return 2 if failure.kind == "user" else 1
+
+
+class _Crew:
+    """The workers of this parent, and what is heard from them."""
+
+    def __init__(
+        self, config: TrainConfig, text: str, layout: Layout, folder: Path, checkpoint: Path | None, meeting: Path
+    ) -> None:
+        self._config, self._layout = config, layout
+        context = worker_context(config, layout)
+        outside = torchrun_world()
+        mine = range(layout.processes) if outside in (None, 1) else (int(os.environ["RANK"]),)
+        rendezvous = None if layout.processes == 1 else f"file://{meeting}" if outside in (None, 1) else "env://"
+        self._watched = context.RawArray("q", WATCHED * layout.processes)
+        self._connections: dict[int, Connection] = {}
+        self._processes: dict[int, Any] = {}
+        for process in mine:
+            ours, theirs = context.Pipe()
+            job = Work(config, text, layout, folder, process, rendezvous, checkpoint)
+            worker = context.Process(target=work, args=(job, theirs, self._watched), name=f"gpipe-{process}")
+            worker.start()
+            theirs.close()
+            self._connections[process], self._processes[process] = ours, worker
+
+    def watch(self, show: Any) -> Failure | None:
+        """Pass on what the workers report until all have ended well (None) or the run has failed."""
+        failures: list[Failure] = []
+        deadline = float("inf")
+        silent = dict(self._connections)
+        running = dict(self._processes)
+        while running and time.monotonic() < deadline:
+            sentinels = {worker.sentinel: process for process, worker in running.items()}
+            ready = wait([*silent.values(), *sentinels], timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+            for process, connection in list(silent.items()):
+                if connection in ready:
+                    try:
+                        kind, message = connection.recv()
+                    except (EOFError, ConnectionError):
+                        del silent[process]
+                        continue
+                    if kind == "failure":
+                        failures.append(message)
+                    else:
+                        show.hear(kind, message)
+            for sentinel, process in sentinels.items():
+                if sentinel in ready and process not in silent:
+                    code = running.pop(process).exitcode
+                    if code != 0 and not any(failure.process == process for failure in failures):
+                        failures.append(self._killed(process, code))
+                elif sentinel in ready and not silent[process].poll():
+                    del silent[process]  # its other end may live on in a loader process that it started
+            if failures and deadline == float("inf"):
+                deadline = time.monotonic() + _GRACE_SECONDS
+        return min(failures, key=lambda failure: failure.rank) if failures else None
+
+    def stop(self) -> None:
+        """End every worker that still runs, kindly and then not."""
+        for worker in self._processes.values():
+            if worker.is_alive():
+                worker.terminate()
+        until = time.monotonic() + _PATIENCE_SECONDS
+        for worker in self._processes.values():
+            worker.join(max(0.0, until - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+                worker.join(_PATIENCE_SECONDS)
+
+    def _killed(self, process: int, code: int | None) -> Failure:
+        """A process that ended without a word: what was it doing?"""
+        layout = self._layout
+        stages = layout.stages_of(process)
+        who = f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages 0 to {stages[-1]}"
+        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code is not None and code < 0 else f"ended with code {code}"
+        number, stage, micro_batch = self._watched[WATCHED * process : WATCHED * (process + 1)]
+        doing = "before its first action"
+        if number:
+            kind = tuple(Kind)[number - 1]
+            sizes = micro_batch_sizes(self._config.batch_size, self._config.micro_batches)
+            samples = sizes[min(micro_batch, len(sizes) - 1)]
+            size = self._config.dataset.image_size
+            shapes = [(samples, 3, size, size)]
+            if stage > 0:
+                shapes = [tensor.shape(samples) for tensor in layout.training_boundaries[stage - 1]]
+            doing = f"in {stage}{kind.value}{micro_batch} (input {', '.join(map(str, shapes))})"
+        hint = "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
+        return Failure(process, "killed", f"{who} {how} {doing}{hint}", "", time.time())
+
+
+def worker_context(config: TrainConfig, layout: Layout) -> ForkServerContext | SpawnContext:
+    """How workers start: out of a process that has imported everything and holds no threads and no CUDA context."""
+    if sys.platform == "win32":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpipe_cli.training.worker"])
+    return context
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM (SLURM, torchrun, a sweep) ends a run as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

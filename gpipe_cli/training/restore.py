@@ -1,0 +1,64 @@
+"""Between a running pipeline and the names in a checkpoint. Law 3: resumed with any cut, the weights end up the same bits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from gpipe_cli.training.checkpoint import read_index, read_tensors, select
+from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.optimizer import load_optimizer_state, optimizer_state
+
+
+def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
+    """Everything stage number `stage` must remember, under global names."""
+    module = engine.stages[stage].module
+    state = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
+    optimizer = optimizer_state(engine.optimizers[stage], engine.parameters(stage))
+    state |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
+    if stage in engine.averages:
+        state |= {f"ema/{name}": tensor for name, tensor in engine.averages[stage].average.items()}
+    return state
+
+
+def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
+    """Put a checkpoint's values into the stages of this process, whatever cut it was written with.
+
+    Raises ValueError if the checkpoint belongs to another model (it names what differs), or is damaged.
+    """
+    index = read_index(checkpoint)
+    layers = [name for names in engine.layout.layer_names for name in names]
+    if index["layers"] != layers:
+        missing = [name for name in layers if name not in index["layers"]]
+        surplus = [name for name in index["layers"] if name not in layers]
+        raise ValueError(
+            f"{checkpoint}: the checkpoint is of another model (not in it: {_some(missing)}; only in it: {_some(surplus)}); "
+            "give the model's settings as they were"
+        )
+    for k, stage in engine.stages.items():
+        own = engine.layout.layer_names[k]
+        tensors = read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
+        _copy(stage.module.state_dict(), select(tensors, "model"), checkpoint)
+        if k in engine.averages:
+            average = engine.averages[k]
+            average.updates = index["ema_updates"]
+            # a run that had no average until now starts one from the weights it has
+            _copy(average.average, select(tensors, "ema") or stage.module.state_dict(), checkpoint)
+        if optimizer:
+            load_optimizer_state(engine.optimizers[k], engine.parameters(k), select(tensors, "optimizer"))
+
+
+def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+    for name, target in targets.items():
+        value = values.get(name)
+        if value is None or value.shape != target.shape:
+            found = "nothing" if value is None else f"shape {tuple(value.shape)}"
+            raise ValueError(
+                f"{checkpoint}: {name} needs shape {tuple(target.shape)}, the checkpoint has {found}; "
+                "give the model's settings as they were"
+            )
+        target.copy_(value)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "") if names else "none"

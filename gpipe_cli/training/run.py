@@ -1,0 +1,240 @@
+"""The story of a run as one of its processes lives it, from top to bottom: data, pipeline, epochs, evaluation, checkpoints.
+
+Every process of the run goes through the same lines. Decisions (which mini-batch, is it the best, is it over) follow from
+numbers that all processes have, so that none has to be told.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.data.batches import MiniBatches
+from gpipe_cli.data.images import ImageSplit
+from gpipe_cli.data.loading import ImageBatches, default_workers, load_images
+from gpipe_cli.pipeline.schedule import Action
+from gpipe_cli.training.build import build_model, open_data
+from gpipe_cli.training.checkpoint import (
+    Progress,
+    begin_checkpoint,
+    find_checkpoint,
+    finish_checkpoint,
+    read_progress,
+    write_stage,
+)
+from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.layout import Layout, usable_cores
+from gpipe_cli.training.learning_rate import learning_rate
+from gpipe_cli.training.restore import restore, state_of_stage
+from gpipe_cli.training.step import evaluate, train_step
+from gpipe_cli.training.team import Team
+
+# Forking a process that has no threads yet is safe and takes milliseconds; elsewhere than on Linux libraries object.
+_START = "fork" if sys.platform == "linux" else "forkserver"
+
+Report = Callable[[str, dict[str, Any]], None]
+Join = Callable[[], tuple[Team, Groups | None]]
+
+
+def train(
+    config: TrainConfig,
+    config_yaml: str,
+    layout: Layout,
+    folder: Path,
+    process: int,
+    join: Join,
+    report: Report,
+    watch: Callable[[Action], None],
+) -> None:
+    """Train as process number `process`. `join` connects the processes; `report` speaks to the parent, which shows and
+    writes what it hears; `watch` hears every action before it is performed.
+
+    Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does.
+    """
+    stages = layout.stages_of(process)
+    first, last = 0 in stages, layout.partitions - 1 in stages
+    training, test = open_data(config) if first or last else (None, None)
+    start = _starting_point(config)
+    # loader processes are forked here, before this process has threads, connections or a CUDA context
+    counts = _Counts(len(training), len(test)) if training and test else None
+    loaders = _Loaders(config, training, test, start) if first else None
+    team, groups = join()
+    folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
+    counts = next(c for c in team.collect(counts) if c is not None)
+    batches = _mini_batches(config, counts.training)
+    test_batches = MiniBatches(counts.test, config.batch_size, config.seed, shuffle=False)
+    engine = build_engine(config, layout, process, groups, build_model(config), watch)
+    if config.resume is not None:
+        restore(engine, find_checkpoint(Path(config.resume), "last", "resume"), optimizer=True)
+    progress = start
+    total_steps = config.epochs * batches.steps_per_epoch
+    end_step = min(total_steps, config.max_steps or total_steps)
+    if progress.step >= end_step:
+        raise ValueError(
+            f"resume={config.resume}: that run has done {progress.step} steps and epochs={config.epochs} asks for "
+            f"{end_step}; nothing is left to do, use epochs={config.epochs + 1} or more"
+        )
+    if team.leads:
+        report("ready", {"train_samples": counts.training, "test_samples": counts.test, "first_step": progress.step,
+                         "steps_per_epoch": batches.steps_per_epoch})  # fmt: skip
+    test_targets = _targets(test, test_batches, 0, last)
+
+    def save() -> None:
+        _save(config, config_yaml, layout, folder, engine, team, progress)
+        if team.leads:
+            report("checkpoint", {"step": progress.step})
+
+    written = -1
+    for epoch, position in batches.stream(progress.epoch, progress.position, config.epochs):
+        began = time.perf_counter()
+        step, samples = progress.step, batches.size(epoch, position)
+        images = next(loaders.training) if loaders is not None else None
+        targets = training.targets[batches.indices(epoch, position)] if training is not None else torch.empty(0)
+        rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size)
+        engine.set_progress(step / total_steps)
+        result = train_step(config, engine, team, step, rate, samples, images, targets)
+        progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
+        if team.leads:
+            totals, norm, memory = result.read()
+            _refuse_nonsense(totals.loss, norm, step, epoch, rate)
+            report("step", {"step": step + 1, "epoch": epoch + 1, "position": position + 1, "samples": samples,
+                            "seconds": time.perf_counter() - began, "loss": totals.loss / samples,
+                            "cross_entropy": totals.cross_entropy / samples, "top1": totals.top1 / samples,
+                            "top5": totals.top5 / samples, "learning_rate": rate, "gradient_norm": norm,
+                            "memory_bytes": memory})  # fmt: skip
+        epoch_ends = position + 1 == batches.steps_per_epoch
+        over = progress.step == end_step
+        if over or (epoch_ends and (epoch + 1) % config.evaluate_every_epochs == 0):
+            with engine.evaluating(averages=bool(engine.averages)):
+                totals = evaluate(config, engine, team, loaders.test if loaders is not None else None, test_targets)
+            top1 = totals.top1 / totals.samples
+            best = progress.best_top1 is None or top1 > progress.best_top1
+            if best:
+                progress = replace(progress, best_top1=top1, best_step=progress.step)
+            if team.leads:
+                report("evaluated", {"step": progress.step, "epoch": epoch + 1, "loss": totals.loss / totals.samples,
+                                     "top1": top1, "top5": totals.top5 / totals.samples,
+                                     "averaged": bool(engine.averages), "is_best": best})  # fmt: skip
+            if best:
+                save()
+                written = progress.step
+        every_epochs, every_steps = config.checkpoint.every_epochs, config.checkpoint.every_steps
+        due = epoch_ends and every_epochs and (epoch + 1) % every_epochs == 0
+        due = due or (every_steps and progress.step % every_steps == 0) or over
+        if due and written != progress.step:
+            save()
+            written = progress.step
+        if over:
+            break
+    if loaders is not None:
+        loaders.close()
+    team.barrier()  # nobody hangs up while another still listens
+
+
+def score(
+    config: TrainConfig, checkpoint: Path, layout: Layout, process: int, join: Join, report: Report,
+    watch: Callable[[Action], None],
+) -> None:  # fmt: skip
+    """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the sums."""
+    stages = layout.stages_of(process)
+    first, last = 0 in stages, layout.partitions - 1 in stages
+    test = open_data(config)[1] if first or last else None
+    batches = MiniBatches(len(test), config.batch_size, config.seed, shuffle=False) if test is not None else None
+    images = load_images(test, batches, 0, 0, 1, _workers(config), start_method=_START) if test is not None and batches and first else None
+    team, groups = join()
+    samples = next(c for c in team.collect(len(test) if test is not None else None) if c is not None)
+    batches = batches or MiniBatches(samples, config.batch_size, config.seed, shuffle=False)
+    engine = build_engine(config, layout, process, groups, build_model(config), watch)
+    restore(engine, checkpoint, optimizer=False)
+    if team.leads:
+        report("ready", {"test_samples": samples})
+    with engine.evaluating(averages=bool(engine.averages)):
+        totals = evaluate(config, engine, team, images, _targets(test, batches, 0, last))
+    if images is not None:
+        images.close()
+    if team.leads:
+        report("evaluated", {"samples": totals.samples, "loss": totals.loss / totals.samples,
+                             "top1": totals.top1 / totals.samples, "top5": totals.top5 / totals.samples,
+                             "averaged": bool(engine.averages)})  # fmt: skip
+    team.barrier()
+
+
+@dataclass(frozen=True)
+class _Counts:
+    training: int
+    test: int
+
+
+class _Loaders:
+    """Two loaders for the whole run, prefetching across epochs: one of training images, one of all coming evaluations."""
+
+    def __init__(self, config: TrainConfig, training: ImageSplit, test: ImageSplit, start: Progress) -> None:
+        workers = _workers(config)
+        batches = _mini_batches(config, len(training))
+        pin = config.device != "cpu" and torch.cuda.device_count() > 0
+        self.training: ImageBatches = load_images(
+            training, batches, start.epoch, start.position, config.epochs, workers, pin_memory=pin, start_method=_START
+        )
+        test_batches = MiniBatches(len(test), config.batch_size, config.seed, shuffle=False)
+        self.test: ImageBatches = load_images(test, test_batches, 0, 0, config.epochs + 1, workers, pin, _START)
+
+    def close(self) -> None:
+        self.training.close()
+        self.test.close()
+
+
+def _mini_batches(config: TrainConfig, samples: int) -> MiniBatches:
+    if config.batch_size > samples:
+        raise ValueError(
+            f"batch_size={config.batch_size}: the training set has only {samples} samples; use {samples} or fewer"
+        )
+    return MiniBatches(samples, config.batch_size, config.seed, shuffle=True)
+
+
+def _workers(config: TrainConfig) -> int:
+    return default_workers(config.dataset.name, usable_cores()) if config.data_workers is None else config.data_workers
+
+
+def _starting_point(config: TrainConfig) -> Progress:
+    if config.resume is None:
+        return Progress(0, 0, 0, config.seed, 0, None, None)
+    return read_progress(find_checkpoint(Path(config.resume), "last", "resume"))
+
+
+def _updates(engine: Engine) -> int:
+    return next((average.updates for average in engine.averages.values()), 0)
+
+
+def _targets(test: ImageSplit | None, batches: MiniBatches, epoch: int, last: bool) -> list[torch.Tensor]:
+    """The targets of every test mini-batch; where the last stage is elsewhere, only their number matters."""
+    positions = range(batches.steps_per_epoch)
+    if test is not None and last:
+        return [test.targets[batches.indices(epoch, position)] for position in positions]
+    return [torch.empty(batches.size(epoch, position)) for position in positions]
+
+
+def _refuse_nonsense(loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise ValueError(
+            f"step {step + 1} (epoch {epoch + 1}): the loss is {loss} and the gradient norm {norm}, training has diverged at "
+            f"learning rate {rate:g}; use a smaller learning_rate.per_sample, learning_rate.warmup_epochs, or gradient_clipping"
+        )
+
+
+def _save(
+    config: TrainConfig, config_yaml: str, layout: Layout, folder: Path, engine: Engine, team: Team, progress: Progress
+) -> None:
+    """Every stage writes its file, then the leading process completes the checkpoint."""
+    draft = team.collect(begin_checkpoint(folder, progress.step) if team.leads else None)[0]
+    written = [write_stage(draft, k, state_of_stage(engine, k)) for k in engine.stages]
+    files = [file for part in team.collect(written) for file in part]
+    if team.leads:
+        layers = [name for names in layout.layer_names for name in names]
+        finish_checkpoint(draft, progress, files, layers=layers, config=config_yaml, keep=config.checkpoint.keep)
+    team.barrier()

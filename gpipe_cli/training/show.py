@@ -1,0 +1,145 @@
+"""From what the workers report to what people see: the parent's side of a run."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.simulator import ideal_bubble
+from gpipe_cli.reporting.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
+from gpipe_cli.training.layout import Layout
+from gpipe_cli.training.learning_rate import learning_rate
+
+Ending = Literal["completed", "failed", "interrupted"]
+
+
+class Show:
+    """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
+
+    def __init__(self, config: TrainConfig, text: str, layout: Layout, folder: Path) -> None:
+        self._config, self._text, self._layout, self._folder = config, text, layout, folder
+        self._reporter: Reporter | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._reporter is not None
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        """Take a worker's message. Before `ready` there is nothing to show, and nothing is written."""
+        if kind == "ready":
+            self._start(message)
+            return
+        assert self._reporter is not None, kind
+        match kind:
+            case "step":
+                self._reporter.step(message)  # type: ignore[arg-type]  # a TypedDict that came through a pipe
+            case "evaluated":
+                self._reporter.evaluated(message)  # type: ignore[arg-type]
+            case "checkpoint":
+                self._reporter.checkpointed(message["step"], "last")
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if self._reporter is not None:
+            self._reporter.finish(ending, error)
+        elif error is not None:
+            Console(stderr=True).print(f"failed before the first step: {error}", markup=False, highlight=False)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        (self._folder / "config.yaml").write_text(self._text, encoding="utf-8")
+        self._reporter = Reporter(self._folder, describe(self._config, self._text, self._layout, **message))
+        self._reporter.banner()
+        self._reporter.start()
+
+
+class ShowEvaluation:
+    """An evaluation: one answer."""
+
+    def __init__(self, config: TrainConfig, checkpoint: Path, folder: Path) -> None:
+        self._config, self._checkpoint, self._folder = config, checkpoint, folder
+        self.started = False
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        self.started = True
+        if kind == "evaluated":
+            result = EvaluationResult(checkpoint=str(self._checkpoint), **message)  # type: ignore[typeddict-item]
+            show_evaluation(Console(), self._folder, result)
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if error is not None:
+            Console(stderr=True).print(error, markup=False, highlight=False, soft_wrap=True)
+
+
+class ShowNothing:
+    """Under torchrun: process 0 speaks for all; the others only say why they failed."""
+
+    started = True
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        pass
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if error is not None:
+            Console(stderr=True).print(error, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_dry_run(config: TrainConfig, text: str, layout: Layout, folder: Path) -> None:
+    """The banner and result.json of a run that is not started: shapes only, no data, no memory."""
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    reporter = Reporter(folder, describe(config, text, layout))
+    reporter.banner()
+    reporter.finish("dry_run")
+
+
+def describe(
+    config: TrainConfig,
+    text: str,
+    layout: Layout,
+    *,
+    train_samples: int | None = None,
+    test_samples: int | None = None,
+    first_step: int = 0,
+    steps_per_epoch: int | None = None,
+) -> RunDescription:
+    """The run as the reports name it; what only the data tells is None in a dry run."""
+    every = sum(layout.flops)
+    partitions = tuple(
+        PartitionDescription(names, parameters, flops / every if every else None, device)
+        for names, parameters, flops, device in zip(
+            layout.layer_names, layout.parameters, layout.flops, layout.devices, strict=True
+        )
+    )
+    on_gpu = layout.devices[0] != "cpu"
+    return RunDescription(
+        model_name=_model_name(config),
+        dataset_name=config.dataset.name,
+        train_samples=train_samples,
+        test_samples=test_samples,
+        partitions=partitions,
+        micro_batch_sizes=micro_batch_sizes(config.batch_size, config.micro_batches),
+        schedule=config.schedule,
+        recompute=config.recompute,
+        executor="distributed" if layout.distributed else "in_process",
+        ideal_bubble=ideal_bubble(config.partitions, config.micro_batches),
+        epochs=config.epochs,
+        steps_per_epoch=steps_per_epoch,
+        learning_rate=learning_rate(config.learning_rate, first_step, steps_per_epoch or 1, config.batch_size),
+        config=asdict(config),
+        config_yaml=text,
+        speed_kind="measured_one_device" if layout.one_device else "measured",
+        threads=layout.threads,
+        max_steps=config.max_steps,
+        resumed_from=config.resume,
+        first_step=first_step,
+        gpu_names=tuple(torch.cuda.get_device_name(device) for device in dict.fromkeys(layout.devices)) if on_gpu else (),
+    )
+
+
+def _model_name(config: TrainConfig) -> str:
+    """As the paper writes it: AmoebaNet-D (18, 256)."""
+    model = config.model
+    return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"

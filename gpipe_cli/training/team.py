@@ -1,0 +1,69 @@
+"""What the processes of one run tell each other outside the pipeline: a few numbers per step, over the CPU.
+
+One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
+Alone in a process there is nobody to ask, and the same calls answer at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Gathered:
+    """A gather that may still be on its way."""
+
+    def __init__(self, parts: list[torch.Tensor], work: dist.Work | None) -> None:
+        self._parts, self._work = parts, work
+
+    def wait(self) -> list[torch.Tensor]:
+        """One vector of each process, in the order of the stages."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._parts
+
+
+class Team:
+    """The processes of a run. `group` is a Gloo group of all of them, or None for a process on its own."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        assert (group is None) == (size == 1)
+        self.rank, self.size, self._group = rank, size, group
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for the run: it reports, and completes checkpoints."""
+        return self.rank == 0
+
+    def gather(self, vector: torch.Tensor) -> Gathered:
+        """Begin to collect one float64 vector, of the same length everywhere, from every process to every process."""
+        if self._group is None:
+            return Gathered([vector], None)
+        parts = [torch.empty_like(vector) for _ in range(self.size)]
+        return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True))
+
+    def collect(self, value: Any) -> list[Any]:
+        """One small object of each process, everywhere; waits for all of them."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+
+def gradient_norm(parts: Sequence[torch.Tensor]) -> float:
+    """The global norm from the norms of all parameters in global order: one order of summation, whatever the cut.
+
+    `parts` are the float64 norms of each process's parameters, in the order of the stages.
+    """
+    total = 0.0
+    for part in parts:
+        for norm in part.tolist():
+            total += norm * norm
+    return float(total**0.5)

@@ -1,0 +1,168 @@
+"""One process of a run: settles in, joins the others, trains or evaluates, and says what went wrong if something does.
+
+Workers come out of a fork server that has imported everything once: the eighth starts as fast as the first.
+"""
+
+import ctypes
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.executor import ActionFailedError
+from gpipe_cli.pipeline.schedule import Action, Kind
+from gpipe_cli.pipeline.transport import PeerLostError
+from gpipe_cli.training.engine import Groups
+from gpipe_cli.training.layout import Layout
+from gpipe_cli.training.run import score, train
+from gpipe_cli.training.team import Team
+
+WATCHED = 3  # numbers per process that say what it is doing: kind + 1 (0: nothing yet), stage, micro-batch
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker is told. Without a `checkpoint` to evaluate it trains."""
+
+    config: TrainConfig
+    config_yaml: str
+    layout: Layout
+    folder: Path
+    process: int
+    rendezvous: str | None
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended. `kind`: killed, user (can be mended by other settings), error, or peer (another one's fault)."""
+
+    process: int
+    kind: str
+    text: str
+    details: str
+    seconds: float
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
+        return (1 if self.kind == "peer" else 0, self.seconds)
+
+
+def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> None:
+    """The whole life of a worker process."""
+    _settle(job.layout)
+    base = WATCHED * job.process
+
+    def watch(action: Action) -> None:
+        watched[base] = _KIND_NUMBERS[action.kind]
+        watched[base + 1] = action.stage
+        watched[base + 2] = action.micro_batch
+
+    def report(kind: str, message: dict[str, Any]) -> None:
+        connection.send((kind, message))
+
+    def join() -> tuple[Team, Groups | None]:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        return _join(job)
+
+    try:
+        if job.checkpoint is None:
+            train(job.config, job.config_yaml, job.layout, job.folder, job.process, join, report, watch)
+        else:
+            score(job.config, job.checkpoint, job.layout, job.process, join, report, watch)
+    except Exception as error:
+        _tell(connection, job.process, error)
+        connection.close()
+        # not sys.exit: threads of a broken process group may never end
+        os._exit(1)
+    connection.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _tell(connection: Connection, process: int, error: Exception) -> None:
+    match error:
+        case PeerLostError():
+            kind, text = "peer", str(error)
+        case ValueError():
+            kind, text = "user", str(error)
+        case _:
+            kind, text = "error", str(error) if isinstance(error, ActionFailedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
+        text += "; use more micro_batches, recompute=always or more partitions"
+    try:
+        connection.send(("failure", Failure(process, kind, text, traceback.format_exc(), time.time())))
+    except OSError:
+        pass  # the parent is gone
+
+
+def _settle(layout: Layout) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends its workers
+    _keep_freed_memory()
+    torch.set_num_threads(layout.threads)
+    # the same bits again on a GPU: no algorithm that depends on timing
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def _keep_freed_memory() -> None:
+    """Ask glibc to keep what is freed instead of giving it back to the system after every tensor.
+
+    A step frees and allocates the same tensors again; each return costs the page faults of touching new memory.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+    except (OSError, AttributeError):
+        pass  # another C library: slower, not wrong
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for its neighbours for ever, holding cores and memory."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _join(job: Work) -> tuple[Team, Groups | None]:
+    """Connect the processes of the run; a process on its own needs no connection."""
+    layout = job.layout
+    if layout.processes == 1:
+        return Team(0, 1), None
+    timeout = datetime.timedelta(seconds=job.config.timeout_seconds)
+    device = torch.device(layout.devices[job.process])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif job.rendezvous != "env://":
+        # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    dist.init_process_group(
+        "gloo", init_method=job.rendezvous, rank=job.process, world_size=layout.processes, timeout=timeout
+    )
+    control = dist.group.WORLD
+    assert control is not None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
+    return Team(job.process, layout.processes, control), Groups(forward, backward, control)
