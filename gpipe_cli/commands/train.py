@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import compose, read, sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
+from gpipe_cli.training.work import start_importing
 from gpipe_cli.typed import show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 def _train(config: TrainConfig) -> int:
     folder = make_run_folder(config, datetime.now())
     try:
+        if not config.dry_run:
+            start_importing()  # in a process beside this one, while this one imports torch itself
         from gpipe_cli.training.processes import launch  # torch comes with it
 
         return launch(config, folder)

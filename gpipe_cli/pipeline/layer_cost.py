@@ -1,18 +1,20 @@
 """What each layer costs and what crosses each boundary, from shapes alone (paper section 2.1: the cost estimate c_i).
 
 The model stands on the meta device: nothing is allocated, nothing is computed, and every process arrives at the same
-figures without a handshake. FLOPs are counted by torch's own counter, forward and backward, as Lingvo's `FPropMeta` does
-for the forward (`lingvo/core/gpipe.py`). Shapes are traced at two micro-batch sizes, so that the shape of any other size
-follows.
+figures without a handshake. FLOPs are counted by torch's own formulas, forward and backward, as Lingvo's `FPropMeta`
+does for the forward (`lingvo/core/gpipe.py`). Shapes are traced at two micro-batch sizes, so that the shape of any other
+size follows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
 
@@ -60,12 +62,13 @@ def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tu
     `inputs` are one sample's worth of examples, (1, ...) each, of which only shapes and dtypes matter; with
     `training=False` the backward is left out. Raises ValueError if a layer does not accept what the one before it returns.
     """
-    small, large = (_trace(model, inputs, samples, training) for samples in _TRACED_SIZES)
+    first, second = _TRACED_SIZES
+    small = _trace(model, inputs, first, training)
+    large = _trace(model, inputs, second, training=False, mode=training)
     costs = []
     for (name, layer), one, other in zip(model.named_children(), small, large, strict=True):
         outputs = tuple(
-            _affine(first, second, gradient)
-            for first, second, gradient in zip(one.outputs, other.outputs, one.gradients, strict=True)
+            _affine(a, b, gradient) for a, b, gradient in zip(one.outputs, other.outputs, one.gradients, strict=True)
         )
         parameters = sum(parameter.numel() for parameter in layer.parameters())
         samples = _TRACED_SIZES[0]
@@ -82,8 +85,46 @@ class _Traced:
     gradients: tuple[bool, ...] = ()
 
 
-def _trace(model: nn.Sequential, inputs: Tensors, samples: int, training: bool) -> list[_Traced]:
-    model.train(training)
+class _Flops(TorchDispatchMode):
+    """Counts by torch's registry of formulas; its own `FlopCounterMode` also takes every other operation apart, slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shortcut = _SHORTCUTS.get(func)
+        if shortcut is not None:
+            return shortcut(*args)
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def _batch_norm_shapes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What batch norm and its backward return, as shapes."""
+    channel = torch.empty(x.shape[1], dtype=torch.float32, device="meta")
+    return torch.empty_like(x), channel, torch.empty_like(channel)
+
+
+# Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
+_aten = torch.ops.aten
+_SHORTCUTS: dict[Any, Callable[..., Any]] = {
+    _aten.native_batch_norm.default: lambda x, *_: _batch_norm_shapes(x),
+    _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),
+}
+
+
+def _trace(
+    model: nn.Sequential, inputs: Tensors, samples: int, training: bool, mode: bool | None = None
+) -> list[_Traced]:
+    """Run forward and, with `training`, backward; `mode` puts the model in training mode without a backward."""
+    model.train(training if mode is None else mode)
     value: Tensors = tuple(
         torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") for tensor in inputs
     )
@@ -91,13 +132,13 @@ def _trace(model: nn.Sequential, inputs: Tensors, samples: int, training: bool) 
     for name, layer in model.named_children():
         if traced:
             value = tuple(_as_leaf(tensor, training) for tensor in value)
-        with torch.set_grad_enabled(training), FlopCounterMode(display=False) as counter:
+        with torch.set_grad_enabled(training), _Flops() as counter:
             try:
                 outputs = as_tuple(layer(as_value(value)))
             except (RuntimeError, TypeError, ValueError) as error:
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in value)
                 raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {error}") from error
-        traced.append(_Traced(value, outputs, float(counter.get_total_flops())))
+        traced.append(_Traced(value, outputs, counter.total))
         value = outputs
     gradients: tuple[torch.Tensor | None, ...] = tuple(
         torch.empty_like(output) if output.requires_grad else None for output in traced[-1].outputs
@@ -121,11 +162,11 @@ def _backward(
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     found: dict[int, torch.Tensor | None] = {}
     if pairs and (wanted or weights):
-        with FlopCounterMode(display=False) as counter:
+        with _Flops() as counter:
             results = torch.autograd.grad(
                 [output for output, _ in pairs], [*wanted, *weights], [g for _, g in pairs], allow_unused=True
             )
-        traced.backward = float(counter.get_total_flops())
+        traced.backward = counter.total
         found = {id(tensor): result for tensor, result in zip(wanted, results, strict=False)}
     return tuple(found.get(id(tensor)) for tensor in traced.inputs)
 

@@ -5,16 +5,13 @@ ends the run when one of them fails: it names the first failure and stops the re
 is started from outside, each is the parent of a single worker.
 """
 
-import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +22,7 @@ from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.layout import Layout, make_layout, torchrun_world
 from gpipe_cli.training.show import Show, ShowEvaluation, ShowNothing, show_dry_run
-from gpipe_cli.training.worker import WATCHED, Failure, Work, work
+from gpipe_cli.training.work import WATCHED, Failure, Work, begin, workers
 
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to say so
 _PATIENCE_SECONDS = 2.0  # between asking a worker to end and ending it
@@ -81,7 +78,7 @@ class _Crew:
         self, config: TrainConfig, text: str, layout: Layout, folder: Path, checkpoint: Path | None, meeting: Path
     ) -> None:
         self._config, self._layout = config, layout
-        context = worker_context(config, layout)
+        context = workers()
         outside = torchrun_world()
         mine = range(layout.processes) if outside in (None, 1) else (int(os.environ["RANK"]),)
         rendezvous = None if layout.processes == 1 else f"file://{meeting}" if outside in (None, 1) else "env://"
@@ -91,7 +88,7 @@ class _Crew:
         for process in mine:
             ours, theirs = context.Pipe()
             job = Work(config, text, layout, folder, process, rendezvous, checkpoint)
-            worker = context.Process(target=work, args=(job, theirs, self._watched), name=f"gpipe-{process}")
+            worker = context.Process(target=begin, args=(job, theirs, self._watched), name=f"gpipe-{process}")
             worker.start()
             theirs.close()
             self._connections[process], self._processes[process] = ours, worker
@@ -158,15 +155,6 @@ class _Crew:
             doing = f"in {stage}{kind.value}{micro_batch} (input {', '.join(map(str, shapes))})"
         hint = "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
         return Failure(process, "killed", f"{who} {how} {doing}{hint}", "", time.time())
-
-
-def worker_context(config: TrainConfig, layout: Layout) -> ForkServerContext | SpawnContext:
-    """How workers start: out of a process that has imported everything and holds no threads and no CUDA context."""
-    if sys.platform == "win32":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpipe_cli.training.worker"])
-    return context
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""One process of a run: settles in, joins the others, trains or evaluates, and says what went wrong if something does.
-
-Workers come out of a fork server that has imported everything once: the eighth starts as fast as the first.
-"""
+"""One process of a run: settles in, joins the others, trains or evaluates, and says what went wrong if something does."""
 
 import ctypes
 import datetime
@@ -12,15 +9,12 @@ import threading
 import time
 import traceback
 from collections.abc import MutableSequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.executor import ActionFailedError
 from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.transport import PeerLostError
@@ -28,38 +22,9 @@ from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.run import score, train
 from gpipe_cli.training.team import Team
+from gpipe_cli.training.work import WATCHED, Failure, Work
 
-WATCHED = 3  # numbers per process that say what it is doing: kind + 1 (0: nothing yet), stage, micro-batch
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a worker is told. Without a `checkpoint` to evaluate it trains."""
-
-    config: TrainConfig
-    config_yaml: str
-    layout: Layout
-    folder: Path
-    process: int
-    rendezvous: str | None
-    checkpoint: Path | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a process ended. `kind`: killed, user (can be mended by other settings), error, or peer (another one's fault)."""
-
-    process: int
-    kind: str
-    text: str
-    details: str
-    seconds: float
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
-        return (1 if self.kind == "peer" else 0, self.seconds)
 
 
 def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> None:

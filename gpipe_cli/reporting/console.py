@@ -1,0 +1,129 @@
+"""How a run shows that it goes on: a bar in a terminal, and one line per epoch that stays.
+
+Where the output is not a terminal (a pipe, CI, a run of a sweep) there is no bar and no escape code; long epochs show
+a line now and then. Loss and accuracy of training are means over the epoch so far. The loss is the cross-entropy: what
+is minimized contains label smoothing and the auxiliary head, and would not compare with the test loss beside it.
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
+from gpipe_cli.reporting.facts import show_banner, show_line
+from gpipe_cli.reporting.measurement import EpochMeans
+from gpipe_cli.reporting.units import learning_rate, loss, percent, rate
+
+LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as steps are done
+HEADER = ("epoch", "train loss", "top-1", "test loss", "top-1", "top-5", "samples/s", "lr")
+
+
+class RunConsole:
+    """Shows the progress of one run on one console."""
+
+    def __init__(self, console: Console, description: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
+        self.console = console
+        self._run = description
+        self._line_seconds = line_seconds
+        self._bar: Progress | None = None
+        self._epoch = 0  # whose means follow
+        self._means = EpochMeans()
+        self._speed: float | None = None
+        self._learning_rate = description.learning_rate
+        self._line_waits = False  # the epoch has ended, but its evaluation may still come
+        self._header_shown = False
+        self._last_line = time.monotonic()
+
+    def banner(self, folder: Path) -> None:
+        """Shows what is about to run."""
+        show_banner(self.console, self._run, folder)
+
+    def start(self) -> None:
+        """Shows the bar, in a terminal."""
+        if not self.console.is_terminal or self.console.is_dumb_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[state]}", markup=False),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            expand=True,
+            transient=True,  # the epochs' lines and the summary stay
+        )
+        epoch = min(self._run.first_step // self._run.steps_per_epoch + 1, self._run.epochs)
+        self._bar.add_task(
+            "",
+            total=self._run.total_steps,
+            completed=self._run.first_step,
+            epoch=self._of_epochs(epoch),
+            state="waiting for the first step",
+        )
+        self._bar.start()
+
+    def step(self, message: StepMessage, samples_per_second: float | None) -> None:
+        """A step was done; ``samples_per_second`` is the recent speed."""
+        self._turn_to(message["epoch"])
+        self._means.add(message["samples"], message["cross_entropy"], message["top1"])
+        self._speed, self._learning_rate = samples_per_second, message["learning_rate"]
+        self._line_waits = message["position"] == self._run.steps_per_epoch
+        if self._bar is not None:
+            self._advance(self._bar, message["step"])
+        elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
+            self._line(f"{self._of_epochs(self._epoch)} {100 * message['position'] // self._run.steps_per_epoch}%")
+
+    def evaluated(self, message: EvaluationMessage) -> None:
+        """The line of the epoch, with the test set."""
+        self._turn_to(message["epoch"])
+        self._line_waits = False
+        self._line(self._of_epochs(self._epoch), message)
+
+    def stop(self) -> None:
+        """Takes the bar away and shows the line that still waits; harmless when repeated."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._show_waiting()
+
+    def _of_epochs(self, epoch: int) -> str:
+        return f"{epoch}/{self._run.epochs}"
+
+    def _turn_to(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._show_waiting()
+            self._epoch, self._means = epoch, EpochMeans()
+
+    def _show_waiting(self) -> None:
+        if self._line_waits:
+            self._line(self._of_epochs(self._epoch))
+        self._line_waits = False
+
+    def _advance(self, bar: Progress, step: int) -> None:
+        means = f"loss {loss(self._means.loss)} top-1 {percent(self._means.top1)}"
+        speed = f"{rate(self._speed)} samples/s lr {learning_rate(self._learning_rate)}"
+        bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=f"{means} {speed}")
+
+    def _line(self, epoch: str, test: EvaluationMessage | None = None) -> None:
+        if not self._header_shown:
+            show_line(self.console, _columns(*HEADER), "bold")
+            self._header_shown = True
+        tested = ("", "", "") if test is None else (loss(test["loss"]), percent(test["top1"]), percent(test["top5"]))
+        line = _columns(
+            epoch,
+            loss(self._means.loss),
+            percent(self._means.top1),
+            *tested,
+            rate(self._speed),
+            learning_rate(self._learning_rate),
+        )
+        show_line(self.console, f"{line} best" if test is not None and test["is_best"] else line)
+        self._last_line = time.monotonic()
+
+
+def _columns(*cells: str) -> str:
+    """One line of 75 characters; `best` still fits behind it at 80 columns."""
+    epoch, *rest = cells
+    widths = (11, 8, 11, 8, 8, 10, 9)
+    return f"{epoch:<10}" + "".join(f"{cell:>{width}}" for cell, width in zip(rest, widths, strict=True))

@@ -1,0 +1,136 @@
+"""How fast a run is, and on what: the numbers beside every throughput of the paper (tables 2, 3 and 5).
+
+A speed without its warm-up rule, hardware and versions cannot be compared with another; they are kept together here.
+"""
+
+import os
+import platform
+from array import array
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
+
+
+class Throughput:
+    """The speed of a run: medians over its steps, because single steps wait for data, disks and other programs.
+
+    The first ``warm_up_steps`` do not count: they allocate memory and choose algorithms. While there are no others,
+    they are what there is, and ``includes_warm_up`` says so.
+    """
+
+    def __init__(self, warm_up_steps: int = 3) -> None:
+        self.warm_up_steps = warm_up_steps
+        self._seconds = array("d")
+        self._rates = array("d")
+
+    def add(self, samples: int, seconds: float) -> None:
+        """One step of ``samples`` samples that took ``seconds``."""
+        assert samples > 0, samples
+        assert seconds > 0, seconds
+        self._seconds.append(seconds)
+        self._rates.append(samples / seconds)
+
+    @property
+    def steps(self) -> int:
+        return len(self._seconds)
+
+    @property
+    def includes_warm_up(self) -> bool:
+        """Whether the numbers are those of warm-up steps, for want of others."""
+        return 0 < self.steps <= self.warm_up_steps
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Median over steps; None without any."""
+        return _median(self._counted(self._rates))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median over steps; None without any."""
+        return _median(self._counted(self._seconds))
+
+    def recent_samples_per_second(self, steps: int = 20) -> float | None:
+        """Median over the last few steps that count, for a display; None without any."""
+        return _median(self._counted(self._rates[-(steps + self.warm_up_steps) :])[-steps:])
+
+    def _counted(self, values: Sequence[float]) -> Sequence[float]:
+        return values if self.includes_warm_up else values[min(self.warm_up_steps, len(values)) :]
+
+
+class EpochMeans:
+    """Loss and accuracy of the epoch so far: means over its samples, whatever the sizes of its mini-batches."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._loss = 0.0
+        self._top1 = 0.0
+
+    def add(self, samples: int, loss: float, top1: float) -> None:
+        self.samples += samples
+        self._loss += samples * loss
+        self._top1 += samples * top1
+
+    @property
+    def loss(self) -> float | None:
+        return self._loss / self.samples if self.samples else None
+
+    @property
+    def top1(self) -> float | None:
+        """Share, 0 to 1."""
+        return self._top1 / self.samples if self.samples else None
+
+
+def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
+    """The machine, as far as it tells without being touched.
+
+    The names of GPUs are given by whoever uses them: to ask torch here would create a CUDA context in the parent.
+    """
+    return {
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "threads_per_process": threads,
+        "memory_bytes": _memory_bytes(),
+        "gpus": list(gpu_names),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that the numbers depend on, read without importing them."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Logical cores that this process may use; fewer than the machine has inside a container or under taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,173 @@
+"""The one who hears of everything in a run and tells everybody: console, TensorBoard, result.json.
+
+It makes the numbers of the paper's tables (accuracy, throughput, memory) out of what the stages report, in the parent
+process. ``step`` in every message counts optimizer steps done, epochs count from 1.
+"""
+
+import io
+import time
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.console import Console
+
+from gpipe_cli.reporting.console import RunConsole
+from gpipe_cli.reporting.dashboard import Dashboard
+from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, Status, StepMessage
+from gpipe_cli.reporting.facts import outcome_of_test, show_banner, show_facts, show_summary
+from gpipe_cli.reporting.measurement import Throughput, hardware, versions
+from gpipe_cli.reporting.result import RESULT, read_result, write_result
+from gpipe_cli.reporting.units import duration
+
+EVALUATION = "evaluate.json"
+
+
+class Reporter:
+    """Reports one run into ``folder``, which is made if need be.
+
+    ``result.json`` is there from the beginning (status ``running``) and follows every evaluation, so that a run that
+    was killed leaves what it had. ``finish`` ends the report; what is said after it is not heard.
+    """
+
+    def __init__(self, folder: Path, description: RunDescription, console: Console | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._run = description
+        self._begin = time.monotonic()
+        self._status: Status = "running"
+        self._error: str | None = None
+        self._steps = description.first_step
+        self._memory_bytes: list[int] = []
+        self._checkpoint: str | None = None
+        self._throughput = Throughput()
+        self._machine = {"versions": versions(), "hardware": hardware(description.gpu_names, description.threads)}
+        self._test, self._best = _earlier(description)
+        self._console = RunConsole(console or Console(), description)
+        self._dashboard = Dashboard(folder, description.first_step)
+        self._write()
+
+    def banner(self) -> None:
+        """Shows what is about to run."""
+        self._console.banner(self._folder)
+        plain = io.StringIO()
+        show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
+        self._dashboard.describe(self._run.config_yaml, plain.getvalue())
+
+    def start(self) -> None:
+        """Training begins: in a terminal, a bar that waits for the first step. After the banner, or not at all."""
+        self._console.start()
+
+    def step(self, message: StepMessage) -> None:
+        """A step was done."""
+        if self._status != "running":
+            return
+        self._steps = message["step"]
+        self._memory_bytes = message["memory_bytes"]
+        self._throughput.add(message["samples"], message["seconds"])
+        self._dashboard.step(message)
+        self._console.step(message, self._throughput.recent_samples_per_second())
+
+    def evaluated(self, message: EvaluationMessage) -> None:
+        """The test set was seen."""
+        if self._status != "running":
+            return
+        self._test = {key: value for key, value in message.items() if key != "is_best"}
+        if message["is_best"]:
+            self._best = self._test
+        self._dashboard.evaluated(message)
+        self._console.evaluated(message)
+        self._write()
+
+    def checkpointed(self, step: int, kind: str, path: Path | None = None) -> None:
+        """A checkpoint is complete on disk; ``kind`` is last or best, and only from the last one a run is resumed."""
+        if kind == "last":
+            self._checkpoint = f"{path or self._folder}, after step {step:,}"
+
+    def finish(self, status: Status, error: str | None = None) -> None:
+        """Ends the report, at whatever point; repeated, it does nothing."""
+        if self._status != "running":
+            return
+        self._status, self._error = status, error
+        self._console.stop()  # first of all: the terminal must be usable whatever comes
+        self._dashboard.close()
+        self._write()
+        show_summary(self._console.console, self._result(), self._folder, *self._resumable())
+
+    def _resumable(self) -> tuple[str, str | None]:
+        """In words, the checkpoint to go on from, and the folder to name then."""
+        if self._checkpoint is not None:
+            return self._checkpoint, str(self._folder)
+        if self._run.resumed_from is not None:
+            return f"no new one; that of {self._run.resumed_from} is still there", self._run.resumed_from
+        return "none was written yet, there is nothing to resume", None
+
+    def _write(self) -> None:
+        write_result(self._folder, self._result())
+
+    def _result(self) -> dict[str, Any]:
+        run, speed = self._run, self._throughput
+        return {
+            "status": self._status,
+            "error": self._error,
+            "model": run.model_name,
+            "dataset": run.dataset_name,
+            "model_parameters": run.parameters,
+            "epochs": self._steps // run.steps_per_epoch,  # whole ones done, as are the steps, before a resume included
+            "steps": self._steps,
+            "seconds": time.monotonic() - self._begin,  # of this process
+            "test": self._test,
+            "best": self._best,
+            "samples_per_second": speed.samples_per_second,
+            "samples_per_second_kind": run.speed_kind,
+            "step_seconds": speed.step_seconds,
+            "speed_includes_warm_up": speed.includes_warm_up,
+            "memory_bytes": self._memory_bytes,
+            "global_batch": run.global_batch,
+            "ideal_bubble": run.ideal_bubble,
+            "partitions": [
+                {
+                    "layers": list(partition.layers),
+                    "parameters": partition.parameters,
+                    "flops_share": partition.flops_share,
+                    "device": partition.device,
+                }
+                for partition in run.partitions
+            ],
+            "resumed_from": run.resumed_from,
+            **self._machine,
+            "config": run.config,
+        }
+
+
+class EvaluationResult(TypedDict):
+    """What `gpipe evaluate` found."""
+
+    checkpoint: str
+    samples: int
+    loss: float
+    top1: float
+    top5: float | None
+    averaged: bool
+    seconds: float
+
+
+def show_evaluation(console: Console, folder: Path, result: EvaluationResult) -> None:
+    """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
+    write_result(folder, result, EVALUATION)
+    facts = [
+        ("checkpoint", result["checkpoint"]),
+        ("test", outcome_of_test(dict(result))),
+        ("samples", f"{result['samples']:,} in {duration(result['seconds'])}"),
+        ("written to", str(folder / EVALUATION)),
+    ]
+    show_facts(console, facts)
+
+
+def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The last and the best test of the run that is resumed, as far as they lie before the point of resumption."""
+    if run.resumed_from is None or not (Path(run.resumed_from) / RESULT).exists():
+        return None, None
+    result = read_result(Path(run.resumed_from))
+    tests = (result.get("test"), result.get("best"))
+    last, best = (test if test is not None and test["step"] <= run.first_step else None for test in tests)
+    return last, best

@@ -1,0 +1,58 @@
+"""Numbers as people read them; ASCII, because logs are read in places without UTF-8."""
+
+
+def count(number: int) -> str:
+    """`1.2 M`; small numbers as they are."""
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size * 0.99995:
+            value = number / size
+            return f"{value:.2f} {unit}" if value < 9.995 else f"{value:.1f} {unit}"
+    return str(number)
+
+
+def percent(share: float | None) -> str:
+    """`98.6 %` for 0.986; `-` if there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def size(number_bytes: float) -> str:
+    """`1.5 GiB`."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number_bytes >= 1024**power:
+            return f"{number_bytes / 1024**power:.1f} {unit}"
+    return f"{number_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """`62.5 ms`, `12.3 s`, `2 min 13 s`, `3 h 05 min`."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.1f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def rate(per_second: float | None) -> str:
+    """`512.3`, `12,345`; `-` if there is none."""
+    if per_second is None:
+        return "-"
+    return f"{per_second:,.0f}" if per_second >= 999.95 else f"{per_second:.1f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 epoch`, `6 epochs`."""
+    ending = "" if number == 1 else "es" if noun.endswith("batch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def loss(value: float | None) -> str:
+    """`2.1034`; `-` if there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.3e}"  # `not` lets NaN through as nan
+
+
+def learning_rate(value: float | None) -> str:
+    """`0.04`, `1.23e-05`; `-` if there is none."""
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,71 @@
+"""What a parent tells its workers and hears back, and how workers are started; light, so that a start costs no imports.
+
+Workers come out of a fork server: a process that has imported everything once and holds no threads and no CUDA context.
+The eighth worker starts as fast as the first, and the server imports while the parent still reads the command line.
+"""
+
+import multiprocessing
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpipe_cli.config import TrainConfig
+    from gpipe_cli.training.layout import Layout
+
+WATCHED = 3  # numbers per process that say what it is doing: kind (1 F, 2 R, 3 B, 0 nothing yet), stage, micro-batch
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker is told. Without a `checkpoint` to evaluate it trains."""
+
+    config: "TrainConfig"
+    config_yaml: str
+    layout: "Layout"
+    folder: Path
+    process: int
+    rendezvous: str | None
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended. `kind`: killed, user (other settings would mend it), error, or peer (another one's fault)."""
+
+    process: int
+    kind: str
+    text: str
+    details: str
+    seconds: float
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
+        return (1 if self.kind == "peer" else 0, self.seconds)
+
+
+def begin(job: Work, connection: Connection, watched: MutableSequence[int]) -> None:
+    """Where a worker process begins."""
+    from gpipe_cli.training.worker import work
+
+    work(job, connection, watched)
+
+
+def workers() -> ForkServerContext:
+    """The context that workers are started in."""
+    context = multiprocessing.get_context("forkserver")
+    # the libraries of the default job too: what is not imported here, every worker imports for itself
+    context.set_forkserver_preload(["gpipe_cli.training.worker", "sklearn.datasets"])
+    return context
+
+
+def start_importing() -> None:
+    """Start the fork server and return at once; called as early as it is known that there will be workers."""
+    from multiprocessing import forkserver
+
+    workers()
+    forkserver.ensure_running()

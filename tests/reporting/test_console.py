@@ -1,0 +1,175 @@
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from reporting_runs import description, evaluation, log, step
+
+from gpipe_cli.reporting.console import RunConsole
+from gpipe_cli.reporting.description import PartitionDescription
+from gpipe_cli.reporting.facts import show_banner, show_summary
+
+SUMMARY = {
+    "status": "completed",
+    "error": None,
+    "epochs": 3,
+    "steps": 12,
+    "seconds": 133.0,
+    "test": {"loss": 0.0512, "top1": 0.986, "top5": 1.0, "averaged": True, "epoch": 3, "step": 12},
+    "best": {"loss": 0.05, "top1": 0.989, "top5": 1.0, "averaged": True, "epoch": 2, "step": 8},
+    "samples_per_second": 512.0,
+    "samples_per_second_kind": "measured",
+    "speed_includes_warm_up": False,
+    "step_seconds": 0.0625,
+    "memory_bytes": [3 * 2**20, 2**29],
+}
+
+
+def banner(**changes: object) -> str:
+    console, file = log()
+    show_banner(console, description(**changes), Path("outputs/run"))
+    return file.getvalue()
+
+
+def summary(resume: str | None = "outputs/run", **changes: object) -> str:
+    console, file = log()
+    show_summary(console, SUMMARY | changes, Path("outputs/run"), "outputs/run/last, after step 8", resume)
+    return file.getvalue()
+
+
+def test_the_banner_says_what_runs() -> None:
+    text = banner()
+    assert "global batch 32 = 1 replica x 4 micro-batches x 8 samples\n" in text
+    for fact in (
+        "amoebanet-d: 5 layers, 1.24 M parameters",
+        "digits: 1,437 training and 360 test samples",
+        "K = 2 partitions, M = 4 micro-batches",
+        "gpipe, recompute except_last",
+        "distributed, 1 thread",
+        "ideal bubble 20.0 %",
+        "learning rate 0.04",
+        "outputs/run",
+    ):
+        assert fact in text
+    rows = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
+    assert "0 cpu 3: stem ... normal_2 432.1 k 51.2 %" in rows
+    assert "1 cpu 2: normal_3, classifier 812.3 k 48.8 %" in rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"micro_batch_sizes": (6, 6, 5, 5)}, "global batch 22 = 1 replica x 4 micro-batches x 6 or 5 samples"),
+        ({"micro_batch_sizes": (1,)}, "global batch 1 = 1 replica x 1 micro-batch x 1 sample"),
+        ({"replicas": 2}, "global batch 64 = 2 replicas x 4 micro-batches x 8 samples"),
+        ({"resumed_from": "outputs/a", "first_step": 4}, "resumed from outputs/a, 4 steps done"),
+        ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps, learning rate 0.04"),
+    ],
+)
+def test_lines_of_the_banner(changes: dict[str, object], line: str) -> None:
+    assert line in banner(**changes)
+
+
+def test_a_big_model_fits_80_columns_in_banner_and_progress() -> None:
+    names = tuple(f"a_rather_long_layer_name_{number}" for number in range(36))
+    partitions = tuple(PartitionDescription(names, 155_300_000, 0.1, "cuda:7") for _ in range(8))
+    run = description(partitions=partitions, micro_batch_sizes=(64,) * 32, epochs=100, train_samples=1_281_167)
+    console, file = log()
+    screen = RunConsole(console, run, line_seconds=0)
+    screen.banner(Path("outputs/run"))
+    screen.step(step(1, epoch=100, top1=1.0, learning_rate=0.000012345), 123_456.7)
+    screen.evaluated(evaluation(1, epoch=100, top1=1.0))
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+
+
+def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
+    console, file = log()
+    screen = RunConsole(console, description())
+    screen.banner(Path("outputs/run"))
+    screen.start()
+    screen.step(step(1), None)
+    assert "train loss" not in file.getvalue()
+    for number in range(2, 10):
+        screen.step(step(number), 512.0)
+        if number == 8:
+            screen.evaluated(evaluation(8))
+    screen.stop()
+    screen.stop()
+    text = file.getvalue()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("epoch"))
+    assert [line.split() for line in lines[start + 1 :]] == [
+        ["1/3", "1.7500", "25.0", "%", "512.0", "0.04"],
+        ["2/3", "1.3500", "25.0", "%", "1.2500", "87.5", "%", "100.0", "%", "512.0", "0.04", "best"],
+    ]
+
+
+def test_a_long_epoch_shows_signs_of_life_in_a_log() -> None:
+    console, file = log()
+    screen = RunConsole(console, description(), line_seconds=0)
+    for number in range(1, 5):
+        screen.step(step(number), 512.0)
+    screen.stop()
+    _, *lines = file.getvalue().splitlines()
+    assert [line[:10].strip() for line in lines] == ["1/3 25%", "1/3 50%", "1/3 75%", "1/3"]
+
+
+def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
+    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
+    screen = RunConsole(console, description(epochs=100))
+    screen.start()
+    screen.step(step(1, top1=1.0, learning_rate=0.000012345), 12_345.6)
+    for number in range(2, 5):
+        screen.step(step(number), 512.0)
+    screen.evaluated(evaluation(4))
+    screen.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert max(map(len, frames)) <= 80
+    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
+    assert "waiting for the first step" in bars[0]
+    assert re.search(r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04", bars[-1])
+    assert any(frame.startswith("1/100 ") and frame.endswith("best") for frame in frames)
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
+    console, file = log()
+    screen = RunConsole(console, description(), line_seconds=0)
+    screen.step(step(1, cross_entropy=float("nan"), learning_rate=float("nan")), 512.0)
+    assert file.getvalue().count("nan") == 2
+
+
+def test_the_summary_of_a_completed_run() -> None:
+    lines = summary().splitlines()
+    assert "completed in 2 min 13 s: 3 epochs, 12 steps" in lines
+    assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
+    assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
+    assert "speed        512.0 samples/s, 62.5 ms per step (medians, warm-up excluded)" in lines
+    assert "peak memory  stage 0 3.0 MiB, stage 1 512.0 MiB" in lines
+    assert "curves       tensorboard --logdir outputs/run" in lines
+    assert not [line for line in lines if "checkpoint" in line or "resume" in line]
+
+
+def test_the_summary_says_what_kind_of_number_the_speed_is() -> None:
+    assert "measured: " in summary()
+    assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
+    assert "warm-up included" in summary(speed_includes_warm_up=True)
+
+
+@pytest.mark.parametrize("folder", ["outputs/2026-01-01_run", "sweep/a=4,b=[2]", "it's $HOME", "back\\slash", "a b"])
+def test_the_command_to_go_on_survives_shell_and_hydra(folder: str) -> None:
+    lines = summary(resume=folder, status="interrupted").splitlines()
+    assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
+    assert "checkpoint   outputs/run/last, after step 8" in lines
+    (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
+    program, subcommand, override = shlex.split(command)
+    assert (program, subcommand) == ("gpipe", "train")
+    parsed = OverridesParser.create().parse_override(override)
+    assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
+
+
+def test_a_plain_folder_is_not_quoted() -> None:
+    assert "go on with   gpipe train resume=outputs/a_K2\n" in summary(resume="outputs/a_K2", status="interrupted")

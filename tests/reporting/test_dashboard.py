@@ -1,0 +1,87 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reporting_runs import evaluation, step
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gpipe_cli.reporting import dashboard
+from gpipe_cli.reporting.dashboard import Dashboard
+
+
+def events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def curve(folder: Path, tag: str) -> list[tuple[int, Any]]:
+    return [(event.step, pytest.approx(event.value)) for event in events(folder).Scalars(tag)]
+
+
+def test_every_curve_of_the_issue_can_be_read_back(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path)
+    board.step(step(1))
+    board.step(step(2))
+    board.evaluated(evaluation(2))
+    board.close()
+    board.close()
+    expected = {
+        "train/loss": [(1, 2.9), (2, 2.8)],
+        "train/cross_entropy": [(1, 1.9), (2, 1.8)],
+        "train/top1": [(1, 0.25), (2, 0.25)],
+        "train/top5": [(1, 0.75), (2, 0.75)],
+        "learning_rate": [(1, 0.04), (2, 0.04)],
+        "gradient_norm": [(1, 1.5), (2, 1.5)],
+        "speed/samples_per_second": [(1, 512.0), (2, 512.0)],
+        "speed/step_seconds": [(1, 0.0625), (2, 0.0625)],
+        "memory/stage_0_gib": [(1, 3 / 1024), (2, 3 / 1024)],
+        "memory/stage_1_gib": [(1, 0.5), (2, 0.5)],
+        "test/loss": [(2, 1.25)],
+        "test/top1": [(2, 0.875)],
+        "test/top5": [(2, 1.0)],
+    }
+    assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(expected)
+    for tag, points in expected.items():
+        assert curve(tmp_path, tag) == points
+
+
+def test_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path)
+    board.step(step(1, top5=None, gradient_norm=None, memory_bytes=[]))
+    board.evaluated(evaluation(1, top5=None))
+    board.close()
+    missing = {dashboard.TRAIN_TOP5, dashboard.GRADIENT_NORM, dashboard.TEST_TOP5, dashboard.memory_tag(0)}
+    assert not missing & set(events(tmp_path).Tags()["scalars"])
+
+
+def test_a_loss_that_is_no_number_is_no_error(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path)
+    board.step(step(1, loss=float("nan")))
+    board.close()
+    (event,) = events(tmp_path).Scalars(dashboard.TRAIN_LOSS)
+    assert event.value != event.value
+
+
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    first = Dashboard(tmp_path)
+    first.describe("partitions: 2", "banner")
+    for number in range(1, 7):
+        first.step(step(number, loss=1.0))
+    first.evaluated(evaluation(4))
+    first.close()
+    second = Dashboard(tmp_path, first_step=4)
+    for number in range(5, 8):
+        second.step(step(number, loss=2.0))
+    second.close()
+    assert curve(tmp_path, dashboard.TRAIN_LOSS) == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
+    assert curve(tmp_path, dashboard.TEST_LOSS) == [(4, 1.25)]
+
+
+def test_configuration_and_banner_stand_beside_the_curves(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path)
+    board.describe("model:\n  filters: 16", "stage  device")
+    board.close()
+    texts = {tag: events(tmp_path).Tensors(f"{tag}/text_summary")[0] for tag in (dashboard.CONFIG, dashboard.BANNER)}
+    content = {tag: text.tensor_proto.string_val[0].decode() for tag, text in texts.items()}
+    assert content == {dashboard.CONFIG: "    model:\n      filters: 16", dashboard.BANNER: "    stage  device"}

@@ -1,0 +1,76 @@
+import subprocess
+import sys
+
+import pytest
+
+from gpipe_cli.reporting.measurement import EpochMeans, Throughput, hardware, versions
+
+
+def test_the_median_leaves_out_the_warm_up() -> None:
+    speed = Throughput(warm_up_steps=3)
+    for seconds in (10.0, 10.0, 10.0, 1.0, 2.0, 4.0):
+        speed.add(8, seconds)
+    assert speed.samples_per_second == 4.0
+    assert speed.step_seconds == 2.0
+    assert not speed.includes_warm_up
+
+
+def test_the_rate_is_a_median_of_rates_not_the_rate_of_a_median() -> None:
+    speed = Throughput(warm_up_steps=0)
+    for samples, seconds in ((32, 1.0), (4, 0.5), (32, 4.0)):
+        speed.add(samples, seconds)
+    assert speed.samples_per_second == 8.0
+    assert speed.step_seconds == 1.0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_with_nothing_else_the_warm_up_counts_and_this_is_said(steps: int) -> None:
+    speed = Throughput(warm_up_steps=3)
+    assert speed.samples_per_second is None
+    assert speed.step_seconds is None
+    assert not speed.includes_warm_up
+    for _ in range(steps):
+        speed.add(8, 2.0)
+    assert speed.includes_warm_up
+    assert speed.samples_per_second == 4.0
+
+
+def test_the_recent_rate_forgets_old_steps_and_never_counts_the_warm_up() -> None:
+    speed = Throughput(warm_up_steps=1)
+    for seconds in (100.0, 1.0):
+        speed.add(8, seconds)
+    assert speed.recent_samples_per_second(2) == 8.0
+    for _ in range(3):
+        speed.add(8, 4.0)
+    assert speed.recent_samples_per_second(2) == 2.0
+
+
+def test_means_weigh_samples_not_mini_batches() -> None:
+    means = EpochMeans()
+    assert means.loss is None
+    assert means.top1 is None
+    means.add(30, 1.0, 0.5)
+    means.add(10, 3.0, 0.1)
+    assert means.loss == pytest.approx(1.5)
+    assert means.top1 == pytest.approx(0.4)
+
+
+def test_hardware_and_versions_describe_this_machine() -> None:
+    machine = hardware(["NVIDIA H200"], threads=2)
+    assert machine["gpus"] == ["NVIDIA H200"]
+    assert machine["cpu"]
+    cores, memory = machine["cores"], machine["memory_bytes"]
+    assert isinstance(cores, int)
+    assert cores >= 1
+    assert memory is None or (isinstance(memory, int) and memory > 2**20)
+    found = versions()
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert list(found) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
+    assert found["torch"]
+
+
+def test_versions_are_read_without_importing_anything() -> None:
+    code = (
+        "import sys; from gpipe_cli.reporting import measurement as m; m.versions(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

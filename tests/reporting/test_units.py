@@ -1,0 +1,41 @@
+import pytest
+
+from gpipe_cli.reporting import units
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0"), (999, "999"), (1000, "1.00 k"), (999_960, "1.00 M"), (1_244_400, "1.24 M"), (155_300_000, "155.3 M")],
+)
+def test_count(number: int, words: str) -> None:
+    assert units.count(number) == words
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 B"), (2**20, "1.0 MiB"), (1.5 * 2**30, "1.5 GiB")])
+def test_size(number: float, words: str) -> None:
+    assert units.size(number) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0625, "62.5 ms"),
+        (0.9999, "1.0 s"),
+        (59.96, "1 min 00 s"),
+        (133, "2 min 13 s"),
+        (3 * 3600 + 299, "3 h 04 min"),
+    ],
+)
+def test_duration(seconds: float, words: str) -> None:
+    assert units.duration(seconds) == words
+
+
+def test_what_is_not_known_is_a_dash_and_what_is_not_a_number_says_so() -> None:
+    assert [units.percent(None), units.rate(None), units.loss(None), units.learning_rate(None)] == ["-"] * 4
+    assert [units.percent(float("nan")), units.loss(float("nan")), units.loss(float("inf"))] == ["nan %", "nan", "inf"]
+
+
+def test_rate_and_plural() -> None:
+    assert [units.rate(999.94), units.rate(12_345.6)] == ["999.9", "12,346"]
+    assert [units.plural(1, "micro-batch"), units.plural(4, "micro-batch")] == ["1 micro-batch", "4 micro-batches"]
+    assert units.plural(3, "epoch") == "3 epochs"

@@ -1,0 +1,77 @@
+"""Runs to report, for the tests of `gpipe_cli.reporting`."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from gpipe_cli.reporting.description import EvaluationMessage, PartitionDescription, RunDescription, StepMessage
+
+STEPS_PER_EPOCH = 4
+
+
+def description(**changes: Any) -> RunDescription:
+    """Two partitions, four micro-batches of eight samples, three epochs of four steps."""
+    values: dict[str, Any] = {
+        "model_name": "amoebanet-d",
+        "dataset_name": "digits",
+        "train_samples": 1437,
+        "test_samples": 360,
+        "partitions": (
+            PartitionDescription(("stem", "normal_1", "normal_2"), 432_100, 0.512, "cpu"),
+            PartitionDescription(("normal_3", "classifier"), 812_300, 0.488, "cpu"),
+        ),
+        "micro_batch_sizes": (8, 8, 8, 8),
+        "schedule": "gpipe",
+        "recompute": "except_last",
+        "executor": "distributed",
+        "ideal_bubble": 0.2,
+        "epochs": 3,
+        "steps_per_epoch": STEPS_PER_EPOCH,
+        "learning_rate": 0.04,
+        "config": {"partitions": 2, "model": {"filters": 16}},
+        "config_yaml": "partitions: 2\nmodel:\n  filters: 16\n",
+        "speed_kind": "measured",
+        "threads": 1,
+    }
+    return RunDescription(**(values | changes))
+
+
+def step(number: int, **changes: Any) -> StepMessage:
+    """The message of step `number`, counted from 1; 32 samples in 62.5 ms."""
+    message: dict[str, Any] = {
+        "step": number,
+        "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
+        "position": (number - 1) % STEPS_PER_EPOCH + 1,
+        "samples": 32,
+        "seconds": 0.0625,
+        "loss": 3.0 - number / 10,
+        "cross_entropy": 2.0 - number / 10,
+        "top1": 0.25,
+        "top5": 0.75,
+        "learning_rate": 0.04,
+        "gradient_norm": 1.5,
+        "memory_bytes": [3 * 2**20, 2**29],
+    }
+    return StepMessage(**(message | changes))  # type: ignore[typeddict-item]
+
+
+def evaluation(number: int, **changes: Any) -> EvaluationMessage:
+    """The message of an evaluation after step `number`."""
+    message: dict[str, Any] = {
+        "step": number,
+        "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
+        "loss": 1.25,
+        "top1": 0.875,
+        "top5": 1.0,
+        "averaged": False,
+        "is_best": True,
+    }
+    return EvaluationMessage(**(message | changes))  # type: ignore[typeddict-item]
+
+
+def log(**options: Any) -> tuple[Console, io.StringIO]:
+    """A console of 80 columns that is a file, or with `force_terminal=True` a terminal, and what it shows."""
+    file = io.StringIO()
+    defaults: dict[str, Any] = {"file": file, "width": 80, "force_terminal": False, "color_system": None}
+    return Console(**(defaults | options)), file
