@@ -57,7 +57,9 @@ def load_images(
     if workers < 0:
         raise ValueError(f"data_workers={workers}: must be 0 (load in the training process) or more")
     assert mini_batches.samples == len(split), (mini_batches.samples, len(split))
-    return ImageBatches(split, _Keys(mini_batches, start_epoch, start_position, epochs), workers, pin_memory, start_method)
+    return ImageBatches(
+        split, _Keys(mini_batches, start_epoch, start_position, epochs), workers, pin_memory, start_method
+    )
 
 
 class ImageBatches:
@@ -66,7 +68,9 @@ class ImageBatches:
     `next` raises ValueError, in one line that names the file, where an image cannot be read; loading then has ended.
     """
 
-    def __init__(self, split: ImageSplit, keys: Iterable[list[Key]], workers: int, pin_memory: bool, start_method: str) -> None:
+    def __init__(
+        self, split: ImageSplit, keys: Iterable[list[Key]], workers: int, pin_memory: bool, start_method: str
+    ) -> None:
         import torch
         from torch.utils.data import DataLoader
 

@@ -53,6 +53,7 @@ class RunConsole:
             expand=True,
             transient=True,  # the epochs' lines and the summary stay
         )
+        assert self._run.steps_per_epoch is not None
         epoch = min(self._run.first_step // self._run.steps_per_epoch + 1, self._run.epochs)
         self._bar.add_task(
             "",
@@ -72,7 +73,8 @@ class RunConsole:
         if self._bar is not None:
             self._advance(self._bar, message["step"])
         elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
-            self._line(f"{self._of_epochs(self._epoch)} {100 * message['position'] // self._run.steps_per_epoch}%")
+            share = 100 * message["position"] // (self._run.steps_per_epoch or 1)
+            self._line(f"{self._of_epochs(self._epoch)} {share}%")
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The line of the epoch, with the test set."""

@@ -27,8 +27,8 @@ class RunDescription:
 
     model_name: str
     dataset_name: str
-    train_samples: int
-    test_samples: int
+    train_samples: int | None  # None, as the two others: a dry run has not opened the data
+    test_samples: int | None
     partitions: tuple[PartitionDescription, ...]
     micro_batch_sizes: tuple[int, ...]  # samples of each of the M micro-batches of one replica
     schedule: str
@@ -36,7 +36,7 @@ class RunDescription:
     executor: str
     ideal_bubble: float  # share of stage-time, 0 to 1
     epochs: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     learning_rate: float  # of the first step
     config: dict[str, Any]  # resolved; plain values only
     config_yaml: str
@@ -60,6 +60,7 @@ class RunDescription:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, those before it was resumed included."""
+        assert self.steps_per_epoch is not None, "a dry run has no steps"
         steps = self.epochs * self.steps_per_epoch
         return steps if self.max_steps is None else min(steps, self.max_steps)
 

@@ -92,7 +92,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     layers = sum(len(partition.layers) for partition in run.partitions)
     partitions, micro_batches = len(run.partitions), plural(len(run.micro_batch_sizes), "micro-batch")
     yield "model", f"{run.model_name}: {plural(layers, 'layer')}, {count(run.parameters)} parameters"
-    yield "dataset", f"{run.dataset_name}: {run.train_samples:,} training and {run.test_samples:,} test samples"
+    samples = f": {run.train_samples:,} training and {run.test_samples:,} test samples" if run.train_samples else ""
+    yield "dataset", run.dataset_name + samples
     yield "pipeline", f"K = {plural(partitions, 'partition')}, M = {micro_batches}"
     yield "schedule", f"{run.schedule}, recompute {run.recompute}"
     yield "executor", f"{run.executor}, {plural(run.threads, 'thread')} for each process"
@@ -101,8 +102,10 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         "global batch",
         f"{run.global_batch:,} = {plural(run.replicas, 'replica')} x {micro_batches} x {_samples(run)}",
     )
-    training = f"{plural(run.epochs, 'epoch')} of {plural(run.steps_per_epoch, 'step')}"
-    if run.max_steps is not None:
+    training = plural(run.epochs, "epoch")
+    if run.steps_per_epoch is not None:
+        training += f" of {plural(run.steps_per_epoch, 'step')}"
+    if run.max_steps is not None and run.steps_per_epoch is not None:
         training += f", stopping after {plural(run.total_steps, 'step')}"
     yield "training", f"{training}, learning rate {learning_rate(run.learning_rate)}"
     yield "run folder", str(folder)

@@ -112,7 +112,8 @@ class Reporter:
             "model": run.model_name,
             "dataset": run.dataset_name,
             "model_parameters": run.parameters,
-            "epochs": self._steps // run.steps_per_epoch,  # whole ones done, as are the steps, before a resume included
+            "epochs": self._steps
+            // (run.steps_per_epoch or 1),  # whole ones done, as are the steps, before a resume included
             "steps": self._steps,
             "seconds": time.monotonic() - self._begin,  # of this process
             "test": self._test,

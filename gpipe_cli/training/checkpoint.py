@@ -138,7 +138,9 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     try:
         index = json.loads((checkpoint / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint}: the checkpoint's index.json cannot be read ({error}); use another one") from error
+        raise ValueError(
+            f"{checkpoint}: the checkpoint's index.json cannot be read ({error}); use another one"
+        ) from error
     if index.get("format") != FORMAT:
         raise ValueError(
             f"{checkpoint}: the checkpoint has format {index.get('format')}, this version reads format {FORMAT}; "
@@ -192,7 +194,9 @@ def _verify(path: Path, size: int, digest: str) -> None:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ValueError(f"{path}: part of the checkpoint cannot be read ({error.strerror}); use another one") from error
+        raise ValueError(
+            f"{path}: part of the checkpoint cannot be read ({error.strerror}); use another one"
+        ) from error
     if actual != size or found != digest:
         raise ValueError(
             f"{path}: damaged ({actual} bytes, {size} expected; checksum {found[:12]}, {digest[:12]} expected); "

@@ -106,7 +106,9 @@ def _place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
         raise ValueError("device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto")
     if world is not None:
         if executor == "in_process" and world > 1:
-            raise ValueError(f"executor=in_process: torchrun started {world} processes; start one, or leave executor out")
+            raise ValueError(
+                f"executor=in_process: torchrun started {world} processes; start one, or leave executor out"
+            )
         if world != partitions and world > 1:
             raise ValueError(
                 f"partitions={partitions}: torchrun started {world} processes, one per partition is needed; "
@@ -123,7 +125,9 @@ def _place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
         )
     if partitions > 1 and enough and executor != "in_process":
         return tuple(f"cuda:{stage % here}" for stage in range(partitions)), True
-    return tuple(f"cuda:{stage * gpus // partitions if gpus < partitions else stage}" for stage in range(partitions)), False
+    return tuple(
+        f"cuda:{stage * gpus // partitions if gpus < partitions else stage}" for stage in range(partitions)
+    ), False
 
 
 def _memory_format(config: TrainConfig, device: str) -> str:

@@ -141,7 +141,11 @@ class _Crew:
         layout = self._layout
         stages = layout.stages_of(process)
         who = f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages 0 to {stages[-1]}"
-        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code is not None and code < 0 else f"ended with code {code}"
+        how = (
+            f"was killed by signal {-code} ({_signal_name(-code)})"
+            if code is not None and code < 0
+            else f"ended with code {code}"
+        )
         number, stage, micro_batch = self._watched[WATCHED * process : WATCHED * (process + 1)]
         doing = "before its first action"
         if number:
@@ -153,7 +157,9 @@ class _Crew:
             if stage > 0:
                 shapes = [tensor.shape(samples) for tensor in layout.training_boundaries[stage - 1]]
             doing = f"in {stage}{kind.value}{micro_batch} (input {', '.join(map(str, shapes))})"
-        hint = "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
+        hint = (
+            "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
+        )
         return Failure(process, "killed", f"{who} {how} {doing}{hint}", "", time.time())
 
 

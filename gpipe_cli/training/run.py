@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,22 @@ def train(
     """
     stages = layout.stages_of(process)
     first, last = 0 in stages, layout.partitions - 1 in stages
-    training, test = open_data(config) if first or last else (None, None)
     start = _starting_point(config)
-    # loader processes are forked here, before this process has threads, connections or a CUDA context
-    counts = _Counts(len(training), len(test)) if training and test else None
-    loaders = _Loaders(config, training, test, start) if first else None
+    training: ImageSplit | None = None
+    test: ImageSplit | None = None
+    loaders: _Loaders | None = None
+    counts: tuple[int, int] | None = None
+    if first or last:  # stages in between never see a sample
+        training, test = open_data(config)
+        counts = len(training), len(test)
+        if first:
+            # loader processes are forked here, before this process has threads, connections or a CUDA context
+            loaders = _Loaders(config, training, test, start)
     team, groups = join()
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
-    counts = next(c for c in team.collect(counts) if c is not None)
-    batches = _mini_batches(config, counts.training)
-    test_batches = MiniBatches(counts.test, config.batch_size, config.seed, shuffle=False)
+    training_samples, test_samples = next(known for known in team.collect(counts) if known is not None)
+    batches = _mini_batches(config, training_samples)
+    test_batches = MiniBatches(test_samples, config.batch_size, config.seed, shuffle=False)
     engine = build_engine(config, layout, process, groups, build_model(config), watch)
     if config.resume is not None:
         restore(engine, find_checkpoint(Path(config.resume), "last", "resume"), optimizer=True)
@@ -81,7 +87,7 @@ def train(
             f"{end_step}; nothing is left to do, use epochs={config.epochs + 1} or more"
         )
     if team.leads:
-        report("ready", {"train_samples": counts.training, "test_samples": counts.test, "first_step": progress.step,
+        report("ready", {"train_samples": training_samples, "test_samples": test_samples, "first_step": progress.step,
                          "steps_per_epoch": batches.steps_per_epoch})  # fmt: skip
     test_targets = _targets(test, test_batches, 0, last)
 
@@ -146,7 +152,11 @@ def score(
     first, last = 0 in stages, layout.partitions - 1 in stages
     test = open_data(config)[1] if first or last else None
     batches = MiniBatches(len(test), config.batch_size, config.seed, shuffle=False) if test is not None else None
-    images = load_images(test, batches, 0, 0, 1, _workers(config), start_method=_START) if test is not None and batches and first else None
+    images = (
+        load_images(test, batches, 0, 0, 1, _workers(config), start_method=_START)
+        if test is not None and batches and first
+        else None
+    )
     team, groups = join()
     samples = next(c for c in team.collect(len(test) if test is not None else None) if c is not None)
     batches = batches or MiniBatches(samples, config.batch_size, config.seed, shuffle=False)
@@ -163,12 +173,6 @@ def score(
                              "top1": totals.top1 / totals.samples, "top5": totals.top5 / totals.samples,
                              "averaged": bool(engine.averages)})  # fmt: skip
     team.barrier()
-
-
-@dataclass(frozen=True)
-class _Counts:
-    training: int
-    test: int
 
 
 class _Loaders:

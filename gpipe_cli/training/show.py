@@ -135,7 +135,9 @@ def describe(
         max_steps=config.max_steps,
         resumed_from=config.resume,
         first_step=first_step,
-        gpu_names=tuple(torch.cuda.get_device_name(device) for device in dict.fromkeys(layout.devices)) if on_gpu else (),
+        gpu_names=tuple(torch.cuda.get_device_name(device) for device in dict.fromkeys(layout.devices))
+        if on_gpu
+        else (),
     )
 
 

@@ -100,7 +100,11 @@ def train_step(
 
 
 def evaluate(
-    config: TrainConfig, engine: Engine, team: Team, images: Iterable[torch.Tensor] | None, targets: Sequence[torch.Tensor]
+    config: TrainConfig,
+    engine: Engine,
+    team: Team,
+    images: Iterable[torch.Tensor] | None,
+    targets: Sequence[torch.Tensor],
 ) -> Totals:
     """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy.
 

@@ -66,7 +66,10 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
         case ValueError():
             kind, text = "user", str(error)
         case _:
-            kind, text = "error", str(error) if isinstance(error, ActionFailedError) else f"{type(error).__name__}: {error}"
+            kind, text = (
+                "error",
+                str(error) if isinstance(error, ActionFailedError) else f"{type(error).__name__}: {error}",
+            )
     if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
         text += "; use more micro_batches, recompute=always or more partitions"
     try:
@@ -130,4 +133,6 @@ def _join(job: Work) -> tuple[Team, Groups | None]:
     assert control is not None
     backend = "nccl" if device.type == "cuda" else "gloo"
     forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
+    assert isinstance(forward, dist.ProcessGroup)
+    assert isinstance(backward, dist.ProcessGroup)
     return Team(job.process, layout.processes, control), Groups(forward, backward, control)
