@@ -28,7 +28,8 @@ CLASSES = 5
 
 
 class Spread(nn.Module):
-    """Images to (features, the very same features, a mask of integers): a tensor handed over twice, and one without gradient."""
+    """Images to (features, the very same features, a mask of integers): a tensor handed over twice, and one without
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Batch norm under micro-batches: normalize per micro-batch, track statistics per mini-batch (paper sections 2.2 and 6).
+"""Batch norm under micro-batches: normalize per micro-batch, track statistics per mini-batch (paper sections 2.2 and
+6).
 
 Every micro-batch writes its own mean and variance into its own slot; `commit` merges the slots once per mini-batch. A
-recomputation writes nothing, so nothing can be counted twice, and uneven or short mini-batches need no counting of calls.
-The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the running
-statistics are those of one big batch.
+recomputation writes nothing, so nothing can be counted twice, and uneven or short mini-batches need no counting of
+calls. The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the
+running statistics are those of one big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -50,7 +51,8 @@ class BatchStatistics:
         self._open = None
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Where norm number `norm` writes (mean, variance), each (C,); None while nothing is recorded (recomputation)."""
+        """Where norm number `norm` writes (mean, variance), each (C,); None while nothing is recorded
+        (recomputation)."""
         if self._open is None:
             return None
         counts = self._counts[self._open]
@@ -69,8 +71,8 @@ class BatchStatistics:
         """Merge the micro-batches of this mini-batch into the running statistics, exactly, and empty the slots.
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
-        the mean would cancel. Each product and each sum is an operation of its own, so that a channel gets the same bits
-        wherever it lies in the flat tensor, hence for any cut.
+        the mean would cancel. Each product and each sum is an operation of its own, so that a channel gets the same
+        bits wherever it lies in the flat tensor, hence for any cut.
         """
         used = [(slot, counts) for slot, counts in zip(self._slots, self._counts, strict=True) if counts]
         if not used:

@@ -51,8 +51,9 @@ class Executor:
     ) -> None:
         """One mini-batch: every action of the schedule on the stages of this process.
 
-        `sizes` are the samples of each micro-batch; `inputs` (N, ...) is needed where the first stage lives, `objective`
-        where the last one does. Raises ActionFailedError if an action does, and PeerLostError if a neighbour is gone.
+        `sizes` are the samples of each micro-batch; `inputs` (N, ...) is needed where the first stage lives,
+        `objective` where the last one does. Raises ActionFailedError if an action does, and PeerLostError if a
+        neighbour is gone.
         """
         actions = self._analyse(schedule)
         pieces = () if inputs is None else split(inputs, sizes)
@@ -98,7 +99,8 @@ class Executor:
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
     def _analyse(self, schedule: Schedule) -> list[tuple[Action, Keep]]:
-        """This process's actions in order, and what each keeps; looked up by identity, since hashing costs O(actions)."""
+        """This process's actions in order, and what each keeps; looked up by identity, since hashing costs
+        O(actions)."""
         known = self._analysed.get(id(schedule))
         if known is None:
             kept = keeps(schedule)

@@ -2,8 +2,8 @@
 
 The model stands on the meta device: nothing is allocated, nothing is computed, and every process arrives at the same
 figures without a handshake. FLOPs are counted by torch's own formulas, forward and backward, as Lingvo's `FPropMeta`
-does for the forward (`lingvo/core/gpipe.py`). Shapes are traced at two micro-batch sizes, so that the shape of any other
-size follows.
+does for the forward (`lingvo/core/gpipe.py`). Shapes are traced at two micro-batch sizes, so that the shape of any
+other size follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,15 @@ from torch.utils.flop_counter import flop_registry
 
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
 
-# Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per channel.
+# Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per
+# channel.
 _TRACED_SIZES = (2, 3)
 
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor that a layer hands to the next one: its shape for any micro-batch size, and whether a gradient returns."""
+    """One tensor that a layer hands to the next one: its shape for any micro-batch size, and whether a gradient
+    returns."""
 
     base: tuple[int, ...]
     per_sample: tuple[int, ...]
@@ -60,7 +62,8 @@ def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tu
     """The cost and the boundary of every layer of a model on the meta device.
 
     `inputs` are one sample's worth of examples, (1, ...) each, of which only shapes and dtypes matter; with
-    `training=False` the backward is left out. Raises ValueError if a layer does not accept what the one before it returns.
+    `training=False` the backward is left out. Raises ValueError if a layer does not accept what the one before it
+    returns.
     """
     first, second = _TRACED_SIZES
     small = _trace(model, inputs, first, training)
@@ -86,7 +89,8 @@ class _Traced:
 
 
 class _Flops(TorchDispatchMode):
-    """Counts by torch's registry of formulas; its own `FlopCounterMode` also takes every other operation apart, slowly."""
+    """Counts by torch's registry of formulas; its own `FlopCounterMode` also takes every other operation apart,
+    slowly."""
 
     def __init__(self) -> None:
         super().__init__()

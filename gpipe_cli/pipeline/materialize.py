@@ -1,8 +1,8 @@
 """From a model on the meta device to the real layers of one stage, and no others.
 
-Every process describes the whole model without memory, then gives memory and initial weights to its own layers only. The
-weights of a layer come from the run's seed and the layer's global name, so they are the same for every cut; a peer that
-seeds once per process starts with other weights for every number of partitions.
+Every process describes the whole model without memory, then gives memory and initial weights to its own layers only.
+The weights of a layer come from the run's seed and the layer's global name, so they are the same for every cut; a peer
+that seeds once per process starts with other weights for every number of partitions.
 """
 
 import torch
@@ -16,8 +16,8 @@ def materialize(
 ) -> nn.Sequential:
     """`layers` layers of `model` from number `first_layer` on, initialised, on `device`, under their global names.
 
-    `model` stands on the meta device; the layers that are taken leave it and become real. Initial values are drawn on the
-    CPU, so that they are the same on every kind of device.
+    `model` stands on the meta device; the layers that are taken leave it and become real. Initial values are drawn on
+    the CPU, so that they are the same on every kind of device.
     Raises ValueError for a layer that cannot initialise itself.
     """
     chosen = list(model.named_children())[first_layer : first_layer + layers]

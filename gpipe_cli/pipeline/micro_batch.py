@@ -1,7 +1,7 @@
 """A mini-batch is cut into M micro-batches whose sizes differ by at most one (paper section 2.2, where they are equal).
 
-Departs from the paper: N need not be a multiple of M. `torch.chunk` may return fewer pieces than asked for; counting them
-wrongly is what broke deferred batch norm in torchgpipe, so sizes are computed here, once, for every process.
+Departs from the paper: N need not be a multiple of M. `torch.chunk` may return fewer pieces than asked for; counting
+them wrongly is what broke deferred batch norm in torchgpipe, so sizes are computed here, once, for every process.
 """
 
 from collections.abc import Sequence

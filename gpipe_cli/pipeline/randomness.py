@@ -1,9 +1,9 @@
 """Random numbers that do not know how the model was cut.
 
-The paper promises that the number of partitions changes nothing (sections 1 and 7). With dropout that holds only if a layer
-draws the same mask wherever it runs and however often its forward is repeated. Lingvo derives its dropout seed from step and
-micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from (run seed, step, replica, micro-batch, layer), so no
-generator state is ever saved or restored: a recomputation just starts from the same seed again.
+The paper promises that the number of partitions changes nothing (sections 1 and 7). With dropout that holds only if a
+layer draws the same mask wherever it runs and however often its forward is repeated. Lingvo derives its dropout seed
+from step and micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from (run seed, step, replica, micro-batch,
+layer), so no generator state is ever saved or restored: a recomputation just starts from the same seed again.
 """
 
 import hashlib
@@ -36,7 +36,8 @@ def seed_of_name(run_seed: int, name: str) -> int:
 def seed_generator(device: torch.device, seed: int) -> None:
     """Seed the default generator that `F.dropout` and friends draw from on `device`.
 
-    `torch.manual_seed` would seed every device of the machine; called before each layer of each micro-batch, that costs.
+    `torch.manual_seed` would seed every device of the machine; called before each layer of each micro-batch, that
+    costs.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,14 +1,15 @@
 """A partition at work: its layers, its device, and what it keeps of each micro-batch between forward and backward.
 
-Paper section 2.3: after a forward a stage keeps only what came over its boundary; before the backward it runs its layers
-again. Which micro-batches are treated so is not decided here: the executor reads it off the schedule.
+Paper section 2.3: after a forward a stage keeps only what came over its boundary; before the backward it runs its
+layers again. Which micro-batches are treated so is not decided here: the executor reads it off the schedule.
 
 What makes results independent of the cut (law 1), layer by layer and not stage by stage:
 
 * the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
 * the tensors between layers, and the gradients that come back through them, always have the same strides, because
   kernels may sum in another order for another layout;
-* a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that depends
+* a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
+depends
   on whether a cut lies between.
 """
 
@@ -30,7 +31,8 @@ class Objective(Protocol):
     """What the last stage does with the model's output for micro-batch m."""
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        """The micro-batch's share of the mini-batch loss: a sum over its elements divided by the mini-batch's denominator."""
+        """The micro-batch's share of the mini-batch loss: a sum over its elements divided by the mini-batch's
+        denominator."""
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
         """Called once per micro-batch, after its forward (never after a recomputation), to count what is right."""
@@ -43,7 +45,8 @@ class _Saved:
 
 
 class Stage:
-    """Stage `index` of the pipeline: consecutive layers of the model, the first of which is the model's layer `first_layer`.
+    """Stage `index` of the pipeline: consecutive layers of the model, the first of which is the model's layer
+    `first_layer`.
 
     `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
     `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
@@ -76,7 +79,8 @@ class Stage:
         self._layers = list(module.named_children())
 
     def begin_step(self, step: int, objective: Objective | None) -> None:
-        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the seeds."""
+        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the
+        seeds."""
         assert not self._saved, "a step begins with nothing saved"
         self._step, self._objective = step, objective
 
@@ -195,7 +199,8 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 
 def layout_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape, channels last where that is asked for and there are four dimensions."""
+    """The strides of a dense tensor of this shape, channels last where that is asked for and there are four
+    dimensions."""
     order = list(range(len(shape)))
     if len(shape) == 4 and memory_format is torch.channels_last:
         order = [0, 2, 3, 1]

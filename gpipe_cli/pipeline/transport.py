@@ -1,7 +1,7 @@
 """How tensors get from stage to stage: handed over inside a process, or sent between processes.
 
-Communication is never written down (paper section 2.2: primitives are inserted at the boundaries): an F on a later stage
-receives what the F before it returned, a B the other way round. Three things make it cheap: every shape is known
+Communication is never written down (paper section 2.2: primitives are inserted at the boundaries): an F on a later
+stage receives what the F before it returned, a B the other way round. Three things make it cheap: every shape is known
 beforehand from the meta device, so nothing is negotiated; receives are posted before they are needed, into buffers that
 live as long as the run; sends run while the stage computes on, straight from the tensor.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.micro_batch import Tensors
-from gpipe_cli.pipeline.schedule import Action, Kind, Schedule, in_flight
+from gpipe_cli.pipeline.schedule import Kind, Schedule, in_flight
 from gpipe_cli.pipeline.stage import layout_strides
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -110,7 +110,8 @@ class Links:
     """One stage in this process; its neighbours are processes `stage - 1` and `stage + 1` of the pipeline.
 
     `boundaries[k]` describes what crosses from stage k to stage k + 1. `forward` and `backward` are process groups of
-    their own: in one group a waiting send would hold up the receive that frees it. `ranks[k]` is the process of stage k.
+    their own: in one group a waiting send would hold up the receive that frees it. `ranks[k]` is the process of stage
+    k.
     """
 
     def __init__(

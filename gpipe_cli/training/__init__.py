@@ -1,1 +1,2 @@
-"""Training: from typed settings to a finished run. `run.py` tells the story of a process, `processes.py` starts them."""
+"""Training: from typed settings to a finished run. `run.py` tells the story of a process, `processes.py` starts
+them."""

@@ -10,7 +10,8 @@ from gpipe_cli.models.amoebanet import amoebanet
 
 
 def build_model(config: TrainConfig) -> nn.Sequential:
-    """The whole model on the meta device: layers with names and shapes, no memory. Raises ValueError for bad settings."""
+    """The whole model on the meta device: layers with names and shapes, no memory. Raises ValueError for bad
+    settings."""
     model = config.model
     with torch.device("meta"):
         return amoebanet(
@@ -35,7 +36,8 @@ def example_inputs(config: TrainConfig) -> tuple[torch.Tensor, ...]:
 
 
 def open_data(config: TrainConfig) -> tuple[ImageSplit, ImageSplit]:
-    """The training and the test split. Raises ValueError, one line, for a folder that is missing, empty or different."""
+    """The training and the test split. Raises ValueError, one line, for a folder that is missing, empty or
+    different."""
     dataset = config.dataset
     augmentation = Augmentation(
         dataset.augmentation.random_resized_crop,

@@ -1,8 +1,8 @@
 """Training state on disk, keyed by global names: what is written by any number of partitions is read by any other.
 
-A checkpoint is a folder `checkpoints/step_00000123`: one safetensors file per stage and `index.json` with sizes, checksums
-and the position in the run. Nothing is ever unpickled. It is written beside its final name, fsynced and renamed: a reader
-finds the old one or the new one, never half of one.
+A checkpoint is a folder `checkpoints/step_00000123`: one safetensors file per stage and `index.json` with sizes,
+checksums and the position in the run. Nothing is ever unpickled. It is written beside its final name, fsynced and
+renamed: a reader finds the old one or the new one, never half of one.
 
 Tensor names: `model/<parameter or buffer>`, `optimizer/<parameter>/<state>`, `ema/<parameter or buffer>`.
 """
@@ -96,7 +96,8 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
 def finish_checkpoint(
     draft: Path, progress: Progress, files: Iterable[WrittenFile], *, layers: Iterable[str], config: str, keep: int
 ) -> Path:
-    """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one stay."""
+    """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one
+    stay."""
     index = {
         "format": FORMAT,
         **asdict(progress),

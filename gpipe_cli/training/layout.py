@@ -1,7 +1,7 @@
 """Which layers go where: the cut, the devices and the processes of a run, decided once, before anything is allocated.
 
-The layout is made by the parent from shapes alone and handed to every worker, so that none of them traces the model again
-and all of them agree.
+The layout is made by the parent from shapes alone and handed to every worker, so that none of them traces the model
+again and all of them agree.
 """
 
 import os

@@ -1,8 +1,8 @@
 """What the last stage computes from the model's outputs: the loss that is minimised, and what is counted on the way.
 
-A micro-batch's loss is a sum over its samples divided by the *mini-batch's* number of samples. Uneven micro-batches then
-weigh exactly as in one big batch, the gradients need no scaling afterwards, and the denominator is known before the first
-action. Averages of averages, as peers take them, are wrong as soon as two micro-batches differ in size.
+A micro-batch's loss is a sum over its samples divided by the *mini-batch's* number of samples. Uneven micro-batches
+then weigh exactly as in one big batch, the gradients need no scaling afterwards, and the denominator is known before
+the first action. Averages of averages, as peers take them, are wrong as soon as two micro-batches differ in size.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,11 @@ class Totals:
 
 
 class Classification:
-    """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits if there are.
+    """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits if there
+    are.
 
-    `targets` (N,) are the classes of the mini-batch and `sizes` its micro-batches. Smoothing spreads over all classes, as
-    TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
+    `targets` (N,) are the classes of the mini-batch and `sizes` its micro-batches. Smoothing spreads over all classes,
+    as TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The optimizer of each stage, and its state under parameter names.
 
-TensorFlow's RMSProp, which AmoebaNet is trained with, is not torch's: epsilon stands under the root, the squared average
-starts at one, and the learning rate enters the momentum buffer. With AmoebaNet's epsilon of 1.0 these are two different
-optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
+TensorFlow's RMSProp, which AmoebaNet is trained with, is not torch's: epsilon stands under the root, the squared
+average starts at one, and the learning rate enters the momentum buffer. With AmoebaNet's epsilon of 1.0 these are two
+different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 """
 
 from collections.abc import Iterable, Mapping

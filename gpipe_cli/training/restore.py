@@ -1,4 +1,5 @@
-"""Between a running pipeline and the names in a checkpoint. Law 3: resumed with any cut, the weights end up the same bits."""
+"""Between a running pipeline and the names in a checkpoint. Law 3: resumed with any cut, the weights end up the same
+bits."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +33,8 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
         missing = [name for name in layers if name not in index["layers"]]
         surplus = [name for name in index["layers"] if name not in layers]
         raise ValueError(
-            f"{checkpoint}: the checkpoint is of another model (not in it: {_some(missing)}; only in it: {_some(surplus)}); "
-            "give the model's settings as they were"
+            f"{checkpoint}: the checkpoint is of another model (not in it: {_some(missing)}; only in it: "
+            f"{_some(surplus)}); give the model's settings as they were"
         )
     for k, stage in engine.stages.items():
         own = engine.layout.layer_names[k]

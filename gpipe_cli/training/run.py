@@ -1,7 +1,8 @@
-"""The story of a run as one of its processes lives it, from top to bottom: data, pipeline, epochs, evaluation, checkpoints.
+"""The story of a run as one of its processes lives it, from top to bottom: data, pipeline, epochs, evaluation,
+checkpoints.
 
-Every process of the run goes through the same lines. Decisions (which mini-batch, is it the best, is it over) follow from
-numbers that all processes have, so that none has to be told.
+Every process of the run goes through the same lines. Decisions (which mini-batch, is it the best, is it over) follow
+from numbers that all processes have, so that none has to be told.
 """
 
 import math
@@ -176,7 +177,8 @@ def score(
 
 
 class _Loaders:
-    """Two loaders for the whole run, prefetching across epochs: one of training images, one of all coming evaluations."""
+    """Two loaders for the whole run, prefetching across epochs: one of training images, one of all coming
+    evaluations."""
 
     def __init__(self, config: TrainConfig, training: ImageSplit, test: ImageSplit, start: Progress) -> None:
         workers = _workers(config)
@@ -226,8 +228,9 @@ def _targets(test: ImageSplit | None, batches: MiniBatches, epoch: int, last: bo
 def _refuse_nonsense(loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise ValueError(
-            f"step {step + 1} (epoch {epoch + 1}): the loss is {loss} and the gradient norm {norm}, training has diverged at "
-            f"learning rate {rate:g}; use a smaller learning_rate.per_sample, learning_rate.warmup_epochs, or gradient_clipping"
+            f"step {step + 1} (epoch {epoch + 1}): the loss is {loss} and the gradient norm {norm}; it has diverged "
+            f"at learning rate {rate:g}; use a smaller learning_rate.per_sample, a longer learning_rate.warmup_epochs, "
+            "or gradient_clipping=10"
         )
 
 

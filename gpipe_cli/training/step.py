@@ -64,7 +64,8 @@ def train_step(
     images: torch.Tensor | None,
     targets: torch.Tensor,
 ) -> StepResult:
-    """One mini-batch: forward and backward through the pipeline, then every stage's optimizer with learning rate `rate`.
+    """One mini-batch: forward and backward through the pipeline, then every stage's optimizer with learning rate
+    `rate`.
 
     `images` (N, 3, S, S) where the first stage lives, `targets` (N,) everywhere.
     """

@@ -34,7 +34,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended. `kind`: killed, user (other settings would mend it), error, or peer (another one's fault)."""
+    """Why a process ended. `kind`: killed, user (other settings would mend it), error, or peer (another one's
+    fault)."""
 
     process: int
     kind: str

@@ -1,5 +1,7 @@
-"""One process of a run: settles in, joins the others, trains or evaluates, and says what went wrong if something does."""
+"""One process of a run: settles in, joins the others, trains or evaluates, and says what went wrong if something
+does."""
 
+import contextlib
 import ctypes
 import datetime
 import os
@@ -72,10 +74,8 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
             )
     if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
         text += "; use more micro_batches, recompute=always or more partitions"
-    try:
+    with contextlib.suppress(OSError):  # the parent is gone
         connection.send(("failure", Failure(process, kind, text, traceback.format_exc(), time.time())))
-    except OSError:
-        pass  # the parent is gone
 
 
 def _settle(layout: Layout) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -35,7 +35,8 @@ def reference() -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("partitions", [1, 2, 3, 4])
 @pytest.mark.parametrize("executor", ["in_process", "distributed"])
 def test_partitions_do_not_matter(executor, partitions, schedule, recompute, channels_last, pools, reference) -> None:
-    """Losses, gradients, weights, running statistics and evaluation are the same bits, with dropout and uneven micro-batches."""
+    """Losses, gradients, weights, running statistics and evaluation are the same bits, with dropout and uneven
+    micro-batches."""
     case = Case(partitions=partitions, schedule=schedule, recompute=recompute, channels_last=channels_last)
     result = run_in_process(case) if executor == "in_process" else pools[partitions].run(case)
     assert_same_bits(result, reference[schedule, channels_last])
@@ -47,7 +48,7 @@ def test_no_cut_matters() -> None:
         whole = run_in_process(Case(schedule=schedule))
         for cuts in [*combinations(range(1, 6), 1), *combinations(range(1, 6), 2)]:
             ends = (0, *cuts, 6)
-            balance = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+            balance = tuple(b - a for a, b in pairwise(ends))
             case = Case(schedule=schedule, partitions=len(balance), balance=balance, recompute="except_last")
             assert_same_bits(run_in_process(case), whole)
 
