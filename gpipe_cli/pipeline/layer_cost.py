@@ -18,6 +18,10 @@ from torch.utils.flop_counter import flop_registry
 
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
 
+# FLOP/s over bytes/s of common hardware in float32: 10 for a CPU core, 13 for a P100 (9.3 TFLOP/s, 732 GB/s), 14 for an
+# H200 (67 TFLOP/s, 4.8 TB/s). The cut depends little on it.
+FLOPS_PER_BYTE = 10.0
+
 # Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per
 # channel.
 _TRACED_SIZES = (2, 3)
@@ -45,17 +49,28 @@ Boundary = tuple[BoundaryTensor, ...]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer. FLOPs are those of one sample; a multiplication and an addition count as two."""
+    """One layer. FLOPs and bytes moved are those of one sample; a multiplication and an addition count as two."""
 
     name: str
     parameters: int
     forward_flops: float
     backward_flops: float
+    forward_bytes: float
+    backward_bytes: float
     outputs: Boundary
 
     @property
     def flops(self) -> float:
         return self.forward_flops + self.backward_flops
+
+    @property
+    def work(self) -> float:
+        """What the partitioner balances: FLOPs, plus the FLOPs that could be done while the layer's bytes are moved.
+
+        Departs from the paper, which counts FLOPs alone: an AmoebaNet spends most of its time in batch norms, pools and
+        sums that have next to none, and its first cells, at full resolution, would seem cheap.
+        """
+        return self.flops + FLOPS_PER_BYTE * (self.forward_bytes + self.backward_bytes)
 
 
 def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tuple[LayerCost, ...]:
@@ -74,8 +89,17 @@ def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tu
             _affine(a, b, gradient) for a, b, gradient in zip(one.outputs, other.outputs, one.gradients, strict=True)
         )
         parameters = sum(parameter.numel() for parameter in layer.parameters())
-        samples = _TRACED_SIZES[0]
-        costs.append(LayerCost(name, parameters, one.forward / samples, one.backward / samples, outputs))
+        costs.append(
+            LayerCost(
+                name,
+                parameters,
+                forward_flops=one.forward_flops / first,
+                backward_flops=one.backward_flops / first,
+                forward_bytes=one.forward_bytes / first,
+                backward_bytes=one.backward_bytes / first,
+                outputs=outputs,
+            )
+        )
     return tuple(costs)
 
 
@@ -83,31 +107,42 @@ def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tu
 class _Traced:
     inputs: Tensors
     outputs: Tensors
-    forward: float
-    backward: float = 0.0
+    forward_flops: float
+    forward_bytes: float
+    backward_flops: float = 0.0
+    backward_bytes: float = 0.0
     gradients: tuple[bool, ...] = ()
 
 
-class _Flops(TorchDispatchMode):
-    """Counts by torch's registry of formulas; its own `FlopCounterMode` also takes every other operation apart,
-    slowly."""
+class _Counter(TorchDispatchMode):
+    """FLOPs by torch's registry of formulas, and the bytes that every operation reads and writes.
+
+    Torch's own `FlopCounterMode` also takes every other operation apart, slowly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0.0
+        self.flops = 0.0
+        self.moved_bytes = 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         shortcut = _SHORTCUTS.get(func)
-        if shortcut is not None:
-            return shortcut(*args)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if shortcut is None else shortcut(*args)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
+            self.flops += formula(*args, **kwargs, out_val=result)
+        if not func.is_view and func not in _MOVES_NOTHING:
+            self.moved_bytes += _bytes_of(args) + _bytes_of(result)
         return result
+
+
+def _bytes_of(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.dtype.itemsize
+    return sum(map(_bytes_of, values)) if isinstance(values, (tuple, list)) else 0
 
 
 def _batch_norm_shapes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,6 +153,7 @@ def _batch_norm_shapes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 # Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
 _aten = torch.ops.aten
+_MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default)
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm.default: lambda x, *_: _batch_norm_shapes(x),
     _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),
@@ -136,13 +172,13 @@ def _trace(
     for name, layer in model.named_children():
         if traced:
             value = tuple(_as_leaf(tensor, training) for tensor in value)
-        with torch.set_grad_enabled(training), _Flops() as counter:
+        with torch.set_grad_enabled(training), _Counter() as counter:
             try:
                 outputs = as_tuple(layer(as_value(value)))
             except (RuntimeError, TypeError, ValueError) as error:
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in value)
                 raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {error}") from error
-        traced.append(_Traced(value, outputs, counter.total))
+        traced.append(_Traced(value, outputs, counter.flops, counter.moved_bytes))
         value = outputs
     gradients: tuple[torch.Tensor | None, ...] = tuple(
         torch.empty_like(output) if output.requires_grad else None for output in traced[-1].outputs
@@ -166,11 +202,11 @@ def _backward(
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     found: dict[int, torch.Tensor | None] = {}
     if pairs and (wanted or weights):
-        with _Flops() as counter:
+        with _Counter() as counter:
             results = torch.autograd.grad(
                 [output for output, _ in pairs], [*wanted, *weights], [g for _, g in pairs], allow_unused=True
             )
-        traced.backward = counter.total
+        traced.backward_flops, traced.backward_bytes = counter.flops, counter.moved_bytes
         found = {id(tensor): result for tensor, result in zip(wanted, results, strict=False)}
     return tuple(found.get(id(tensor)) for tensor in traced.inputs)
 

@@ -17,7 +17,7 @@ class PartitionDescription:
 
     layers: tuple[str, ...]  # names
     parameters: int
-    flops_share: float | None  # of the whole model, 0 to 1; None: unknown
+    cost_share: float | None  # of the computation, as the partitioner counts it, 0 to 1; None: unknown
     device: str  # `cpu`, `cuda:0`
 
 

@@ -38,11 +38,11 @@ def show_banner(console: Console, description: RunDescription, folder: Path) -> 
     """Shows what a run is: facts, then its partitions."""
     show_facts(console, _banner(description, folder))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("stage", "device", "layers", "parameters", "FLOPs"):
+    for heading in ("stage", "device", "layers", "parameters", "cost"):
         table.add_column(heading, justify="left" if heading in ("device", "layers") else "right", overflow="fold")
     for stage, partition in enumerate(description.partitions):
-        flops = percent(partition.flops_share)
-        cells = (str(stage), partition.device, _layers(partition), count(partition.parameters), flops)
+        share = percent(partition.cost_share)
+        cells = (str(stage), partition.device, _layers(partition), count(partition.parameters), share)
         table.add_row(*(Text(cell) for cell in cells))
     console.print()
     console.print(table)

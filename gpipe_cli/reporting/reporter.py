@@ -129,7 +129,7 @@ class Reporter:
                 {
                     "layers": list(partition.layers),
                     "parameters": partition.parameters,
-                    "flops_share": partition.flops_share,
+                    "cost_share": partition.cost_share,
                     "device": partition.device,
                 }
                 for partition in run.partitions

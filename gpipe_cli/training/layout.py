@@ -23,7 +23,7 @@ class Layout:
 
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
-    flops: tuple[float, ...]  # of one sample, forward and backward
+    cost: tuple[float, ...]  # of one sample, forward and backward: LayerCost.work
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
@@ -65,7 +65,7 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
     shapes = trace_layers(model, example_inputs(config), training=False)
     balance = config.partition.balance
     if balance is None:
-        balance = partition([cost.flops for cost in costs], config.partitions)
+        balance = partition([cost.work for cost in costs], config.partitions)
     check_balance(balance, len(costs), config.partitions)
     ends = list(accumulate(balance))
     parts = [costs[end - size : end] for size, end in zip(balance, ends, strict=True)]
@@ -75,7 +75,7 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
     return Layout(
         layer_names=tuple(tuple(cost.name for cost in part) for part in parts),
         parameters=tuple(sum(cost.parameters for cost in part) for part in parts),
-        flops=tuple(sum(cost.flops for cost in part) for part in parts),
+        cost=tuple(sum(cost.work for cost in part) for part in parts),
         training_boundaries=tuple(costs[end - 1].outputs for end in ends[:-1]),
         evaluation_boundaries=tuple(shapes[end - 1].outputs for end in ends[:-1]),
         parameter_tensors=tuple(sum(tensors[end - size : end]) for size, end in zip(balance, ends, strict=True)),

@@ -106,11 +106,11 @@ def describe(
     steps_per_epoch: int | None = None,
 ) -> RunDescription:
     """The run as the reports name it; what only the data tells is None in a dry run."""
-    every = sum(layout.flops)
+    every = sum(layout.cost)
     partitions = tuple(
-        PartitionDescription(names, parameters, flops / every if every else None, device)
-        for names, parameters, flops, device in zip(
-            layout.layer_names, layout.parameters, layout.flops, layout.devices, strict=True
+        PartitionDescription(names, parameters, cost / every if every else None, device)
+        for names, parameters, cost, device in zip(
+            layout.layer_names, layout.parameters, layout.cost, layout.devices, strict=True
         )
     )
     on_gpu = layout.devices[0] != "cpu"
