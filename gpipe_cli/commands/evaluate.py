@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import compose, read
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
-from gpipe_cli.training.work import start_importing
+from gpipe_cli.training.work import interruptible_import, start_importing
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     config = evaluation(from_tree(EvaluateSettings, received[0]))
 
     start_importing()  # in a process beside this one, while this one imports torch itself
-    from gpipe_cli.training.processes import launch  # torch comes with it
+    with interruptible_import():
+        from gpipe_cli.training.processes import launch  # torch comes with it
 
     return launch(config, Path(config.run))
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import compose, read, sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
-from gpipe_cli.training.work import start_importing
+from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
@@ -56,13 +56,13 @@ def _train(config: TrainConfig) -> int:
     try:
         if not config.dry_run:
             start_importing()  # in a process beside this one, while this one imports torch itself
-        from gpipe_cli.training.processes import launch  # torch comes with it
+        with interruptible_import():
+            from gpipe_cli.training.processes import launch  # torch comes with it
 
         return launch(config, folder)
-    except ValueError:  # refused before anything ran, then nothing is left behind
-        with contextlib.suppress(OSError):
+    finally:  # refused or interrupted before anything ran, then nothing is left behind
+        with contextlib.suppress(OSError):  # it is not empty
             folder.rmdir()
-        raise
 
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str]) -> TrainConfig:

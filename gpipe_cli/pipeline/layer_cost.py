@@ -103,6 +103,14 @@ def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tu
     return tuple(costs)
 
 
+def run_shapes(model: nn.Sequential, inputs: Tensors) -> None:
+    """One forward in training mode of a micro-batch of a single sample, on the meta device.
+
+    Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
+    """
+    _trace(model, inputs, 1, training=False, mode=True)
+
+
 @dataclass
 class _Traced:
     inputs: Tensors

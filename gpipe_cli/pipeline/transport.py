@@ -164,7 +164,7 @@ class Links:
             inbox.order = deque(a.micro_batch for a in actions if a.kind is kind)
             inbox.free = list(range(min(depths[kind], len(inbox.order))))
             inbox.held.clear()
-            self._post(inbox)
+            self._post(kind, inbox)
 
     def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
         self._send(Kind.F, outputs)
@@ -208,10 +208,14 @@ class Links:
         for kind, towards, origin in ((Kind.F, 1, -1), (Kind.B, -1, 1)):
             source, target = self._stage + origin, self._stage + towards
             token = torch.zeros(1, device=self._device)
-            if 0 <= source <= self._last:
-                dist.recv(token, src=self._inboxes[kind].peer, group=self._groups[kind])
-            if 0 <= target <= self._last:
-                dist.send(token, dst=self._peers[kind], group=self._groups[kind])
+            try:
+                if 0 <= source <= self._last:
+                    dist.recv(token, src=self._inboxes[kind].peer, group=self._groups[kind])
+                if 0 <= target <= self._last:
+                    dist.send(token, dst=self._peers[kind], group=self._groups[kind])
+            except RuntimeError as error:
+                peer = self._inboxes[kind].peer if 0 <= source <= self._last else self._peers[kind]
+                raise self._lost(kind, "could not connect to", peer, error) from error
 
     def _send(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> None:
         while self._sends and self._sends[0][0].is_completed():
@@ -234,14 +238,17 @@ class Links:
             self._wait(work, f"the {what} of micro-batch {micro_batch}", inbox.peer)
         return post.tensors
 
-    def _post(self, inbox: _Inbox) -> None:
+    def _post(self, kind: Kind, inbox: _Inbox) -> None:
         while inbox.order and inbox.free:
             micro_batch, slot = inbox.order.popleft(), inbox.free.pop()
             inbox.held[micro_batch] = slot
             post = _Post(micro_batch, [], [])
             for position, described in enumerate(inbox.described):
                 tensor = self._buffer(inbox, slot, position, described, self._sizes[micro_batch])
-                work = dist.irecv(as_sent(tensor, self._memory_format), src=inbox.peer, group=inbox.group)
+                try:
+                    work = dist.irecv(as_sent(tensor, self._memory_format), src=inbox.peer, group=inbox.group)
+                except RuntimeError as error:
+                    raise self._lost(kind, "could not receive from", inbox.peer, error) from error
                 assert work is not None
                 post.works.append(work)
                 post.tensors.append(tensor)
@@ -255,7 +262,7 @@ class Links:
         inbox.free.append(slot)
         if inbox.order:
             self._wait_for_sends_from(inbox, slot)
-            self._post(inbox)
+            self._post(kind, inbox)
 
     def _wait_for_sends_from(self, inbox: _Inbox, slot: int) -> None:
         """A layer may have passed its input on: that must have left before the next one is received over it."""

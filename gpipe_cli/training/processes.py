@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -51,8 +52,9 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
     else:
         show = ShowEvaluation(training, checkpoint, folder)
     with tempfile.TemporaryDirectory(prefix="gpipe_") as meeting, _termination_interrupts():
-        crew = _Crew(training, text, layout, folder, checkpoint, Path(meeting) / "rendezvous")
+        crew = _Crew(training, layout)
         try:
+            crew.start(text, folder, checkpoint, Path(meeting) / "rendezvous")
             failure = crew.watch(show)
         except KeyboardInterrupt:
             crew.stop()
@@ -66,7 +68,9 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
     if failure.kind == "user" and not show.started:
         raise ValueError(failure.text)
     if failure.details and folder.is_dir():
-        (folder / "failure.txt").write_text(failure.details, encoding="utf-8")
+        details = folder / "failure.txt"
+        details.write_text(failure.details, encoding="utf-8")
+        failure = replace(failure, text=f"{failure.text} (traceback in {details})")
     show.finish("failed", failure.text)
     return 2 if failure.kind == "user" else 1
 
@@ -74,24 +78,26 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
 class _Crew:
     """The workers of this parent, and what is heard from them."""
 
-    def __init__(
-        self, config: TrainConfig, text: str, layout: Layout, folder: Path, checkpoint: Path | None, meeting: Path
-    ) -> None:
+    def __init__(self, config: TrainConfig, layout: Layout) -> None:
         self._config, self._layout = config, layout
-        context = workers()
+        self._context = workers()
+        self._watched = self._context.RawArray("q", WATCHED * layout.processes)
+        self._connections: dict[int, Connection] = {}
+        self._processes: dict[int, Any] = {}
+
+    def start(self, text: str, folder: Path, checkpoint: Path | None, meeting: Path) -> None:
+        """Start the workers; interrupted half-way, `stop` ends those that there are."""
+        config, layout, context = self._config, self._layout, self._context
         outside = torchrun_world()
         mine = range(layout.processes) if outside in (None, 1) else (int(os.environ["RANK"]),)
         rendezvous = None if layout.processes == 1 else f"file://{meeting}" if outside in (None, 1) else "env://"
-        self._watched = context.RawArray("q", WATCHED * layout.processes)
-        self._connections: dict[int, Connection] = {}
-        self._processes: dict[int, Any] = {}
         for process in mine:
             ours, theirs = context.Pipe()
             job = Work(config, text, layout, folder, process, rendezvous, checkpoint)
             worker = context.Process(target=begin, args=(job, theirs, self._watched), name=f"gpipe-{process}")
+            self._connections[process], self._processes[process] = ours, worker
             worker.start()
             theirs.close()
-            self._connections[process], self._processes[process] = ours, worker
 
     def watch(self, show: Any) -> Failure | None:
         """Pass on what the workers report until all have ended well (None) or the run has failed."""
@@ -126,11 +132,12 @@ class _Crew:
 
     def stop(self) -> None:
         """End every worker that still runs, kindly and then not."""
-        for worker in self._processes.values():
+        started = [worker for worker in self._processes.values() if worker.pid is not None]
+        for worker in started:
             if worker.is_alive():
                 worker.terminate()
         until = time.monotonic() + _PATIENCE_SECONDS
-        for worker in self._processes.values():
+        for worker in started:
             worker.join(max(0.0, until - time.monotonic()))
             if worker.is_alive():
                 worker.kill()

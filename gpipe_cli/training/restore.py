@@ -6,9 +6,18 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.training.checkpoint import read_index, read_tensors, select
+from gpipe_cli.training.checkpoint import (
+    Progress,
+    begin_checkpoint,
+    finish_checkpoint,
+    read_index,
+    read_tensors,
+    select,
+    write_stage,
+)
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.optimizer import load_optimizer_state, optimizer_state
+from gpipe_cli.training.team import Team
 
 
 def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
@@ -20,6 +29,19 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     if stage in engine.averages:
         state |= {f"ema/{name}": tensor for name, tensor in engine.averages[stage].average.items()}
     return state
+
+
+def save_checkpoint(
+    engine: Engine, team: Team, folder: Path, progress: Progress, config_yaml: str, *, keep: int
+) -> None:
+    """Every process writes the files of its stages, then the leading one completes the checkpoint."""
+    draft = team.collect(begin_checkpoint(folder, progress.step) if team.leads else None)[0]
+    written = [write_stage(draft, k, state_of_stage(engine, k)) for k in engine.stages]
+    files = [file for part in team.collect(written) for file in part]
+    if team.leads:
+        layers = [name for names in engine.layout.layer_names for name in names]
+        finish_checkpoint(draft, progress, files, layers=layers, config=config_yaml, keep=keep)
+    team.barrier()
 
 
 def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:

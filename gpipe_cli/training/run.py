@@ -6,7 +6,6 @@ from numbers that all processes have, so that none has to be told.
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,26 +17,28 @@ import torch
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
-from gpipe_cli.data.loading import ImageBatches, default_workers, load_images
+from gpipe_cli.data.loading import load_images
 from gpipe_cli.pipeline.schedule import Action
 from gpipe_cli.training.build import build_model, open_data
 from gpipe_cli.training.checkpoint import (
     Progress,
-    begin_checkpoint,
     find_checkpoint,
-    finish_checkpoint,
     read_progress,
-    write_stage,
 )
 from gpipe_cli.training.engine import Engine, Groups, build_engine
-from gpipe_cli.training.layout import Layout, usable_cores
+from gpipe_cli.training.inputs import (
+    START_METHOD,
+    Loaders,
+    refuse_single_samples,
+    test_targets_of,
+    training_batches,
+    workers_of,
+)
+from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
-from gpipe_cli.training.restore import restore, state_of_stage
+from gpipe_cli.training.restore import restore, save_checkpoint
 from gpipe_cli.training.step import evaluate, train_step
 from gpipe_cli.training.team import Team
-
-# Forking a process that has no threads yet is safe and takes milliseconds; elsewhere than on Linux libraries object.
-_START = "fork" if sys.platform == "linux" else "forkserver"
 
 Report = Callable[[str, dict[str, Any]], None]
 Join = Callable[[], tuple[Team, Groups | None]]
@@ -63,20 +64,22 @@ def train(
     start = _starting_point(config)
     training: ImageSplit | None = None
     test: ImageSplit | None = None
-    loaders: _Loaders | None = None
+    loaders: Loaders | None = None
     counts: tuple[int, int] | None = None
     if first or last:  # stages in between never see a sample
         training, test = open_data(config)
         counts = len(training), len(test)
         if first:
             # loader processes are forked here, before this process has threads, connections or a CUDA context
-            loaders = _Loaders(config, training, test, start)
+            loaders = Loaders(config, training, test, start)
     team, groups = join()
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
     training_samples, test_samples = next(known for known in team.collect(counts) if known is not None)
-    batches = _mini_batches(config, training_samples)
+    batches = training_batches(config, training_samples)
     test_batches = MiniBatches(test_samples, config.batch_size, config.seed, shuffle=False)
-    engine = build_engine(config, layout, process, groups, build_model(config), watch)
+    model = build_model(config)
+    refuse_single_samples(config, model, batches)
+    engine = build_engine(config, layout, process, groups, model, watch)
     if config.resume is not None:
         restore(engine, find_checkpoint(Path(config.resume), "last", "resume"), optimizer=True)
     progress = start
@@ -89,11 +92,11 @@ def train(
         )
     if team.leads:
         report("ready", {"train_samples": training_samples, "test_samples": test_samples, "first_step": progress.step,
-                         "steps_per_epoch": batches.steps_per_epoch})  # fmt: skip
-    test_targets = _targets(test, test_batches, 0, last)
+                         "steps_per_epoch": batches.steps_per_epoch, "gpu_names": _gpu_names(layout)})  # fmt: skip
+    test_targets = test_targets_of(test, test_batches, 0, last)
 
     def save() -> None:
-        _save(config, config_yaml, layout, folder, engine, team, progress)
+        save_checkpoint(engine, team, folder, progress, config_yaml, keep=config.checkpoint.keep)
         if team.leads:
             report("checkpoint", {"step": progress.step})
 
@@ -154,7 +157,7 @@ def score(
     test = open_data(config)[1] if first or last else None
     batches = MiniBatches(len(test), config.batch_size, config.seed, shuffle=False) if test is not None else None
     images = (
-        load_images(test, batches, 0, 0, 1, _workers(config), start_method=_START)
+        load_images(test, batches, 0, 0, 1, workers_of(config), start_method=START_METHOD)
         if test is not None and batches and first
         else None
     )
@@ -166,7 +169,7 @@ def score(
     if team.leads:
         report("ready", {"test_samples": samples})
     with engine.evaluating(averages=bool(engine.averages)):
-        totals = evaluate(config, engine, team, images, _targets(test, batches, 0, last))
+        totals = evaluate(config, engine, team, images, test_targets_of(test, batches, 0, last))
     if images is not None:
         images.close()
     if team.leads:
@@ -174,37 +177,6 @@ def score(
                              "top1": totals.top1 / totals.samples, "top5": totals.top5 / totals.samples,
                              "averaged": bool(engine.averages)})  # fmt: skip
     team.barrier()
-
-
-class _Loaders:
-    """Two loaders for the whole run, prefetching across epochs: one of training images, one of all coming
-    evaluations."""
-
-    def __init__(self, config: TrainConfig, training: ImageSplit, test: ImageSplit, start: Progress) -> None:
-        workers = _workers(config)
-        batches = _mini_batches(config, len(training))
-        pin = config.device != "cpu" and torch.cuda.device_count() > 0
-        self.training: ImageBatches = load_images(
-            training, batches, start.epoch, start.position, config.epochs, workers, pin_memory=pin, start_method=_START
-        )
-        test_batches = MiniBatches(len(test), config.batch_size, config.seed, shuffle=False)
-        self.test: ImageBatches = load_images(test, test_batches, 0, 0, config.epochs + 1, workers, pin, _START)
-
-    def close(self) -> None:
-        self.training.close()
-        self.test.close()
-
-
-def _mini_batches(config: TrainConfig, samples: int) -> MiniBatches:
-    if config.batch_size > samples:
-        raise ValueError(
-            f"batch_size={config.batch_size}: the training set has only {samples} samples; use {samples} or fewer"
-        )
-    return MiniBatches(samples, config.batch_size, config.seed, shuffle=True)
-
-
-def _workers(config: TrainConfig) -> int:
-    return default_workers(config.dataset.name, usable_cores()) if config.data_workers is None else config.data_workers
 
 
 def _starting_point(config: TrainConfig) -> Progress:
@@ -217,14 +189,6 @@ def _updates(engine: Engine) -> int:
     return next((average.updates for average in engine.averages.values()), 0)
 
 
-def _targets(test: ImageSplit | None, batches: MiniBatches, epoch: int, last: bool) -> list[torch.Tensor]:
-    """The targets of every test mini-batch; where the last stage is elsewhere, only their number matters."""
-    positions = range(batches.steps_per_epoch)
-    if test is not None and last:
-        return [test.targets[batches.indices(epoch, position)] for position in positions]
-    return [torch.empty(batches.size(epoch, position)) for position in positions]
-
-
 def _refuse_nonsense(loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise ValueError(
@@ -234,14 +198,7 @@ def _refuse_nonsense(loss: float, norm: float, step: int, epoch: int, rate: floa
         )
 
 
-def _save(
-    config: TrainConfig, config_yaml: str, layout: Layout, folder: Path, engine: Engine, team: Team, progress: Progress
-) -> None:
-    """Every stage writes its file, then the leading process completes the checkpoint."""
-    draft = team.collect(begin_checkpoint(folder, progress.step) if team.leads else None)[0]
-    written = [write_stage(draft, k, state_of_stage(engine, k)) for k in engine.stages]
-    files = [file for part in team.collect(written) for file in part]
-    if team.leads:
-        layers = [name for names in layout.layer_names for name in names]
-        finish_checkpoint(draft, progress, files, layers=layers, config=config_yaml, keep=config.checkpoint.keep)
-    team.barrier()
+def _gpu_names(layout: Layout) -> tuple[str, ...]:
+    """Asked here and not in the parent, where it would open a CUDA context."""
+    devices = dict.fromkeys(device for device in layout.devices if device != "cpu")
+    return tuple(torch.cuda.get_device_name(device) for device in devices)

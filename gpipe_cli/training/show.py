@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 
 from gpipe_cli.config import TrainConfig
@@ -104,8 +103,9 @@ def describe(
     test_samples: int | None = None,
     first_step: int = 0,
     steps_per_epoch: int | None = None,
+    gpu_names: tuple[str, ...] = (),
 ) -> RunDescription:
-    """The run as the reports name it; what only the data tells is None in a dry run."""
+    """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
     every = sum(layout.cost)
     partitions = tuple(
         PartitionDescription(names, parameters, cost / every if every else None, device)
@@ -113,7 +113,6 @@ def describe(
             layout.layer_names, layout.parameters, layout.cost, layout.devices, strict=True
         )
     )
-    on_gpu = layout.devices[0] != "cpu"
     return RunDescription(
         model_name=_model_name(config),
         dataset_name=config.dataset.name,
@@ -135,9 +134,7 @@ def describe(
         max_steps=config.max_steps,
         resumed_from=config.resume,
         first_step=first_step,
-        gpu_names=tuple(torch.cuda.get_device_name(device) for device in dict.fromkeys(layout.devices))
-        if on_gpu
-        else (),
+        gpu_names=gpu_names,
     )
 
 

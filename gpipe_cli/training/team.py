@@ -4,11 +4,14 @@ One gather per step carries everything: the parts of the gradient norm, the loss
 Alone in a process there is nobody to ask, and the same calls answer at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from gpipe_cli.pipeline.transport import PeerLostError
 
 
 class Gathered:
@@ -20,7 +23,8 @@ class Gathered:
     def wait(self) -> list[torch.Tensor]:
         """One vector of each process, in the order of the stages."""
         if self._work is not None:
-            self._work.wait()
+            with _lost_peers():
+                self._work.wait()
             self._work = None
         return self._parts
 
@@ -42,19 +46,31 @@ class Team:
         if self._group is None:
             return Gathered([vector], None)
         parts = [torch.empty_like(vector) for _ in range(self.size)]
-        return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True))
+        with _lost_peers():
+            return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True))
 
     def collect(self, value: Any) -> list[Any]:
         """One small object of each process, everywhere; waits for all of them."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        with _lost_peers():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
         if self._group is not None:
-            dist.barrier(group=self._group)
+            with _lost_peers():
+                dist.barrier(group=self._group)
+
+
+@contextmanager
+def _lost_peers() -> Iterator[None]:
+    """What Gloo raises as a plain RuntimeError: a consequence of another process's failure, to be told from a cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"another process of the run is gone or silent: {error}") from error
 
 
 def gradient_norm(parts: Sequence[torch.Tensor]) -> float:

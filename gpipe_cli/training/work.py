@@ -5,11 +5,14 @@ The eighth worker starts as fast as the first, and the server imports while the 
 """
 
 import multiprocessing
-from collections.abc import MutableSequence
+import signal
+from collections.abc import Iterator, MutableSequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,4 +72,36 @@ def start_importing() -> None:
     from multiprocessing import forkserver
 
     workers()
-    forkserver.ensure_running()
+    # It learns to ignore Ctrl-C only once it has imported everything; until then it would answer with a traceback.
+    # What is ignored stays ignored in the processes that are started meanwhile.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interruptible_import() -> Iterator[None]:
+    """Inside, Ctrl-C is a KeyboardInterrupt whatever the libraries that are being imported make of it.
+
+    NumPy turns one that comes while it is imported into an ImportError, and torch an ImportError of NumPy into a
+    warning; the run would fail with their traceback, or begin.
+    """
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception:
+        if not interrupted:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
