@@ -164,7 +164,7 @@ class Links:
             inbox.order = deque(a.micro_batch for a in actions if a.kind is kind)
             inbox.free = list(range(min(depths[kind], len(inbox.order))))
             inbox.held.clear()
-            self._post(kind, inbox)
+            self._post(inbox)
 
     def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
         self._send(Kind.F, outputs)
@@ -214,8 +214,7 @@ class Links:
                 if 0 <= target <= self._last:
                     dist.send(token, dst=self._peers[kind], group=self._groups[kind])
             except RuntimeError as error:
-                peer = self._inboxes[kind].peer if 0 <= source <= self._last else self._peers[kind]
-                raise self._lost(kind, "could not connect to", peer, error) from error
+                raise PeerLostError(f"stage {self._stage} could not connect to a neighbour: {error}") from error
 
     def _send(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> None:
         while self._sends and self._sends[0][0].is_completed():
@@ -225,7 +224,7 @@ class Links:
             try:
                 work = dist.isend(flat, dst=self._peers[kind], group=self._groups[kind])
             except RuntimeError as error:
-                raise self._lost(kind, "could not send to", self._peers[kind], error) from error
+                raise self._lost("could not send to", self._peers[kind], error) from error
             assert work is not None
             self._sends.append((work, flat))  # the tensor must live until it has been sent
 
@@ -238,7 +237,7 @@ class Links:
             self._wait(work, f"the {what} of micro-batch {micro_batch}", inbox.peer)
         return post.tensors
 
-    def _post(self, kind: Kind, inbox: _Inbox) -> None:
+    def _post(self, inbox: _Inbox) -> None:
         while inbox.order and inbox.free:
             micro_batch, slot = inbox.order.popleft(), inbox.free.pop()
             inbox.held[micro_batch] = slot
@@ -248,7 +247,7 @@ class Links:
                 try:
                     work = dist.irecv(as_sent(tensor, self._memory_format), src=inbox.peer, group=inbox.group)
                 except RuntimeError as error:
-                    raise self._lost(kind, "could not receive from", inbox.peer, error) from error
+                    raise self._lost("could not receive from", inbox.peer, error) from error
                 assert work is not None
                 post.works.append(work)
                 post.tensors.append(tensor)
@@ -262,7 +261,7 @@ class Links:
         inbox.free.append(slot)
         if inbox.order:
             self._wait_for_sends_from(inbox, slot)
-            self._post(kind, inbox)
+            self._post(inbox)
 
     def _wait_for_sends_from(self, inbox: _Inbox, slot: int) -> None:
         """A layer may have passed its input on: that must have left before the next one is received over it."""
@@ -292,8 +291,8 @@ class Links:
                 f"stage {self._stage} waited in vain for {what}" + ("" if peer is None else f" from process {peer}")
             ) from error
 
-    def _lost(self, kind: Kind, what: str, peer: int, error: Exception) -> PeerLostError:
-        return PeerLostError(f"stage {self._stage} {what} process {peer} ({kind.name}): {error}")
+    def _lost(self, what: str, peer: int, error: Exception) -> PeerLostError:
+        return PeerLostError(f"stage {self._stage} {what} process {peer}: {error}")
 
 
 def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:

@@ -67,7 +67,7 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
         return 0
     if failure.kind == "user" and not show.started:
         raise ValueError(failure.text)
-    if failure.details and folder.is_dir():
+    if failure.kind == "error" and folder.is_dir():
         details = folder / "failure.txt"
         details.write_text(failure.details, encoding="utf-8")
         failure = replace(failure, text=f"{failure.text} (traceback in {details})")

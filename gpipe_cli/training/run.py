@@ -168,6 +168,7 @@ def score(
     restore(engine, checkpoint, optimizer=False)
     if team.leads:
         report("ready", {"test_samples": samples})
+    began = time.perf_counter()
     with engine.evaluating(averages=bool(engine.averages)):
         totals = evaluate(config, engine, team, images, test_targets_of(test, batches, 0, last))
     if images is not None:
@@ -175,7 +176,7 @@ def score(
     if team.leads:
         report("evaluated", {"samples": totals.samples, "loss": totals.loss / totals.samples,
                              "top1": totals.top1 / totals.samples, "top5": totals.top5 / totals.samples,
-                             "averaged": bool(engine.averages)})  # fmt: skip
+                             "averaged": bool(engine.averages), "seconds": time.perf_counter() - began})  # fmt: skip
     team.barrier()
 
 
