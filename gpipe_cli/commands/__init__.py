@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ def read(command: str, arguments: Sequence[str]) -> CommandLine:
             options = vars(get_args_parser().parse_args())
     except SystemExit:  # argparse prints its usage, many lines of it, and leaves; its last line says what is wrong
         line = complaint.getvalue().strip().rpartition(": error: ")[2]
+        if dashed := re.search(r"--([a-z_.]+)(=\S+)?$", line):
+            line += f"; a setting has no dashes: {dashed[1]}{dashed[2] or '=...'}"
         raise ValueError(f"{line}; see gpipe {command} --hydra-help") from None
     try:
         overrides = OverridesParser.create().parse_overrides(options["overrides"])
@@ -78,6 +80,22 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
     except BrokenPipeError:  # `gpipe train --help | head`: nobody reads on, neither now nor when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Around what takes seconds before its first line (torch is imported, workers start): a terminal shows it.
+
+    The line has no end: a longer one, which every banner and every error begins with, takes its place.
+    """
+    note = "starting ..." if sys.stdout.isatty() and os.environ.get("RANK", "0") == "0" else ""
+    sys.stdout.write(f"{note}\r" if note else "")
+    sys.stdout.flush()
+    try:
+        yield
+    finally:  # if nothing came after it
+        sys.stdout.write(f"\r{' ' * len(note)}\r" if note else "")
+        sys.stdout.flush()
 
 
 def _translated(error: Exception, keys: Sequence[str]) -> ValueError:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import compose, read
+from gpipe_cli.commands import compose, preparing, read
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
 from gpipe_cli.training.work import interruptible_import, start_importing
 
@@ -26,10 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     config = evaluation(from_tree(EvaluateSettings, received[0]))
 
     start_importing()  # in a process beside this one, while this one imports torch itself
-    with interruptible_import():
-        from gpipe_cli.training.processes import launch  # torch comes with it
+    with preparing():
+        with interruptible_import():
+            from gpipe_cli.training.processes import launch  # torch comes with it
 
-    return launch(config, Path(config.run))
+        return launch(config, Path(config.run))
 
 
 def evaluation(settings: EvaluateSettings) -> EvaluateConfig:

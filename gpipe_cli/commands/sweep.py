@@ -24,9 +24,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from gpipe_cli.reporting.units import duration, percent, rate
 
 GRACE_SECONDS = 3.5  # from Ctrl-C until a run that has not ended by itself is killed; a command ends within 5 s
 INTERRUPTED = 130
@@ -105,29 +108,31 @@ def free_folder(parent: Path, name: str) -> Path:
 def top1(result: dict[str, object]) -> float | None:
     """The accuracy on the test set in a run's result, if there is one."""
     test = result.get("test")
-    value = test.get("top1") if isinstance(test, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+    return _number(test.get("top1")) if isinstance(test, dict) else None
 
 
 def show_table(runs: Sequence[Run]) -> None:
     """Prints what became of the runs."""
-    table = Table(title=f"Sweep {runs[0].folder.parent}")
+    # As the banner's: no lines between columns, so that names stay whole at 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("run", justify="right")
     table.add_column("what differs", overflow="fold")
-    table.add_column("status")
-    for heading in ("test top-1", "samples/s", "step seconds", "seconds"):
-        table.add_column(heading, justify="right")
+    table.add_column("status", no_wrap=True)
+    for heading in ("top-1", "samples/s", "step", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for number, run in enumerate(runs, start=1):
         table.add_row(
             str(number),
             escape(run.differs),
             f"[red]{run.status}[/red]" if run.failed else run.status,
-            _cell(top1(run.result), ".4f"),
-            _cell(run.result.get("samples_per_second"), ".1f"),
-            _cell(run.result.get("step_seconds"), ".4f"),
-            f"{run.seconds:.1f}",
+            percent(top1(run.result)),
+            rate(_number(run.result.get("samples_per_second"))),
+            "-" if (step := _number(run.result.get("step_seconds"))) is None else duration(step),
+            duration(run.seconds),
         )
-    Console().print(table)
+    console = Console()
+    console.rule(f"sweep {escape(str(runs[0].folder.parent))}", align="left")
+    console.print(table)
 
 
 def _perform(title: str, name: str, arguments: Sequence[str], folder: Path) -> tuple[Run, bool]:
@@ -220,5 +225,5 @@ def _result(folder: Path) -> dict[str, object]:
     return result if isinstance(result, dict) else {}
 
 
-def _cell(value: object, form: str) -> str:
-    return format(value, form) if isinstance(value, int | float) else ""
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

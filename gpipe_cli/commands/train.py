@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import compose, read, sweep
+from gpipe_cli.commands import compose, preparing, read, sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     for tree in received:
         if isinstance(tree, DictConfig):
             config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides))
-            return _train(config)
+            with preparing():
+                return _train(config)
     return 1 if any(run.failed for run in runs) else 0
 
 

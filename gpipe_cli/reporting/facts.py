@@ -60,7 +60,8 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
     steps = result["steps"]
     done = f"{plural(result['epochs'], 'epoch')}, {plural(steps, 'step')}"
     stopped = f"after {duration(result['seconds'])}: {done} done" if steps else "before the first step was done"
-    console.print()
+    if result["status"] != "dry_run":  # whose banner ends with an empty line and is all that came before
+        console.print()
     match result["status"]:
         case "completed":
             show_line(console, f"completed in {duration(result['seconds'])}: {done}", "bold green")

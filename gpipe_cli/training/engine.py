@@ -41,6 +41,7 @@ class Engine:
     links: Links | None
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
+    parameters: dict[int, dict[str, nn.Parameter]]  # of each stage, by global name, in global order
 
     @property
     def has_first(self) -> bool:
@@ -61,10 +62,6 @@ class Engine:
     @property
     def memory_format(self) -> torch.memory_format:
         return MEMORY_FORMATS[self.layout.memory_format]
-
-    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """By global name, in global order."""
-        return dict(self.stages[stage].module.named_parameters())
 
     def set_progress(self, share: float) -> None:
         """Tell the model how much of the training is done (scheduled drop-path)."""
@@ -134,11 +131,13 @@ def build_engine(
             timeout_seconds=config.timeout_seconds,
         )
     transport = links or HandOver([torch.device(device) for device in layout.devices])
+    parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
         layout,
         stages,
         Executor(stages, layout.partitions, transport, watch),
         links,
-        {k: build_optimizer(config.optimizer, dict(s.module.named_parameters())) for k, s in stages.items()},
-        {k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
+        optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
+        averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
+        parameters=parameters,
     )

@@ -24,7 +24,7 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     """Everything stage number `stage` must remember, under global names."""
     module = engine.stages[stage].module
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
-    optimizer = optimizer_state(engine.optimizers[stage], engine.parameters(stage))
+    optimizer = optimizer_state(engine.optimizers[stage], engine.parameters[stage])
     state |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
     if stage in engine.averages:
         state |= {f"ema/{name}": tensor for name, tensor in engine.averages[stage].average.items()}
@@ -68,7 +68,7 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
             # a run that had no average until now starts one from the weights it has
             _copy(average.average, select(tensors, "ema") or stage.module.state_dict(), checkpoint)
         if optimizer:
-            load_optimizer_state(engine.optimizers[k], engine.parameters(k), select(tensors, "optimizer"))
+            load_optimizer_state(engine.optimizers[k], engine.parameters[k], select(tensors, "optimizer"))
 
 
 def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], checkpoint: Path) -> None:

@@ -81,7 +81,7 @@ def train_step(
         numbers[:_SUMS] = torch.tensor([totals.loss, totals.cross_entropy, totals.top1, totals.top5])
     for k in engine.stages:
         numbers[_SUMS + k] = peak_memory_bytes(torch.device(engine.layout.devices[k]))
-    gradients = [g for k in engine.stages for g in gradients_of(engine.parameters(k).values())]
+    gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
     if gradients:
         norms = torch.cat(_stacked(torch._foreach_norm(gradients)))
         numbers[_SUMS + partitions : _SUMS + partitions + len(gradients)] = norms

@@ -4,6 +4,7 @@ does."""
 import contextlib
 import ctypes
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -81,6 +82,7 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
 def _settle(layout: Layout) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends its workers
     _keep_freed_memory()
+    gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(layout.threads)
     # the same bits again on a GPU: no algorithm that depends on timing
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
