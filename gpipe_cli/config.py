@@ -270,7 +270,10 @@ def find_run(key: str, run: str, output: str) -> Path:
     if (folder / "config.yaml").is_file():
         return folder
     # Runs lie in the output folder, those of a sweep one level deeper.
-    found = [file for pattern in ("*/config.yaml", "*/*/config.yaml") for file in Path(output).glob(pattern)]
+    below = list(folder.glob("*/config.yaml")) if run else []
+    found = below or [file for depth in ("*", "*/*") for file in Path(output).glob(f"{depth}/config.yaml")]
     newest = [str(file.parent) for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)[:3]]
-    remedy = f"the newest runs are {', '.join(newest)}" if newest else f"there is no run in {output} either"
+    remedy = f"the newest runs {'in it ' if below else ''}are {', '.join(newest)}"
+    if not newest:
+        remedy = f"there is no run in {output} either"
     raise ValueError(f"{key}={run}: no run there (looked for {folder / 'config.yaml'}); {remedy}")

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from gpipe_cli.pipeline import layer_cost, schedule
 from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.links import Links
 from gpipe_cli.pipeline.materialize import materialize
 from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes, split
 from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import HandOver, Links
+from gpipe_cli.pipeline.transport import HandOver
 
 CLASSES = 5
 
@@ -200,6 +201,7 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
         images.contiguous(memory_format=memory_format) if 0 in stages else None,
         objective if last else None,
     )
+    executor.settle()
     return results | {f"evaluated {m}": loss.cpu() for m, loss in objective.losses.items()}
 
 

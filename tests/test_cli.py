@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpipe_cli.cli import main
 
@@ -166,3 +167,26 @@ def test_a_reader_that_stops_reading_sees_no_traceback() -> None:
     os.close(writing)
     assert result.stderr == ""
     assert result.returncode != 0
+
+
+@pytest.mark.parametrize("name", ["micro_batches=4", "partition.balance=[4,8],seed=1", "it's here (1)"])
+def test_the_folder_of_a_sweeps_run_needs_no_quotes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(name).mkdir()
+    assert main(["evaluate", f"run={name}", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["run"] == name
+    assert main(["evaluate", f"run={name}"]) == 2
+    assert f"run={name}: no run there" in capsys.readouterr().err
+
+
+def test_settings_with_dashes_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "; a setting has no dashes: partitions=4;" in refused(capsys, "train", "--partitions=4")
+    assert "; a setting has no dashes: partitions=...;" in refused(capsys, "train", "--partitions", "4")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["seed=3 --cfg job epochs=2", "--cfg job seed=3 epochs=2", "seed=3 epochs=2 --cfg=job"]
+)
+def test_options_may_stand_anywhere(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *arguments.split()]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["seed"], shown["epochs"]) == (3, 2)

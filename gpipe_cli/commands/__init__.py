@@ -23,6 +23,8 @@ from yaml import YAMLError
 
 from gpipe_cli.typed import nearest, one_line, settings, unknown
 
+FOLDERS = ("run", "resume", "run_folder", "output", "dataset.root")
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -59,6 +61,28 @@ def read(command: str, arguments: Sequence[str]) -> CommandLine:
     except HydraException as error:
         raise _translated(error, []) from error
     return CommandLine(options, values, frozenset(o.key_or_group for o in overrides if o.is_sweep_override()))
+
+
+def arranged(arguments: Sequence[str]) -> list[str]:
+    """The arguments as Hydra takes them: options first, then settings, with quotes around folders that need them.
+
+    Hydra's parser refuses settings on both sides of an option, `epochs=2 -m partitions=1,2`. And the run of a sweep
+    lies in `micro_batches=4`: one types, or completes, `run=.../micro_batches=4`, which Hydra cannot read.
+    """
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            given: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
+    except SystemExit:  # what is wrong is said when they are read
+        return list(arguments)
+
+    def quoted(argument: str) -> str:
+        key, _, value = argument.partition("=")
+        if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
+            return argument
+        return f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    options = [argument for argument in arguments if argument not in given]
+    return [*options, *(quoted(argument) for argument in given)]
 
 
 def compose(command: str, arguments: Sequence[str], kind: type, received: list[Any]) -> None:

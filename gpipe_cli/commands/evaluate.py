@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import compose, preparing, read
+from gpipe_cli.commands import arranged, compose, preparing, read
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
 from gpipe_cli.training.work import interruptible_import, start_importing
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
+    arguments = arranged(arguments)
     if read("evaluate", arguments).options["multirun"]:
         raise ValueError("-m: evaluate has no sweeps; call it once for each run")
     received: list[DictConfig] = []

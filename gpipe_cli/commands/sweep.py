@@ -28,6 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from gpipe_cli.reporting.units import duration, percent, rate
 
@@ -114,7 +115,7 @@ def top1(result: dict[str, object]) -> float | None:
 def show_table(runs: Sequence[Run]) -> None:
     """Prints what became of the runs."""
     # As the banner's: no lines between columns, so that names stay whole at 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", justify="right")
     table.add_column("what differs", overflow="fold")
     table.add_column("status", no_wrap=True)
@@ -131,21 +132,22 @@ def show_table(runs: Sequence[Run]) -> None:
             duration(run.seconds),
         )
     console = Console()
-    console.rule(f"sweep {escape(str(runs[0].folder.parent))}", align="left")
+    console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
     console.print(table)
 
 
 def _perform(title: str, name: str, arguments: Sequence[str], folder: Path) -> tuple[Run, bool]:
     """Performs one run in a process of its own; also returns whether the sweep was interrupted meanwhile."""
     console = Console()
-    console.rule(escape(title), align="left")
+    console.rule(Text(title), align="left")
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     command = [sys.executable, "-m", "gpipe_cli", "train", *arguments, f"run_folder='{quoted}'"]
     begin = time.monotonic()
     exit_code, error, interrupted = run_process(command)
     run = Run(name, folder, exit_code, time.monotonic() - begin, _result(folder))
     if run.failed:
-        console.print(f"[red]{run.status}[/red] {escape(name)}: {escape(error)}", soft_wrap=True, highlight=False)
+        why = "" if interrupted else f": {escape(error)}"
+        console.print(f"[red]{run.status}[/red] {escape(name)}{why}", soft_wrap=True, highlight=False)
     return run, interrupted
 
 

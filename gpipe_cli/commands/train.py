@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import compose, preparing, read, sweep
+from gpipe_cli.commands import arranged, compose, preparing, read, sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
+    arguments = arranged(arguments)
     line = read("train", arguments)
     for group in GROUPS:
         if not isinstance(choice := line.overrides.get(group, ""), str):

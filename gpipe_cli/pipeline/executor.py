@@ -67,6 +67,10 @@ class Executor:
             stage.finish_step()
         self._transport.finish_step()
 
+    def settle(self) -> None:
+        """Before the executor is given up: the last step's tensors have left this process."""
+        self._transport.settle()
+
     def _perform(self, action: Action, keep: Keep, pieces: Sequence[torch.Tensor]) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         first, last = action.stage == 0, action.stage == self._last

@@ -22,6 +22,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.pipeline.layer_cost import Boundary
+from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
 from gpipe_cli.pipeline.randomness import mix, seed_generator
 from gpipe_cli.pipeline.schedule import Keep
@@ -183,30 +184,3 @@ class Stage:
         if observe:
             self._objective.observe(micro_batch, outputs, loss.detach())
         return (loss,)
-
-
-def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """The same values with the strides that tensors between layers have: images (N, C, H, W) in `memory_format`."""
-    strides = layout_strides(tensor.shape, memory_format)
-    if tensor.stride() == strides:
-        return tensor
-    if tensor.dim() == 4 and memory_format is torch.channels_last:
-        tensor = tensor.contiguous(memory_format=torch.channels_last)
-    else:
-        tensor = tensor.contiguous()
-    # with a dimension of size 1 several strides mean the same memory, and kernels choose by strides
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
-
-
-def layout_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape, channels last where that is asked for and there are four
-    dimensions."""
-    order = list(range(len(shape)))
-    if len(shape) == 4 and memory_format is torch.channels_last:
-        order = [0, 2, 3, 1]
-    strides = [0] * len(shape)
-    size = 1
-    for dimension in reversed(order):
-        strides[dimension] = size
-        size *= max(1, shape[dimension])
-    return tuple(strides)

@@ -112,6 +112,7 @@ def finish_checkpoint(
     _sync_folder(draft)
     final = draft.parent / folder_name(progress.step)
     replaced = draft.parent / f".{final.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed right here: nothing is renamed over it
     if final.exists():  # a run that went on from an earlier checkpoint came by here again
         final.rename(replaced)
     draft.rename(final)

@@ -11,10 +11,11 @@ from torch import nn
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.links import Links
 from gpipe_cli.pipeline.materialize import materialize
 from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import HandOver, Links
+from gpipe_cli.pipeline.transport import HandOver
 from gpipe_cli.training.ema import WeightAverage
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.optimizer import build_optimizer

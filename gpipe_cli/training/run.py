@@ -144,6 +144,7 @@ def train(
             break
     if loaders is not None:
         loaders.close()
+    engine.executor.settle()
     team.barrier()  # nobody hangs up while another still listens
 
 
@@ -177,6 +178,7 @@ def score(
         report("evaluated", {"samples": totals.samples, "loss": totals.loss / totals.samples,
                              "top1": totals.top1 / totals.samples, "top5": totals.top5 / totals.samples,
                              "averaged": bool(engine.averages), "seconds": time.perf_counter() - began})  # fmt: skip
+    engine.executor.settle()
     team.barrier()
 
 

@@ -69,16 +69,17 @@ def workers() -> ForkServerContext:
 
 def start_importing() -> None:
     """Start the fork server and return at once; called as early as it is known that there will be workers."""
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     workers()
-    # It learns to ignore Ctrl-C only once it has imported everything; until then it would answer with a traceback.
-    # What is ignored stays ignored in the processes that are started meanwhile.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # a helper of the server; it unblocks what is blocked below, so it comes first
+    # The server learns to ignore Ctrl-C only once it has imported everything, and would answer with a traceback until
+    # then. What is blocked here stays blocked there, and in the workers; this process gets it afterwards.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
