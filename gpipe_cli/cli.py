@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from importlib.metadata import version
 
 from gpipe_cli.typed import nearest, one_line
@@ -33,6 +34,7 @@ USAGE = "\n".join(
     ]
 )
 BAD_INPUT = 2
+SPEAKS_FIRST_SECONDS = 3.0  # the start that process 0 gets: torchrun ends all as soon as one has ended
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended: 128 + 2
 
 
@@ -69,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         if os.environ.get("RANK", "0") == "0":  # under torchrun every process comes to the same conclusion
             sys.stderr.write(f"{name}: {one_line(error)}\n")
+        else:
+            time.sleep(SPEAKS_FIRST_SECONDS)
         return BAD_INPUT
 
 

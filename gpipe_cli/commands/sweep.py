@@ -146,7 +146,8 @@ def _perform(title: str, name: str, arguments: Sequence[str], folder: Path) -> t
     exit_code, error, interrupted = run_process(command)
     run = Run(name, folder, exit_code, time.monotonic() - begin, _result(folder))
     if run.failed:
-        why = "" if interrupted else f": {escape(error)}"
+        # One that failed while it trained says so in its summary; stderr is for what went wrong before.
+        why = "" if interrupted else f": {escape(str(run.result.get('error') or error))}"
         console.print(f"[red]{run.status}[/red] {escape(name)}{why}", soft_wrap=True, highlight=False)
     return run, interrupted
 

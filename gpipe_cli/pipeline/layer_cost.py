@@ -139,7 +139,7 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         shortcut = _SHORTCUTS.get(func)
         result = func(*args, **kwargs) if shortcut is None else shortcut(*args)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func) or flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         if not func.is_view and func not in _MOVES_NOTHING:
@@ -159,9 +159,23 @@ def _batch_norm_shapes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return torch.empty_like(x), channel, torch.empty_like(channel)
 
 
+def _convolution_backward_flops(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any, **_: Any
+) -> int:
+    """As many as the forward's for the inputs' gradient and for the weights', as far as they are wanted.
+
+    Torch's formula counts the weights' as if there was one group: for a depthwise convolution too much by a factor of
+    its channels.
+    """
+    transposed, output_mask = more[4], more[7]
+    slides_over = x if transposed else gradient
+    return 2 * slides_over.numel() * prod(weight.shape[1:]) * (output_mask[0] + output_mask[1])
+
+
 # Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
 _aten = torch.ops.aten
 _MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default)
+_FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm.default: lambda x, *_: _batch_norm_shapes(x),
     _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),

@@ -5,6 +5,7 @@ ends the run when one of them fails: it names the first failure and stops the re
 is started from outside, each is the parent of a single worker.
 """
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -98,6 +99,8 @@ class _Crew:
             self._connections[process], self._processes[process] = ours, worker
             worker.start()
             theirs.close()
+            with contextlib.suppress(OSError):  # it is dead already; `watch` will see that
+                ours.send("begin")
 
     def watch(self, show: Any) -> Failure | None:
         """Pass on what the workers report until all have ended well (None) or the run has failed."""

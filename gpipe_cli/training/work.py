@@ -53,7 +53,15 @@ class Failure:
 
 
 def begin(job: Work, connection: Connection, watched: MutableSequence[int]) -> None:
-    """Where a worker process begins."""
+    """Where a worker process begins: with its parent's word that it knows of it, and will end it if need be.
+
+    A parent that is interrupted while it starts a worker never hears of that one. Without its word it would go on to
+    a rendezvous that nobody else comes to, where it cannot even notice that its parent is gone.
+    """
+    try:
+        connection.recv()
+    except EOFError:
+        return
     from gpipe_cli.training.worker import work
 
     work(job, connection, watched)

@@ -1,0 +1,110 @@
+"""The laws on a CUDA device, the memory that recomputation saves, and a tiny run of the command."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_runs import Case, assert_same_bits, run_in_process
+from torch import nn
+from training_runs import LIVELY, TINY, assert_same_tensors, command, final_tensors
+
+from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.schedule import RECOMPUTE, SCHEDULES, build
+from gpipe_cli.pipeline.stage import Stage
+from gpipe_cli.pipeline.transport import HandOver
+from gpipe_cli.reporting.result import read_result
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As the workers of a run are set: the same bits again, and no algorithm chosen by timing."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    yield
+    cudnn.deterministic, cudnn.benchmark = before
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_partitions_do_not_matter(schedule: str, channels_last: bool) -> None:
+    whole = run_in_process(Case(device="cuda:0", schedule=schedule, channels_last=channels_last))
+    for partitions in (1, 2, 4):
+        for recompute in RECOMPUTE:
+            case = Case(
+                device="cuda:0",
+                partitions=partitions,
+                schedule=schedule,
+                recompute=recompute,
+                channels_last=channels_last,
+            )
+            assert_same_bits(run_in_process(case), whole)
+
+
+def test_micro_batches_hardly_matter() -> None:
+    one = run_in_process(Case(model="plain", device="cuda:0", micro_batches=1))
+    many = run_in_process(Case(model="plain", device="cuda:0", micro_batches=3, partitions=2, recompute="always"))
+    for name in one:
+        if name.startswith(("gradient", "final")):
+            # convolutions may use TF32 (10 bits), whose sums another micro-batch size rounds otherwise
+            torch.testing.assert_close(many[name], one[name], rtol=1e-2, atol=1e-3)
+
+
+class SumOfSquares:
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return outputs[0].square().mean()
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        pass
+
+
+def peak_bytes(recompute: str) -> int:
+    """Of one step of 16 wide layers that keep an activation of 4 MiB each per micro-batch."""
+    device = torch.device("cuda:0")
+    torch.manual_seed(0)
+    layers = OrderedDict((f"layer_{n}", nn.Sequential(nn.Conv2d(16, 16, 1), nn.Tanh())) for n in range(16))
+    stage = Stage(0, nn.Sequential(layers).to(device), first_layer=0, inputs=(), device=device, run_seed=0)
+    executor = Executor({0: stage}, 1, HandOver([device]))
+    images = torch.randn(8, 16, 128, 128, device=device)
+    schedule, sizes = build("gpipe", 1, 4, recompute), micro_batch_sizes(8, 4)
+    for step in range(2):  # the first allocates gradients and workspaces
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+        executor.run(schedule, step, sizes, images, SumOfSquares())
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def test_recomputation_lowers_the_peak() -> None:
+    """Kept graphs of 4 micro-batches of 16 layers against one: more than two thirds of the activations go."""
+    torch.cuda.empty_cache()
+    never, always = peak_bytes("never"), peak_bytes("always")
+    activations = 4 * 16 * 2 * 16 * 128 * 128 * 4  # bytes: micro-batches x layers x (samples, channels, side, side)
+    assert never > activations
+    assert always < never - activations / 2
+
+
+def test_the_command_trains_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages on one device, K = 1 and K = 2: equal checkpoints, and an honest name for the speed."""
+    settings = [item for item in TINY if not item.startswith("device=")]
+    for partitions in (1, 2):
+        folder = tmp_path / str(partitions)
+        arguments = [*settings, *LIVELY, "device=cuda", "executor=in_process", "epochs=1", f"partitions={partitions}"]
+        assert command(monkeypatch, "train", *arguments, f"run_folder={folder}") == 0
+        result = read_result(folder)
+        assert result["status"] == "completed"
+        assert all(part["device"].startswith("cuda:") for part in result["partitions"])
+        assert all(peak > 0 for peak in result["memory_bytes"])
+        assert result["hardware"]["gpus"]
+    if torch.cuda.device_count() == 1:
+        assert read_result(tmp_path / "2")["samples_per_second_kind"] == "measured_one_device"
+    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "2"))
