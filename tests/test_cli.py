@@ -98,7 +98,7 @@ def test_help_and_configuration_import_no_torch(arguments: str, shown: str) -> N
         ("train model=null", "gpipe train: model=null: must be the name of a choice"),
         ("train micro_batches=64", "gpipe train: micro_batches=64: a mini-batch has only batch_size=32 samples"),
         ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
-        ("train partitions", "gpipe train: partitions: cannot be read (missing EQUAL"),
+        ("train partitions", "gpipe train: partitions: a setting without a value; write partitions=VALUE"),
         ("train schedule=[a", "gpipe train: schedule=[a: cannot be read"),
         ("train partitions=two", "gpipe train: partitions=two: must be a whole number"),
         ("train --foo", "gpipe train: unrecognized arguments: --foo"),

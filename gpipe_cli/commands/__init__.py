@@ -130,6 +130,8 @@ def _translated(error: Exception, keys: Sequence[str]) -> ValueError:
             # Around what is wrong stand "Error parsing override" and "See https://...".
             lines = [line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))]
             wrong = lines[0] if lines else "not setting=value"
+            if "=" not in str(error.override):
+                return ValueError(f"{error.override}: a setting without a value; write {error.override}=VALUE")
             return ValueError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")
         case MissingConfigException() if error.options and error.missing_cfg_file:
             group, _, choice = error.missing_cfg_file.rpartition("/")

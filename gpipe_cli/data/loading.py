@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ def _settle_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves hears it too, and ends its workers
     # A worker's parent is the fork server, which outlives a killed trainer for as long as its workers live; so watch
     # the process that asked for this worker, not the parent.
+    sys.excepthook = _quiet_about_lost_connections
     served = multiprocessing.parent_process()
     assert served is not None
 
@@ -180,3 +182,11 @@ def _settle_worker(worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+def _quiet_about_lost_connections(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """A batch that was on its way when the trainer was interrupted is nothing to tell of, over its summary."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)

@@ -44,14 +44,19 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int) -> None:
     """
     _require_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
-    remedy = f"give {partitions} positive numbers that add up to {layers}, such as {even}, or leave it out"
-    given = f"partition.balance={list(balance)}"
+    remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"
+    given = f"partition.balance={_written(balance)}"
     if len(balance) != partitions:
         raise ValueError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")
     if min(balance) < 1:
         raise ValueError(f"{given}: every partition needs at least one layer; {remedy}")
     if sum(balance) != layers:
         raise ValueError(f"{given}: adds up to {sum(balance)}, but the model has {layers} layers; {remedy}")
+
+
+def _written(balance: Sequence[int]) -> str:
+    """As one types it on the command line: no blanks."""
+    return f"[{','.join(map(str, balance))}]"
 
 
 def _require_partitions(layers: int, partitions: int) -> None:

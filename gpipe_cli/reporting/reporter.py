@@ -88,9 +88,9 @@ class Reporter:
         if self._status != "running":
             return
         self._status, self._error = status, error
-        self._console.stop()  # first of all: the terminal must be usable whatever comes
+        self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
         self._dashboard.close()
-        self._write()
+        self._console.stop()
         show_summary(self._console.console, self._result(), self._folder, *self._resumable())
 
     def _resumable(self) -> tuple[str, str | None]:

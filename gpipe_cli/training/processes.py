@@ -5,13 +5,12 @@ ends the run when one of them fails: it names the first failure and stops the re
 is started from outside, each is the parent of a single worker.
 """
 
-import contextlib
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -61,6 +60,10 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
             crew.stop()
             show.finish("interrupted", None)
             return 130
+        except SystemExit:  # the console's reader has gone, as in `gpipe train | head`
+            crew.stop()
+            show.finish("interrupted", "nobody reads the output any more")
+            raise
         finally:
             crew.stop()
     if failure is None:
@@ -99,7 +102,7 @@ class _Crew:
             self._connections[process], self._processes[process] = ours, worker
             worker.start()
             theirs.close()
-            with contextlib.suppress(OSError):  # it is dead already; `watch` will see that
+            with suppress(OSError):  # it is dead already; `watch` will see that
                 ours.send("begin")
 
     def watch(self, show: Any) -> Failure | None:

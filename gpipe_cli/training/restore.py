@@ -44,10 +44,11 @@ def save_checkpoint(
     team.barrier()
 
 
-def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
+def restore(engine: Engine, checkpoint: Path, asked: str, *, optimizer: bool) -> None:
     """Put a checkpoint's values into the stages of this process, whatever cut it was written with.
 
-    Raises ValueError if the checkpoint belongs to another model (it names what differs), or is damaged.
+    `asked` is the setting that led here, as it was given. Raises ValueError, naming it, if the checkpoint belongs to
+    another model (and what differs), or is damaged.
     """
     index = read_index(checkpoint)
     layers = [name for names in engine.layout.layer_names for name in names]
@@ -55,29 +56,29 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
         missing = [name for name in layers if name not in index["layers"]]
         surplus = [name for name in index["layers"] if name not in layers]
         raise ValueError(
-            f"{checkpoint}: the checkpoint is of another model (not in it: {_some(missing)}; only in it: "
+            f"{asked}: {checkpoint.name} is of another model (not in it: {_some(missing)}; only in it: "
             f"{_some(surplus)}); give the model's settings as they were"
         )
     for k, stage in engine.stages.items():
         own = engine.layout.layer_names[k]
         tensors = read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
-        _copy(stage.module.state_dict(), select(tensors, "model"), checkpoint)
+        _copy(stage.module.state_dict(), select(tensors, "model"), asked)
         if k in engine.averages:
             average = engine.averages[k]
             average.updates = index["ema_updates"]
             # a run that had no average until now starts one from the weights it has
-            _copy(average.average, select(tensors, "ema") or stage.module.state_dict(), checkpoint)
+            _copy(average.average, select(tensors, "ema") or stage.module.state_dict(), asked)
         if optimizer:
             load_optimizer_state(engine.optimizers[k], engine.parameters[k], select(tensors, "optimizer"))
 
 
-def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
+def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], asked: str) -> None:
     for name, target in targets.items():
         value = values.get(name)
         if value is None or value.shape != target.shape:
             found = "nothing" if value is None else f"shape {tuple(value.shape)}"
             raise ValueError(
-                f"{checkpoint}: {name} needs shape {tuple(target.shape)}, the checkpoint has {found}; "
+                f"{asked}: {name} needs shape {tuple(target.shape)}, the checkpoint has {found}; "
                 "give the model's settings as they were"
             )
         target.copy_(value)

@@ -57,7 +57,8 @@ def train(
     """Train as process number `process`. `join` connects the processes; `report` speaks to the parent, which shows and
     writes what it hears; `watch` hears every action before it is performed.
 
-    Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does.
+    Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does, and
+    DivergedError.
     """
     stages = layout.stages_of(process)
     first, last = 0 in stages, layout.partitions - 1 in stages
@@ -81,7 +82,9 @@ def train(
     refuse_single_samples(config, model, batches)
     engine = build_engine(config, layout, process, groups, model, watch)
     if config.resume is not None:
-        restore(engine, find_checkpoint(Path(config.resume), "last", "resume"), optimizer=True)
+        restore(
+            engine, find_checkpoint(Path(config.resume), "last", "resume"), f"resume={config.resume}", optimizer=True
+        )
     progress = start
     total_steps = config.epochs * batches.steps_per_epoch
     end_step = min(total_steps, config.max_steps or total_steps)
@@ -166,7 +169,7 @@ def score(
     samples = next(c for c in team.collect(len(test) if test is not None else None) if c is not None)
     batches = batches or MiniBatches(samples, config.batch_size, config.seed, shuffle=False)
     engine = build_engine(config, layout, process, groups, build_model(config), watch)
-    restore(engine, checkpoint, optimizer=False)
+    restore(engine, checkpoint, f"run={checkpoint.parent.parent}", optimizer=False)
     if team.leads:
         report("ready", {"test_samples": samples})
     began = time.perf_counter()
@@ -192,9 +195,13 @@ def _updates(engine: Engine) -> int:
     return next((average.updates for average in engine.averages.values()), 0)
 
 
+class DivergedError(RuntimeError):
+    """The loss or a gradient is not a number any more."""
+
+
 def _refuse_nonsense(loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise ValueError(
+        raise DivergedError(
             f"step {step + 1} (epoch {epoch + 1}): the loss is {loss} and the gradient norm {norm}; it has diverged "
             f"at learning rate {rate:g}; use a smaller learning_rate.per_sample, a longer learning_rate.warmup_epochs, "
             "or gradient_clipping=10"

@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended. `kind`: killed, user (other settings would mend it), error, or peer (another one's
+    """Why a process ended. `kind`: killed, user (other settings would mend it), diverged, error, or peer (another one's
     fault)."""
 
     process: int
@@ -71,7 +71,7 @@ def workers() -> ForkServerContext:
     """The context that workers are started in."""
     context = multiprocessing.get_context("forkserver")
     # the libraries of the default job too: what is not imported here, every worker imports for itself
-    context.set_forkserver_preload(["gpipe_cli.training.worker", "sklearn.datasets"])
+    context.set_forkserver_preload(["gpipe_cli.training.worker", "sklearn.datasets", "sklearn.model_selection"])
     return context
 
 

@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.transport import PeerLostError
 from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.layout import Layout
-from gpipe_cli.training.run import score, train
+from gpipe_cli.training.run import DivergedError, score, train
 from gpipe_cli.training.team import Team
 from gpipe_cli.training.work import WATCHED, Failure, Work
 
@@ -68,6 +68,8 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
             kind, text = "peer", str(error)
         case ValueError():
             kind, text = "user", str(error)
+        case DivergedError():
+            kind, text = "diverged", str(error)
         case _:
             kind, text = (
                 "error",
