@@ -128,6 +128,33 @@ def finish_checkpoint(
     return final
 
 
+def adopt(source: Path, run_folder: Path) -> None:
+    """Bring the last and the best checkpoint of the run that is resumed along into its new folder.
+
+    The new run can then be resumed and evaluated by itself, from its first moment on.
+    """
+    target = run_folder / "checkpoints"
+    if (source / "checkpoints").resolve() == target.resolve():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for which in ("best", "last"):
+        checkpoint = find_checkpoint(source, which, "resume")
+        adopted = target / checkpoint.name
+        if not adopted.exists():
+            draft = adopted.with_name(f".{checkpoint.name}.writing")
+            shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
+            draft.rename(adopted)
+        _point(target / which, checkpoint.name)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Checkpoints are never written to again, so two folders may share the files where the file system can."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def _point(link: Path, target: str) -> None:
     """`last` and `best`, for people and scripts; replaced in one go."""
     draft = link.with_name(f".{link.name}.writing")

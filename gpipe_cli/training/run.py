@@ -22,6 +22,7 @@ from gpipe_cli.pipeline.schedule import Action
 from gpipe_cli.training.build import build_model, open_data
 from gpipe_cli.training.checkpoint import (
     Progress,
+    adopt,
     find_checkpoint,
     read_progress,
 )
@@ -89,10 +90,13 @@ def train(
     total_steps = config.epochs * batches.steps_per_epoch
     end_step = min(total_steps, config.max_steps or total_steps)
     if progress.step >= end_step:
+        limit, more = ("max_steps", progress.step + 1) if end_step < total_steps else ("epochs", config.epochs + 1)
         raise ValueError(
-            f"resume={config.resume}: that run has done {progress.step} steps and epochs={config.epochs} asks for "
-            f"{end_step}; nothing is left to do, use epochs={config.epochs + 1} or more"
+            f"resume={config.resume}: that run has done {progress.step} steps, and {limit} allows {end_step}; nothing is "
+            f"left to do, use {limit}={more} or more"
         )
+    if config.resume is not None and team.leads:
+        adopt(Path(config.resume), folder)
     if team.leads:
         report("ready", {"train_samples": training_samples, "test_samples": test_samples, "first_step": progress.step,
                          "steps_per_epoch": batches.steps_per_epoch, "gpu_names": _gpu_names(layout)})  # fmt: skip

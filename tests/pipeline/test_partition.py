@@ -116,11 +116,11 @@ def test_a_balance_that_fits() -> None:
 @pytest.mark.parametrize(
     ("balance", "layers", "partitions", "message"),
     [
-        ([4, 8], 12, 3, r"partition.balance=\[4, 8\]: has 2 entries, but partitions=3; .*\[4, 4, 4\]"),
+        ([4, 8], 12, 3, r"partition.balance=\[4,8\]: has 2 entries, but partitions=3; .*\[4,4,4\]"),
         ([], 2, 1, r"partition.balance=\[\]: has 0 entries"),
-        ([12, 0], 12, 2, r"partition.balance=\[12, 0\]: every partition needs at least one layer; .*\[6, 6\]"),
+        ([12, 0], 12, 2, r"partition.balance=\[12,0\]: every partition needs at least one layer; .*\[6,6\]"),
         ([-1, 13], 12, 2, "every partition needs at least one layer"),
-        ([4, 7], 13, 2, r"partition.balance=\[4, 7\]: adds up to 11, but the model has 13 layers; .*\[7, 6\]"),
+        ([4, 7], 13, 2, r"partition.balance=\[4,7\]: adds up to 11, but the model has 13 layers; .*\[7,6\]"),
         ([1] * 9, 8, 9, "partitions=9: the model has only 8 layers"),
     ],
 )

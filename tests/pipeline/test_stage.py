@@ -1,0 +1,126 @@
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.micro_batch import Tensors
+from gpipe_cli.pipeline.schedule import Keep
+from gpipe_cli.pipeline.stage import Stage
+
+FEATURES = BoundaryTensor((0, 3, 4, 4), (1, 0, 0, 0), torch.float32, True)
+MASK = BoundaryTensor((0,), (1,), torch.int64, False)
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 2, 1)
+        self.norm = nn.BatchNorm2d(2)
+        self.calls = 0
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, mask = inputs
+        self.calls += 1
+        return nn.functional.dropout(self.norm(self.conv(x)), 0.5, self.training) * mask[:, None, None, None], mask
+
+
+def stage() -> tuple[Stage, Body]:
+    body = Body()
+    module = nn.Sequential(OrderedDict(body=body))
+    return Stage(
+        1, module, first_layer=4, inputs=(FEATURES, MASK), device=torch.device("cpu"), run_seed=3
+    ), body  # fmt: skip
+
+
+def inputs(m: int) -> Tensors:
+    generator = torch.Generator().manual_seed(m)
+    return torch.randn(3, 3, 4, 4, generator=generator), torch.tensor([1, 2, 1])
+
+
+GRADIENT = (torch.ones(3, 2, 4, 4), None)
+
+
+def test_recomputation_gives_the_gradients_of_a_kept_graph() -> None:
+    """Dropout repeats; batch norm's statistics are counted once; the inputs that need none get no gradient."""
+    results = []
+    for keep in (Keep.GRAPH, Keep.INPUT):
+        made, body = stage()
+        made.begin_step(5, None)
+        returned = []
+        outputs = [made.forward(m, inputs(m), keep) for m in (0, 1)]
+        for m in (1, 0):
+            if keep is Keep.INPUT:
+                made.recompute(m)
+            returned.append(made.backward(m, GRADIENT))
+        made.finish_step()
+        assert body.calls == (2 if keep is Keep.GRAPH else 4)
+        assert all(back[1] is None for back in returned)
+        gradients = [parameter.grad for parameter in body.parameters()]
+        values = [output[0].detach() for output in outputs] + [back[0] for back in returned]
+        results.append([*values, *gradients, *body.state_dict().values()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_kept_between_forward_and_backward() -> None:
+    """Without a backward nothing; for a recomputation the inputs and no graph."""
+    made, _ = stage()
+    made.begin_step(0, None)
+    assert not made.forward(0, inputs(0), Keep.NOTHING)[0].requires_grad
+    assert not made.forward(1, inputs(1), Keep.INPUT)[0].requires_grad
+    assert made.forward(2, inputs(2), Keep.GRAPH)[0].requires_grad
+    with pytest.raises(AssertionError, match=r"still holds micro-batches \[1, 2\]"):
+        made.finish_step()
+    with pytest.raises(AssertionError, match="has not been recomputed"):
+        made.backward(1, GRADIENT)
+    made.abandon_step()
+    made.begin_step(1, None)
+    made.finish_step()
+
+
+def test_nothing_stays_in_memory_after_a_step() -> None:
+    import gc
+
+    made, _ = stage()
+    made.begin_step(0, None)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+
+    def step() -> None:
+        for m in range(4):
+            made.forward(m, inputs(m), Keep.GRAPH)
+        for m in range(4):
+            made.backward(m, GRADIENT)
+        made.finish_step()
+
+    step()
+    before = tensors()
+    made.begin_step(1, None)
+    step()
+    assert tensors() == before
+
+
+def test_masks_depend_on_step_and_micro_batch_only() -> None:
+    def kept(step: int, m: int) -> torch.Tensor:
+        made, _ = stage()
+        made.begin_step(step, None)
+        return made.forward(m, inputs(0), Keep.NOTHING)[0] != 0
+
+    assert torch.equal(kept(1, 0), kept(1, 0))
+    assert not torch.equal(kept(1, 0), kept(2, 0))
+    assert not torch.equal(kept(1, 0), kept(1, 1))
+
+
+def test_the_layer_at_work_is_known() -> None:
+    made, _ = stage()
+    made.begin_step(0, None)
+    made.forward(0, inputs(0), Keep.NOTHING)
+    assert made.layer_name == ""
+    with pytest.raises(RuntimeError):
+        made.forward(1, (torch.ones(3, 9, 4, 4), inputs(0)[1]), Keep.NOTHING)
+    assert made.layer_name == "body"

@@ -1,0 +1,67 @@
+"""The moving average against TensorFlow's formula."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.training.ema import WeightAverage
+
+
+def module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def change(layers: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in layers.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor))
+            else:
+                tensor += 1
+
+
+@pytest.mark.parametrize("decay", [0.9999, 0.3])
+def test_the_decay_starts_small(decay: float) -> None:
+    """After n updates it is min(decay, (1 + n) / (10 + n)), for parameters and for running statistics."""
+    layers = module()
+    average = WeightAverage(layers, decay)
+    expected = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
+    for n in range(1, 12):
+        change(layers)
+        average.update()
+        kept = min(decay, (1 + n) / (10 + n))
+        for name, tensor in layers.state_dict().items():
+            expected[name] = expected[name] * kept + tensor * (1 - kept)
+    assert average.updates == 11
+    assert set(average.average) == set(layers.state_dict()) - {"1.num_batches_tracked"}
+    assert {"0.weight", "1.bias", "1.running_mean", "1.running_var"} <= set(average.average)
+    for name, value in average.average.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_applied_and_back_again_bit_for_bit() -> None:
+    layers = module()
+    average = WeightAverage(layers, 0.5)
+    for _ in range(3):
+        change(layers)
+        average.update()
+    live = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
+    kept = {name: tensor.clone() for name, tensor in average.average.items()}
+
+    def look() -> None:
+        with average.applied():
+            for name, tensor in kept.items():
+                assert torch.equal(layers.state_dict()[name], tensor), name
+            assert torch.equal(layers[1].num_batches_tracked, live["1.num_batches_tracked"])
+            raise KeyError("something goes wrong inside")
+
+    with pytest.raises(KeyError):
+        look()
+    for name, tensor in live.items():
+        assert torch.equal(layers.state_dict()[name], tensor), name
+    for name, tensor in kept.items():
+        assert torch.equal(average.average[name], tensor), name
+    change(layers)
+    average.update()  # still follows the same module
+    assert not torch.equal(average.average["0.weight"], kept["0.weight"])

@@ -1,0 +1,263 @@
+"""Law 7: whatever goes wrong ends the whole run, soon, and says what it was; nothing is left running."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from training_runs import (
+    TINY,
+    command,
+    configure,
+    final_tensors,
+    session_members,
+    start_program,
+    train_here,
+    wait_until,
+)
+
+from gpipe_cli.pipeline.executor import ActionFailedError
+from gpipe_cli.reporting.result import read_result
+from gpipe_cli.training import run
+
+BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
+ENDLESS = [*TINY, "epochs=10000", "partitions=3", "executor=distributed", "checkpoint.every_steps=1"]
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start a training that does not end by itself, and wait for its first checkpoint."""
+    started = []
+
+    def launch(*settings: str) -> "subprocess.Popen[str]":
+        program = start_program("train", *ENDLESS, *settings, f"run_folder={tmp_path / 'run'}")
+        started.append(program)
+
+        def is_running() -> bool:
+            assert program.poll() is None, program.communicate()
+            return (tmp_path / "run" / "checkpoints" / "last").exists()
+
+        wait_until(is_running, 60, "the first checkpoint")
+        return program
+
+    yield launch
+    for program in started:
+        for process in [program.pid, *session_members(program.pid)]:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        program.communicate()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_killed_stage_ends_the_run_and_is_named(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not its neighbours, who only lost their connection, at whatever point of a step they were."""
+
+    def kill() -> None:
+        wait_until((tmp_path / "checkpoints" / "last").exists, 60, "the first checkpoint")
+        process = next(child for child in multiprocessing.active_children() if child.name == f"gpipe-{stage}")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill)
+        settings = [*ENDLESS, f"data_workers={int(stage == 0)}", f"run_folder={tmp_path}"]
+        assert command(monkeypatch, "train", *settings) == 1
+        killed.result()
+    result = read_result(tmp_path)
+    assert result["status"] == "failed"
+    assert re.fullmatch(
+        rf"stage {stage} was killed by signal 9 \(SIGKILL\) in {stage}[FRB]\d "
+        r"\(input (\(\d+, \d+, \d+, \d+\)(, )?)+\); the machine may be out of memory: .*",
+        result["error"],
+    ), result["error"]
+    captured = capsys.readouterr()
+    assert result["error"].split(" (input")[0] in " ".join((captured.out + captured.err).split())
+    assert "Traceback" not in captured.out + captured.err
+    assert not multiprocessing.active_children()
+
+
+@linux
+def test_ctrl_c_ends_everything_and_the_checkpoint_stays(
+    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    program = start("data_workers=1")
+    os.killpg(program.pid, signal.SIGINT)  # the terminal sends it to all of them
+    output, errors = program.communicate(timeout=BOUND)
+    assert program.returncode == 130
+    assert errors == ""
+    assert "interrupted" in output
+    wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
+    result = read_result(tmp_path / "run")
+    assert (result["status"], result["error"]) == ("interrupted", None)
+    assert all(tensor.isfinite().all() for tensor in final_tensors(tmp_path / "run").values())
+
+
+@linux
+@pytest.mark.parametrize("moment", ["import", "start"])
+def test_ctrl_c_while_it_starts_ends_everything(moment: str, tmp_path: Path) -> None:
+    program = start_program("train", *ENDLESS, f"run_folder={tmp_path / 'run'}")
+    wait_until((tmp_path / "run").exists, 30, "the folder")
+    if moment == "start":
+        wait_until(lambda: len(session_members(program.pid)) > 3, 60, "the first worker")
+    os.killpg(program.pid, signal.SIGINT)
+    output, errors = program.communicate(timeout=BOUND)
+    assert program.returncode == 130
+    wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
+    if moment == "import":
+        assert (output, errors) == ("", "")
+        assert not (tmp_path / "run").exists()
+
+
+@linux
+def test_a_killed_parent_takes_its_workers_along(start: Callable[..., "subprocess.Popen[str]"]) -> None:
+    program = start("data_workers=1")
+    os.kill(program.pid, signal.SIGKILL)
+    program.wait()
+    wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
+
+
+def write_images(folder: Path, broken: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 8), ("test", 2)):
+        for name in ("cat", "dog"):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(256, (20, 20, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / split / name / f"{number}.png")
+    if broken:
+        (folder / "train" / "dog" / "5.png").write_bytes(b"this is no image")
+
+
+@pytest.mark.parametrize("executor", ["in_process", "distributed"])
+def test_a_broken_image_is_named(
+    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path / "images", broken=True)
+    code = command(
+        monkeypatch, "train", *TINY[:2], "dataset=image_folder", f"dataset.root={tmp_path / 'images'}",
+        "dataset.num_classes=2", "dataset.image_size=16", "batch_size=8", "partitions=2", f"executor={executor}",
+        "threads=1", "device=cpu", "data_workers=1", f"run_folder={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert code == 2
+    error = read_result(tmp_path / "run")["error"]
+    assert str(tmp_path / "images" / "train" / "dog" / "5.png") in error
+    assert "\n" not in error
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    assert "gone or silent" not in captured.out + captured.err
+
+
+class Poisoned(nn.Module):
+    """Fails at its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("the sky is falling")
+        return inputs
+
+
+def test_a_failing_layer_is_named_with_its_action_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(*TINY, "partitions=2", "executor=in_process", "partition.balance=[2,5]", "recompute=never")
+    intact = run.build_model
+
+    def poisoned_model(config: object) -> nn.Sequential:
+        model = intact(config)  # type: ignore[arg-type]
+        model.reduction_0 = nn.Sequential(Poisoned(), model.reduction_0)
+        return model
+
+    monkeypatch.setattr(run, "build_model", poisoned_model)
+    with pytest.raises(ActionFailedError) as caught:
+        train_here(config, tmp_path)
+    # micro-batches of 3, 3 and 2 samples; the two last cells' outputs cross the boundary
+    assert str(caught.value).startswith("1F2 failed (stage 1, layer reduction_0; input (2, ")
+    assert str(caught.value).endswith("RuntimeError: the sky is falling")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("partitions=99", "gpipe train: partitions=99: "),
+        ("micro_batches=9", "gpipe train: micro_batches=9: a mini-batch has only batch_size=8 samples"),
+        ("partition.balance=[3,3]", "gpipe train: partition.balance="),
+        ("batch_size=23", "gpipe train: batch_size=23: the training set has only 22 samples; use 22 or fewer"),
+        pytest.param(
+            "device=cuda",
+            "gpipe train: device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_bad_input_leaves_one_line_and_nothing_else(
+    settings: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "train", *TINY, *settings.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(line)
+    assert captured.err.count("\n") == 1
+    assert not list(tmp_path.glob("*/*"))
+
+
+@pytest.mark.parametrize("executor", ["in_process", "distributed"])
+def test_a_missing_data_folder_is_one_line(
+    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        *TINY[:2], "dataset=image_folder", "dataset.root=nowhere", "dataset.num_classes=2", "dataset.image_size=16",
+        "batch_size=8", "threads=1", "device=cpu", "partitions=2", f"executor={executor}",
+    ]  # fmt: skip
+    assert command(monkeypatch, "train", *settings) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("gpipe train: dataset.root=nowhere")
+    assert captured.err.count("\n") == 1
+    assert not list(tmp_path.glob("outputs/*"))
+
+
+def test_a_finished_run_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_here(configure(*TINY, "partitions=1", "executor=in_process", "epochs=1"), tmp_path / "done")
+    capsys.readouterr()
+    assert command(monkeypatch, "train", "resume=done", "partitions=2") == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("gpipe train: resume=done: that run has done 3 steps and epochs=1 asks for 3;")
+    assert captured.err.count("\n") == 1
+    assert not list(tmp_path.glob("outputs/*"))
+    assert command(monkeypatch, "train", "resume=done", "epochs=2", "executor=in_process", "run_folder=more") == 0
+    assert read_result(tmp_path / "more")["steps"] == 6
+
+
+def test_a_run_that_diverges_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*TINY, "partitions=2", "executor=distributed", "learning_rate.per_sample=1e30"]
+    assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / 'run'}") == 2
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "failed"
+    assert "it has diverged at learning rate" in result["error"]
+    assert "use a smaller learning_rate.per_sample" in result["error"]

@@ -1,0 +1,39 @@
+"""The paper's learning rate in closed form."""
+
+import pytest
+
+from gpipe_cli.config import PaperLearningRateConfig
+from gpipe_cli.training.learning_rate import learning_rate
+
+
+def config(every_epochs: float = 3, warmup_epochs: float = 0) -> PaperLearningRateConfig:
+    return PaperLearningRateConfig(
+        name="paper", per_sample=0.00125, decay=0.97, every_epochs=every_epochs, warmup_epochs=warmup_epochs
+    )
+
+
+@pytest.mark.parametrize("steps_per_epoch", [1, 7, 49, 1251])
+def test_a_staircase_that_steps_at_epoch_borders(steps_per_epoch: int) -> None:
+    for epoch in range(0, 30):
+        expected = 0.00125 * 1024 * 0.97 ** (epoch // 3)
+        for step in {epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch - 1}:
+            assert learning_rate(config(), step, steps_per_epoch, 1024) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_border_of_a_fraction_of_an_epoch() -> None:
+    """2.4 epochs of 10 steps are 24 steps, though 24 / 10 / 2.4 is not quite 1 in floats for every such number."""
+    rates = [learning_rate(config(2.4), step, 10, 1) for step in range(73)]
+    assert [step for step in range(1, 73) if rates[step] != rates[step - 1]] == [24, 48, 72]
+
+
+def test_the_warm_up_rises_by_equal_steps_to_the_full_rate() -> None:
+    rates = [learning_rate(config(warmup_epochs=2), step, 5, 8) for step in range(15)]
+    assert rates[:10] == pytest.approx([0.01 * (step + 1) / 10 for step in range(10)])
+    assert rates[10:] == pytest.approx([0.01] * 5)
+
+
+def test_it_grows_with_the_mini_batch_and_remembers_nothing() -> None:
+    assert learning_rate(config(), 5, 10, 64) == 2 * learning_rate(config(), 5, 10, 32)
+    forwards = [learning_rate(config(2.4, 1), step, 10, 32) for step in range(100)]
+    backwards = [learning_rate(config(2.4, 1), step, 10, 32) for step in reversed(range(100))]
+    assert forwards == backwards[::-1]

@@ -1,0 +1,122 @@
+"""RMSProp as TensorFlow has it, against its formulas, and its state under parameter names."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.config import RMSPropConfig
+from gpipe_cli.training.optimizer import (
+    build_optimizer,
+    gradients_of,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+)
+
+RATES = (0.1, 0.1, 0.02, 0.5, 0.003)
+
+
+def config(**changes: float) -> RMSPropConfig:
+    settings = {"decay": 0.9, "momentum": 0.8, "epsilon": 1.0, "weight_decay": 0.01} | changes
+    return RMSPropConfig(name="rmsprop", **settings)
+
+
+def module() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(5)
+    layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4)).double()
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layers
+
+
+def gradient(shape: torch.Size, step: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 3
+
+
+def train(layers: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_learning_rate(optimizer, RATES[step])
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.grad = gradient(parameter.shape, step, number)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("epsilon", "momentum"), [(1.0, 0.8), (1e-3, 0.8), (1.0, 0.0)])
+def test_it_is_tensorflows(epsilon: float, momentum: float) -> None:
+    """`ApplyRMSProp` of TensorFlow: ms += (g^2 - ms)(1 - decay); mom = momentum mom + lr g / sqrt(ms + epsilon); with
+    ms = 1 at first, and the L2 penalty in the gradients of kernels only."""
+    layers = module()
+    optimizer = build_optimizer(config(epsilon=epsilon, momentum=momentum), dict(layers.named_parameters()))
+    assert optimizer is not None
+    expected = []
+    for number, parameter in enumerate(layers.parameters()):
+        value, square, moved = parameter.detach().clone(), 1.0, 0.0
+        for step, rate in enumerate(RATES):
+            g = gradient(parameter.shape, step, number) + (0.01 * value if parameter.ndim > 1 else 0)
+            square = square + (g * g - square) * (1 - 0.9)
+            moved = momentum * moved + rate * g / torch.sqrt(square + epsilon)
+            value = value - moved
+        expected.append(value)
+    train(layers, optimizer, range(len(RATES)))
+    for parameter, value in zip(layers.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_own_is_another_one() -> None:
+    """With AmoebaNet's epsilon the two differ from the first step on: the test above can tell them apart."""
+    layers, other = module(), module()
+    train(other, torch.optim.RMSprop(other.parameters(), alpha=0.9, momentum=0.8, eps=1.0), range(1))
+    optimizer = build_optimizer(config(weight_decay=0), dict(layers.named_parameters()))
+    assert optimizer is not None
+    train(layers, optimizer, range(1))
+    weights = next(layers.parameters()), next(other.parameters())
+    assert (weights[0] - weights[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_state_goes_by_name_through_another_cut(channels_last: bool) -> None:
+    """Saved by one optimizer of all layers, loaded by two of some layers each: the next steps have the same bits."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    whole = module().to(memory_format=memory_format)
+    names = dict(whole.named_parameters())
+    optimizer = build_optimizer(config(), names)
+    assert optimizer is not None
+    train(whole, optimizer, range(3))
+    saved = {name: tensor.clone(memory_format=torch.contiguous_format)
+             for name, tensor in optimizer_state(optimizer, names).items()}  # fmt: skip
+    assert {"0.weight/square_avg", "0.weight/momentum_buffer", "3.bias/square_avg"} <= set(saved)
+
+    again = module().to(memory_format=memory_format)
+    again.load_state_dict(whole.state_dict())
+    parts = []
+    for layers in (("0", "1"), ("2", "3")):
+        own = {name: p for name, p in again.named_parameters() if name.partition(".")[0] in layers}
+        part = build_optimizer(config(), own)
+        load_optimizer_state(part, own, {n: t for n, t in saved.items() if n.partition(".")[0] in layers})
+        parts.append(part)
+    train(whole, optimizer, range(3, 5))
+    for step in range(3, 5):
+        for number, parameter in enumerate(again.parameters()):
+            parameter.grad = gradient(parameter.shape, step, number)
+        for part in parts:
+            assert part is not None
+            set_learning_rate(part, RATES[step])
+            part.step()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_a_stage_without_parameters_has_no_optimizer() -> None:
+    assert build_optimizer(config(), {}) is None
+    assert optimizer_state(None, {}) == {}
+    load_optimizer_state(None, {}, {})
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert build_optimizer(config(), dict(frozen.named_parameters())) is None
+
+
+def test_gradients_that_are_there() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    assert [g.shape for g in gradients_of(layer.parameters())] == [(2, 2)]

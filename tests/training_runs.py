@@ -1,0 +1,134 @@
+"""Tiny trainings for the tests of the whole program: in this process, by the command, or as a process of their own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from gpipe_cli.config import TrainConfig, from_tree, to_yaml
+from gpipe_cli.pipeline.schedule import Action
+from gpipe_cli.training.checkpoint import find_checkpoint, read_index, read_tensors
+from gpipe_cli.training.layout import make_layout
+from gpipe_cli.training.run import train
+from gpipe_cli.training.team import Team
+
+# 22 samples in mini-batches of 8: two of 3 + 3 + 2 samples and one of 2 + 2 + 2 an epoch
+TINY = [
+    "model.normal_cells=3",
+    "model.filters=4",
+    "dataset=synthetic_images",
+    "dataset.image_size=16",
+    "dataset.num_classes=4",
+    "dataset.train_samples=22",
+    "dataset.test_samples=10",
+    "batch_size=8",
+    "micro_batches=3",
+    "data_workers=0",
+    "threads=1",
+    "device=cpu",
+]
+# everything that has a state or draws random numbers
+LIVELY = [
+    "model.drop_path=0.3",
+    "ema_decay=0.9",
+    "gradient_clipping=0.5",
+    "dataset.augmentation.shift=2",
+    "dataset.augmentation.horizontal_flip=true",
+    "learning_rate.warmup_epochs=1",
+]
+
+
+def configure(*settings: str) -> TrainConfig:
+    """The configuration that `gpipe train` would have with these settings."""
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        return from_tree(TrainConfig, compose("train", list(settings)))
+
+
+def train_here(config: TrainConfig, folder: Path, watch: Callable[[Action], None] = lambda action: None) -> list[Any]:
+    """Train in this process, all stages of it; returns what it reported."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heard: list[Any] = []
+    layout = make_layout(config)
+    assert not layout.distributed, "executor=in_process is needed here"
+    train(
+        config,
+        to_yaml(config),
+        layout,
+        folder,
+        0,
+        lambda: (Team(0, 1), None),
+        lambda kind, message: heard.append((kind, message)),
+        watch,
+    )
+    (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
+    return heard
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """`gpipe ...` called from this process; its workers come out of a fork server that all tests share."""
+    from gpipe_cli.cli import main
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
+        patch.setenv("HYDRA_FULL_ERROR", "0")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+            patch.delenv(name, raising=False)
+        return main(list(arguments))
+
+
+def start_program(*arguments: str) -> "subprocess.Popen[str]":
+    """`gpipe ...` as a user starts it, leading a session of its own, so that Ctrl-C can be sent to all of it."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpipe_cli", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in the last checkpoint of a run, by name."""
+    checkpoint = find_checkpoint(folder, "last", "run")
+    return read_tensors(checkpoint, read_index(checkpoint)["layers"], ("model", "optimizer", "ema"))
+
+
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [
+        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ]
+    assert not different, f"{len(different)} of {len(one)} differ: {different[:5]}"
+
+
+def wait_until(true: Callable[[], Any], seconds: float, what: str) -> Any:
+    """What `true` returns as soon as it is something."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := true():
+            return value
+        time.sleep(0.02)
+    raise TimeoutError(f"{what}: not within {seconds} s")
+
+
+def session_members(session: int) -> dict[int, str]:
+    """The living processes of a session by number, with their command lines (Linux)."""
+    members = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # ended meanwhile
+            continue
+        if fields[0] not in "ZX" and int(fields[3]) == session:
+            members[int(folder.name)] = line
+    return members
