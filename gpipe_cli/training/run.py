@@ -92,8 +92,8 @@ def train(
     if progress.step >= end_step:
         limit, more = ("max_steps", progress.step + 1) if end_step < total_steps else ("epochs", config.epochs + 1)
         raise ValueError(
-            f"resume={config.resume}: that run has done {progress.step} steps, and {limit} allows {end_step}; nothing is "
-            f"left to do, use {limit}={more} or more"
+            f"resume={config.resume}: that run has done {progress.step} steps, and {limit} allows {end_step}; "
+            f"nothing is left to do, use {limit}={more} or more"
         )
     if config.resume is not None and team.leads:
         adopt(Path(config.resume), folder)

@@ -245,7 +245,7 @@ def test_a_finished_run_is_not_resumed(
     capsys.readouterr()
     assert command(monkeypatch, "train", "resume=done", "partitions=2") == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("gpipe train: resume=done: that run has done 3 steps and epochs=1 asks for 3;")
+    assert captured.err.startswith("gpipe train: resume=done: that run has done 3 steps, and epochs allows 3;")
     assert captured.err.count("\n") == 1
     assert not list(tmp_path.glob("outputs/*"))
     assert command(monkeypatch, "train", "resume=done", "epochs=2", "executor=in_process", "run_folder=more") == 0
