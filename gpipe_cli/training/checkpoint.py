@@ -32,6 +32,7 @@ class Progress:
     epoch: int
     position: int
     seed: int
+    batch_size: int
     ema_updates: int
     best_top1: float | None
     best_step: int | None

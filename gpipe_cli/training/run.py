@@ -190,9 +190,20 @@ def score(
 
 
 def _starting_point(config: TrainConfig) -> Progress:
+    """Where to begin. Raises ValueError if the mini-batches would be others than those of the run that is resumed."""
     if config.resume is None:
-        return Progress(0, 0, 0, config.seed, 0, None, None)
-    return read_progress(find_checkpoint(Path(config.resume), "last", "resume"))
+        return Progress(0, 0, 0, config.seed, config.batch_size, 0, None, None)
+    progress = read_progress(find_checkpoint(Path(config.resume), "last", "resume"))
+    for setting, given, saved in (
+        ("seed", config.seed, progress.seed),
+        ("batch_size", config.batch_size, progress.batch_size),
+    ):
+        if given != saved:
+            raise ValueError(
+                f"{setting}={given}: the run that is resumed has {setting}={saved}, and its position in the data means "
+                f"something else with another; leave the setting out"
+            )
+    return progress
 
 
 def _updates(engine: Engine) -> int:

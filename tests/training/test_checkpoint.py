@@ -38,7 +38,7 @@ def tensors(step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def progress(step: int, best: int | None = None) -> Progress:
-    return Progress(step, step // 3, step % 3, 7, step, None if best is None else 0.5, best)
+    return Progress(step, step // 3, step % 3, 7, 8, step, None if best is None else 0.5, best)
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:

@@ -248,8 +248,15 @@ def test_a_finished_run_is_not_resumed(
     assert captured.err.startswith("gpipe train: resume=done: that run has done 3 steps, and epochs allows 3;")
     assert captured.err.count("\n") == 1
     assert not list(tmp_path.glob("outputs/*"))
+    # a position in the data means something else with other mini-batches or another order
+    for setting in ("batch_size=4", "seed=9"):
+        assert command(monkeypatch, "train", "resume=done", "epochs=2", setting) == 2
+        assert capsys.readouterr().err.startswith(f"gpipe train: {setting}: the run that is resumed has ")
     assert command(monkeypatch, "train", "resume=done", "epochs=2", "executor=in_process", "run_folder=more") == 0
     assert read_result(tmp_path / "more")["steps"] == 6
+    # what was best stays known, and the new folder can be evaluated by itself
+    assert (tmp_path / "more" / "checkpoints" / "best").resolve().is_dir()
+    assert (tmp_path / "more" / "checkpoints" / "last").resolve().name == "step_00000006"
 
 
 def test_a_run_that_diverges_says_so(
