@@ -263,7 +263,7 @@ def test_a_run_that_diverges_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*TINY, "partitions=2", "executor=distributed", "learning_rate.per_sample=1e30"]
-    assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / 'run'}") == 2
+    assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / 'run'}") == 1
     result = read_result(tmp_path / "run")
     assert result["status"] == "failed"
     assert "it has diverged at learning rate" in result["error"]
