@@ -408,6 +408,8 @@ def _compete(contestant: Contestant, settings: Settings, process: int, meeting: 
     start = time.perf_counter()
     losses += [train() for _ in range(settings.steps)]
     seconds = time.perf_counter() - start
+    if contestant.processes > 1:
+        dist.barrier()  # what the last step sent has arrived before this process ends
     profile = {}
     if stopwatch is not None:
         stopwatch.to("bookkeeping", count=False)
@@ -567,7 +569,7 @@ def show(console: Console, settings: Settings, rows: Sequence[Row], ratios: Sequ
     console.print(speeds)
     for row in rows:
         if row.failure:
-            console.print(f"{row.contestant.name}, M={row.contestant.micro_batches}: {row.failure}", style="red")
+            console.print(f"{row.contestant.name}, M={row.contestant.micro_batches}: {row.failure}", style="red", markup=False)
         for stage, profile in enumerate(row.profiles):
             console.print(f"\n{row.contestant.name}, M={row.contestant.micro_batches}, stage {stage}, last round")
             where = Table("what", "ms a step", "times a step", "ms each", "share", box=box.MARKDOWN)
@@ -627,7 +629,7 @@ def prepare(options: argparse.Namespace) -> Settings:
     )  # fmt: skip
     image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
     costs = layer_cost.trace_layers(settings.model(), (image,), training=True)
-    balance = tuple(options.balance or partition([cost.flops for cost in costs], 2))
+    balance = tuple(options.balance or partition([cost.work for cost in costs], 2))
     check_balance(balance, len(costs), 2)
     inner = tuple(costs[end - 1].outputs for end in list(accumulate(balance))[:-1])
     return replace(settings, balances={1: (len(costs),), 2: balance}, boundaries={1: (), 2: inner})
