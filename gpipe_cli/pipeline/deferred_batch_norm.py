@@ -27,6 +27,7 @@ class BatchStatistics:
         self._norms: list[DeferredBatchNorm] = []
         self._offsets: list[int] = [0]
         self._slots: list[torch.Tensor] = []
+        self._views: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each slot, for each norm: mean, variance
         self._counts: list[dict[int, int]] = []
         self._open: int | None = None
         self._weights: dict[tuple[tuple[int, ...], ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -43,7 +44,10 @@ class BatchStatistics:
         while len(self._slots) <= micro_batch:
             mean = self._norms[0].running_mean
             assert mean is not None
-            self._slots.append(torch.zeros(2, self._offsets[-1], dtype=mean.dtype, device=mean.device))
+            slot = torch.zeros(2, self._offsets[-1], dtype=mean.dtype, device=mean.device)
+            sizes = [norm.num_features for norm in self._norms]
+            self._slots.append(slot)
+            self._views.append(list(zip(slot[0].split(sizes), slot[1].split(sizes), strict=True)))
             self._counts.append({})
         self._open = micro_batch
 
@@ -62,9 +66,7 @@ class BatchStatistics:
                 "use one nn.BatchNorm module per place"
             )
         counts[norm] = values_per_channel
-        start, end = self._offsets[norm], self._offsets[norm + 1]
-        mean, variance = self._slots[self._open][:, start:end]
-        return mean, variance
+        return self._views[self._open][norm]
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -81,6 +83,7 @@ class BatchStatistics:
         if rows not in self._weights:
             self._weights[rows] = self._expand(rows, used[0][0].device)
         values, total = self._weights[rows]
+        slots_dtype = used[0][0].dtype
         slots = [slot.double() for slot, _ in used]
         mean = torch.zeros_like(total)
         for slot, count in zip(slots, values, strict=True):
@@ -92,7 +95,8 @@ class BatchStatistics:
             difference = slot[0] - mean
             squares += difference * difference * count
         variance = squares / (total - 1)
-        self._update(mean, variance, [any(row[norm] for row in rows) for norm in range(len(self._norms))])
+        seen = [any(row[norm] for row in rows) for norm in range(len(self._norms))]
+        self._update(mean.to(slots_dtype), variance.to(slots_dtype), seen)
         for _, counts in used:
             counts.clear()
 
@@ -116,18 +120,23 @@ class BatchStatistics:
         return values, total
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]) -> None:
+        sizes = [norm.num_features for norm in self._norms]
+        means, variances = mean.split(sizes), variance.split(sizes)
+        by_momentum: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, norm in enumerate(self._norms):
             if not seen[index]:
                 continue
             assert norm.running_mean is not None
             assert norm.running_var is not None
             assert norm.num_batches_tracked is not None
-            start, end = self._offsets[index], self._offsets[index + 1]
             norm.num_batches_tracked += 1
             # momentum=None asks nn.BatchNorm for the plain average of all mini-batches
             factor = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-            norm.running_mean.lerp_(mean[start:end].to(norm.running_mean.dtype), factor)
-            norm.running_var.lerp_(variance[start:end].to(norm.running_var.dtype), factor)
+            running, new = by_momentum.setdefault(factor, ([], []))
+            running += [norm.running_mean, norm.running_var]
+            new += [means[index], variances[index]]
+        for factor, (running, new) in by_momentum.items():
+            torch._foreach_lerp_(running, new, factor)
 
 
 class DeferredBatchNorm(_BatchNorm):
