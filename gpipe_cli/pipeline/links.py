@@ -1,13 +1,15 @@
 """Stages in processes of their own, linked to their neighbours over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
 Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives are
-posted before they are needed, into buffers that live as long as the run (`inbox.py`); sends go straight from the tensor
-and run while the stage computes on.
+posted before they are needed, into buffers that live as long as the run (`inbox.py`); sends go straight from the tensor,
+in a thread of their own, while the stage computes on.
 """
 
 import datetime
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,17 @@ from gpipe_cli.pipeline.memory_layout import as_sent
 from gpipe_cli.pipeline.micro_batch import Tensors
 from gpipe_cli.pipeline.schedule import Kind, Schedule, in_flight
 from gpipe_cli.pipeline.transport import Gradients, PeerLostError
+
+
+@dataclass(frozen=True, eq=False)
+class _Sending:
+    """A tensor on its way; it must live until it has been sent."""
+
+    tensor: torch.Tensor
+    work: Future[dist.Work]
+
+    def is_completed(self) -> bool:
+        return self.work.done() and self.work.exception() is None and self.work.result().is_completed()
 
 
 class Links:
@@ -44,7 +57,9 @@ class Links:
         self._device, self._memory_format = device, memory_format
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._sizes: Sequence[int] = ()
-        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sends: deque[_Sending] = deque()
+        # Gloo writes to the socket in the thread that sends; NCCL launches on that thread's stream and returns at once
+        self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
         self._groups = {Kind.F: forward, Kind.B: backward}
         self._peers: dict[Kind, int] = {}
         self._inboxes: dict[Kind, Inbox] = {}
@@ -103,9 +118,9 @@ class Links:
             memory = inbox.memory_of(micro_batch)
             if memory and inbox.expects_more:
                 # a layer may have passed its input on: that must have left before the next one is received over it
-                for pending in [pending for pending in self._sends if pending[1].data_ptr() in memory]:
-                    self._sends.remove(pending)  # Gloo's wait consumes the completion: a second one would never return
-                    self._wait(pending[0], "something sent")
+                for sending in [sending for sending in self._sends if sending.tensor.data_ptr() in memory]:
+                    self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
+                    self._wait(sending.work.result(), "something sent")
             inbox.release(micro_batch)
 
     def finish_step(self) -> None:
@@ -115,7 +130,7 @@ class Links:
 
     def settle(self) -> None:
         while self._sends:
-            self._wait(self._sends.popleft()[0], "something sent")
+            self._wait(self._sends.popleft().work.result(), "something sent")
 
     def _connect(self) -> None:
         """One message each way over each edge, in an order that cannot deadlock.
@@ -135,18 +150,25 @@ class Links:
                 raise PeerLostError(f"stage {self._stage} could not connect to a neighbour: {error}") from error
 
     def _send(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> None:
-        while self._sends and self._sends[0][0].is_completed():
+        while self._sends and self._sends[0].is_completed():
             self._sends.popleft()
         for tensor in tensors:
             flat = as_sent(tensor.detach(), self._memory_format)
-            try:
-                work = dist.isend(flat, dst=self._peers[kind], group=self._groups[kind])
-            except RuntimeError as error:
-                raise PeerLostError(
-                    f"stage {self._stage} could not send to process {self._peers[kind]}: {error}"
-                ) from error
-            assert work is not None
-            self._sends.append((work, flat))  # the tensor must live until it has been sent
+            if self._sender is not None:
+                work = self._sender.submit(self._isend, flat, kind)
+            else:
+                work = Future()
+                work.set_result(self._isend(flat, kind))
+            self._sends.append(_Sending(flat, work))
+
+    def _isend(self, tensor: torch.Tensor, kind: Kind) -> dist.Work:
+        try:
+            work = dist.isend(tensor, dst=self._peers[kind], group=self._groups[kind])
+        except RuntimeError as error:
+            whom = f"process {self._peers[kind]}"
+            raise PeerLostError(f"stage {self._stage} could not send to {whom}: {error}") from error
+        assert work is not None
+        return work
 
     def _receive(self, kind: Kind, micro_batch: int) -> list[torch.Tensor]:
         inbox = self._inboxes[kind]
