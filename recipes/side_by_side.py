@@ -569,7 +569,9 @@ def show(console: Console, settings: Settings, rows: Sequence[Row], ratios: Sequ
     console.print(speeds)
     for row in rows:
         if row.failure:
-            console.print(f"{row.contestant.name}, M={row.contestant.micro_batches}: {row.failure}", style="red", markup=False)
+            console.print(
+                f"{row.contestant.name}, M={row.contestant.micro_batches}: {row.failure}", style="red", markup=False
+            )
         for stage, profile in enumerate(row.profiles):
             console.print(f"\n{row.contestant.name}, M={row.contestant.micro_batches}, stage {stage}, last round")
             where = Table("what", "ms a step", "times a step", "ms each", "share", box=box.MARKDOWN)

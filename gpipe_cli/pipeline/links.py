@@ -1,8 +1,8 @@
 """Stages in processes of their own, linked to their neighbours over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
-Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives are
-posted before they are needed, into buffers that live as long as the run (`inbox.py`); sends go straight from the tensor,
-in a thread of their own, while the stage computes on.
+Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives
+are posted before they are needed, into buffers that live as long as the run (`inbox.py`); sends go straight from the
+tensor, in a thread of their own, while the stage computes on.
 """
 
 import datetime
