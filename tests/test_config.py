@@ -46,7 +46,7 @@ def test_defaults_are_the_small_job() -> None:
     config = train()
     assert (config.partitions, config.micro_batches, config.dataset.name) == (2, 4, "digits")
     assert config.partition.balance is None
-    assert config.optimizer.epsilon == 1.0
+    assert config.optimizer.epsilon == 0.1
     assert config.dataset.root is None
 
 

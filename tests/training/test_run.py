@@ -159,7 +159,7 @@ def test_result_json_and_config_of_a_run(distributed: Path) -> None:
     assert result["samples_per_second_kind"] == "measured"
     assert len(result["memory_bytes"]) == 2
     assert min(result["memory_bytes"]) > 2**20
-    assert result["config"]["optimizer"]["epsilon"] == 1.0
+    assert result["config"]["optimizer"]["epsilon"] == 0.1
     assert "partitions: 2\n" in (distributed / "config.yaml").read_text()
     parameters = sum(
         tensor.numel()
