@@ -3,7 +3,7 @@
 
 def count(number: int) -> str:
     """`1.2 M`; small numbers as they are."""
-    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size * 0.99995:
             value = number / size
             return f"{value:.2f} {unit}" if value < 9.995 else f"{value:.1f} {unit}"
