@@ -51,11 +51,11 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
         show = Show(training, text, layout, folder)
     else:
         show = ShowEvaluation(training, checkpoint, folder)
-    with tempfile.TemporaryDirectory(prefix="gpipe_") as meeting, _termination_interrupts():
+    with tempfile.TemporaryDirectory(prefix="gpipe_") as meeting, _interruptible() as interrupt:
         crew = _Crew(training, layout)
         try:
-            crew.start(text, folder, checkpoint, Path(meeting) / "rendezvous")
-            failure = crew.watch(show)
+            crew.start(text, folder, checkpoint, Path(meeting) / "rendezvous", interrupt)
+            failure = crew.watch(show, interrupt)
         except KeyboardInterrupt:
             crew.stop()
             show.finish("interrupted", None)
@@ -89,7 +89,7 @@ class _Crew:
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
 
-    def start(self, text: str, folder: Path, checkpoint: Path | None, meeting: Path) -> None:
+    def start(self, text: str, folder: Path, checkpoint: Path | None, meeting: Path, interrupt: "_Interrupt") -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         config, layout, context = self._config, self._layout, self._context
         outside = torchrun_world()
@@ -104,14 +104,16 @@ class _Crew:
             theirs.close()
             with suppress(OSError):  # it is dead already; `watch` will see that
                 ours.send("begin")
+            interrupt.check()
 
-    def watch(self, show: Any) -> Failure | None:
+    def watch(self, show: Any, interrupt: "_Interrupt") -> Failure | None:
         """Pass on what the workers report until all have ended well (None) or the run has failed."""
         failures: list[Failure] = []
         deadline = float("inf")
         silent = dict(self._connections)
         running = dict(self._processes)
         while running and time.monotonic() < deadline:
+            interrupt.check()
             sentinels = {worker.sentinel: process for process, worker in running.items()}
             ready = wait([*silent.values(), *sentinels], timeout=min(1.0, max(0.0, deadline - time.monotonic())))
             for process, connection in list(silent.items()):
@@ -176,18 +178,31 @@ class _Crew:
         return Failure(process, "killed", f"{who} {how} {doing}{hint}", "", time.time())
 
 
-@contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM (SLURM, torchrun, a sweep) ends a run as Ctrl-C does."""
+class _Interrupt:
+    """Whether the run was asked to end; remembered, because an exception can be lost in the callback of a library."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if the run was asked to end, whatever became of the first one."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Interrupt]:
+    """Ctrl-C and SIGTERM (SLURM, torchrun, a sweep) end a run alike."""
+    interrupt = _Interrupt()
+    before = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        yield
+        yield interrupt
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _signal_name(number: int) -> str:
