@@ -7,14 +7,49 @@ last stage (targets) agree without a message, and a resumed run goes on with exa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from gpipe_cli.data.seeds import seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MiniBatches"]
+__all__ = ["Batches", "Catalogue", "MiniBatches"]
+
+
+@dataclass(frozen=True, eq=False)
+class Catalogue:
+    """What every process of a run must know of a split to agree on its mini-batches: no samples, only how many and how
+    long."""
+
+    samples: int
+    lengths: Tensor | None = None  # int32 (n, d): tokens of each sample along each dimension that varies
+    groups: Tensor | None = None  # int32 (n,): the language of each sample, for temperature sampling
+    fixed_lengths: tuple[int, ...] = ()  # where all samples are alike: the window of a language model
+
+
+class Batches(Protocol):
+    """The mini-batches of a split, epoch by epoch; epochs and positions count from 0."""
+
+    samples: int
+    steps_per_epoch: int
+
+    def indices(self, epoch: int, position: int) -> Tensor:
+        """int64 (size,): the samples of mini-batch `position` of `epoch`, in order."""
+        ...
+
+    def size(self, epoch: int, position: int) -> int:
+        """How many samples the mini-batch has."""
+        ...
+
+    def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
+        """What its samples are padded to along each dimension that varies; () where none does."""
+        ...
+
+    def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
+        """(epoch, position) of every step from the starting point to the end of a run of `epochs` epochs in all."""
+        ...
 
 
 class MiniBatches:
@@ -51,6 +86,10 @@ class MiniBatches:
         assert epoch >= 0, epoch
         assert 0 <= position < self.steps_per_epoch, (position, self.steps_per_epoch)
         return min(self.batch_size, self.samples - position * self.batch_size)
+
+    def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
+        """Images have no length."""
+        return ()
 
     def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
         """(epoch, position) of every step from the starting point to the end of a run of `epochs` epochs in all.

@@ -1,0 +1,110 @@
+"""What text data costs once and is kept for the next process and the next run: vocabularies and encoded corpora.
+
+The paper's corpora were prepared beforehand. Here every process of a run opens the same text; only the first may train
+the vocabulary and encode, the others wait and read. A file's name is a digest of everything its content depends on, so
+nothing is ever out of date; its first bytes are a digest of the content, so a damaged file is noticed and made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["cache_folder", "cached", "cached_tensors", "digest_of"]
+
+_DIGEST_BYTES = 16
+
+
+def cache_folder(setting: str | None) -> Path:
+    """The folder of the cache: dataset.cache, or `$XDG_CACHE_HOME/gpipe`, or `~/.cache/gpipe`. It need not exist.
+
+    Raises ValueError where none is set and the user has no home.
+    """
+    if setting is not None:
+        return Path(setting).expanduser()
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "gpipe"
+    try:
+        return Path.home() / ".cache" / "gpipe"
+    except RuntimeError as error:
+        raise ValueError("dataset.cache=null: this user has no home folder; set dataset.cache to a folder") from error
+
+
+def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) -> str:
+    """32 hexadecimal digits of a purpose, facts (anything JSON can write) and texts, in order."""
+    digest = hashlib.blake2b(json.dumps([purpose, facts], sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
+    for text in texts:
+        content = text if isinstance(text, bytes) else text.encode()
+        digest.update(b"%d " % len(content))  # so that ("ab", "c") is not ("a", "bc")
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
+    """The content of `name` in `folder`; made and stored where it is missing or damaged.
+
+    Several processes may ask at once: one makes it, the others wait. Reading needs no permission to write.
+
+    Raises ValueError where it must be stored and the folder cannot be written, and what `make` raises.
+    """
+    path = folder / name
+    if (content := _read(path)) is not None:
+        return content
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{name}.lock").open("w")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends when the file is closed, by the system if the process dies
+        if (content := _read(path)) is not None:  # another process has made it while this one waited
+            return content
+        content = make()
+        try:
+            _write(path, content)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        return content
+
+
+def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As `cached`, for named tensors."""
+    from safetensors.torch import load, save
+
+    return load(cached(folder, name, lambda: save(make())))
+
+
+def _read(path: Path) -> bytes | None:
+    """The content without its digest; None where there is no such file, or not the one that was written."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    expected, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    return content if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() == expected else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Written beside and renamed: nobody ever sees half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest())
+            file.write(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"dataset.cache={folder}: cannot be written ({error.strerror or error}); set dataset.cache to a folder that can"
+    )

@@ -1,0 +1,113 @@
+"""Text to read: the documents of a training and a test text for a language model (paper, Section 2.2, Table 1).
+
+The paper's Transformer-L is measured without a named text; Lingvo's GPipe language model reads the billion-word
+benchmark. Two sources stand in for it: what every Python carries with it, so that a first run needs no download, and
+anybody's own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["read_python_docs", "read_text_files"]
+
+_SECTION_CHARACTERS = 2000
+_TEST_EVERY = 10
+
+Documents = tuple[str, ...]
+
+
+def read_python_docs() -> tuple[Documents, Documents]:
+    """The language reference that Python's `help()` shows: about 370,000 characters, and not the same in each version.
+
+    The topics overlap: "compound statements" contains "function definitions". So a paragraph that has appeared before
+    is left out; otherwise the test text would be in the training text. What is left of a topic is cut into sections of
+    about 2,000 characters, at paragraphs; every tenth section is test text. The split is fixed, whatever the seed.
+
+    Raises ValueError where Python was installed without them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError(
+            "dataset=python_docs: this Python was installed without its help topics (pydoc_data); use another Python, "
+            "or dataset=text_files"
+        ) from error
+    return split_sections(topics[name] for name in sorted(topics))
+
+
+def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
+    """Leave out repeated paragraphs (white space aside), cut into sections, and give every tenth to the test text."""
+    seen: set[str] = set()
+    sections: list[str] = []
+    for document in documents:
+        paragraphs: list[str] = []
+        for paragraph in document.split("\n\n"):
+            words = " ".join(paragraph.split())
+            if not words or words in seen:
+                continue
+            seen.add(words)
+            paragraphs.append(paragraph)
+            if sum(map(len, paragraphs)) >= _SECTION_CHARACTERS:
+                sections.append("\n\n".join(paragraphs))
+                paragraphs = []
+        if paragraphs:
+            sections.append("\n\n".join(paragraphs))
+    test = sections[_TEST_EVERY - 1 :: _TEST_EVERY]
+    train = [section for number, section in enumerate(sections) if number % _TEST_EVERY != _TEST_EVERY - 1]
+    return tuple(train), tuple(test)
+
+
+def read_text_files(root: Path) -> tuple[Documents, Documents]:
+    """Every *.txt below root/train and root/test; where root has neither folder, every *.txt below root, of which the
+    last tenth is test text, from the next line on. Each file is a document; order is by path; UTF-8.
+
+    Raises ValueError for a folder that is missing or holds no text, and for a file that is not UTF-8.
+    """
+    if not root.is_dir():
+        raise ValueError(f"dataset.root={root}: no such folder; set dataset.root to a folder with *.txt files")
+    train_folder, test_folder = root / "train", root / "test"
+    if train_folder.is_dir() or test_folder.is_dir():
+        for folder in (train_folder, test_folder):
+            if not folder.is_dir():
+                raise ValueError(
+                    f"dataset.root={root}: no folder '{folder}'; give both 'train' and 'test', or put the *.txt files "
+                    "into the root itself and the last tenth of each becomes the test text"
+                )
+        return _read_folder(root, train_folder), _read_folder(root, test_folder)
+    halves = [_cut_last_tenth(text) for text in _read_folder(root, root)]
+    train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*halves, strict=True))
+    if not test:
+        raise ValueError(f"dataset.root={root}: too little text for a test text of its own; add text, or 'test/*.txt'")
+    return train, test
+
+
+def _read_folder(root: Path, folder: Path) -> Documents:
+    """The texts of all files that hold more than white space."""
+    paths = sorted(path for path in folder.rglob("*.txt") if path.is_file())
+    texts = tuple(text for text in map(_read_file, paths) if text.strip())
+    if not texts:
+        found = f"{len(paths)} *.txt files without text" if paths else "no *.txt file"
+        raise ValueError(f"dataset.root={root}: an empty corpus, '{folder}' holds {found}; add text")
+    return texts
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text file '{path}': not UTF-8 at byte {error.start} ({error.reason}); convert it to UTF-8"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"text file '{path}': cannot be read ({error.strerror}); replace or delete it") from error
+
+
+def _cut_last_tenth(text: str) -> tuple[str, str]:
+    """Cut after the first line that ends in the last tenth, or within a line where none does."""
+    position = len(text) * (_TEST_EVERY - 1) // _TEST_EVERY
+    line_end = text.rstrip().find("\n", position)
+    if line_end >= 0:
+        position = line_end + 1
+    return text[:position], text[position:]

@@ -1,0 +1,151 @@
+"""Sentence pairs as text: what a reader of parallel text hands over (paper, Section 5).
+
+The pairs of all languages are in one list with the number of their language pair beside them, because one model is
+trained on all of them and languages are drawn with a temperature.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_cli.data.ragged import Ragged
+from gpipe_cli.data.seeds import seed_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Pairs", "read_parallel_text", "target_language"]
+
+_TEST_ONE_IN = 20
+_LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """One split. sources, references: texts. groups: int32 (n,), numbers of `languages`, which are names such as
+    `de-en`, the same for both splits. file, lines: where each pair was read; None where not from a file."""
+
+    sources: Ragged
+    references: Ragged
+    groups: Tensor
+    languages: tuple[str, ...]
+    file: Path | None = None
+    lines: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def where(self, index: int) -> str:
+        """A pair's origin, for a message."""
+        if self.file is not None and self.lines is not None:
+            return f"'{self.file}' line {int(self.lines[index])}"
+        return f"'{self.sources.text(index)}' ({self.languages[int(self.groups[index])]})"
+
+    def chosen(self, indices: Tensor) -> Pairs:
+        """The pairs `indices` (int64), in that order."""
+        return Pairs(
+            self.sources.chosen(indices),
+            self.references.chosen(indices),
+            self.groups[indices],
+            self.languages,
+            self.file,
+            None if self.lines is None else self.lines[indices],
+        )
+
+
+def target_language(languages: str) -> str:
+    """`en` of `de-en`."""
+    return languages.rpartition("-")[2]
+
+
+def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
+    """Lines `source TAB target TAB languages` (such as `de-en`), UTF-8, without a heading; empty lines are skipped.
+
+    root: a folder with train.tsv and test.tsv, or one file: then a line is test text where a hash of its target says
+    so, about 1 in 20, so that no target is in both splits.
+
+    Raises ValueError for files that are missing, empty or not UTF-8, and for a line of another form, with its number.
+    """
+    if root.is_dir():
+        files = [root / "train.tsv", root / "test.tsv"]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"dataset.root={root}: no file '{file}'; expected train.tsv and test.tsv, or one file")
+        rows = [(file, _read_rows(file)) for file in files]
+    elif root.is_file():
+        both: tuple[list[_Row], list[_Row]] = ([], [])
+        for row in _read_rows(root):
+            both[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
+        for split, part in zip(("training", "test"), both, strict=True):
+            if not part:
+                raise ValueError(
+                    f"dataset.root={root}: 1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no "
+                    f"{split} line is left; add lines, or use a folder with train.tsv and test.tsv"
+                )
+        rows = [(root, part) for part in both]
+    else:
+        raise ValueError(
+            f"dataset.root={root}: no such file or folder; set it to a *.tsv file, or a folder with train.tsv and "
+            "test.tsv"
+        )
+    languages = tuple(sorted({row.languages for _, part in rows for row in part}))
+    train, test = (_gather(file, part, languages) for file, part in rows)
+    return train, test
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    line: int  # from 1
+    source: str
+    target: str
+    languages: str
+
+
+def _read_rows(file: Path) -> list[_Row]:
+    """The lines of a file that are not empty, at least one."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"text file '{file}': cannot be read ({error.strerror}); replace it") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"text file '{file}': line {line} is not UTF-8 ({error.reason}); convert it") from error
+    # Not splitlines(): U+2028 and its like may be part of a sentence.
+    rows = [_read_row(file, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
+    return rows
+
+
+def _read_row(file: Path, number: int, line: str) -> _Row:
+    fields = [field.strip() for field in line.split("\t")]
+    if len(fields) != 3:
+        raise ValueError(
+            f"text file '{file}' line {number}: has {len(fields)} columns; must have 3, separated by tabs: source, "
+            "target and languages (such as de-en)"
+        )
+    for name, field in zip(("source", "target", "languages"), fields, strict=True):
+        if not field:
+            raise ValueError(f"text file '{file}' line {number}: the {name} is empty; fill it in or delete the line")
+    if not _LANGUAGES.fullmatch(fields[2]):
+        raise ValueError(f"text file '{file}' line {number}: languages '{fields[2]}' must be of the form de-en")
+    return _Row(number, *fields)
+
+
+def _gather(file: Path, rows: list[_Row], languages: tuple[str, ...]) -> Pairs:
+    import torch
+
+    numbers = {name: number for number, name in enumerate(languages)}
+    return Pairs(
+        Ragged.of_texts(row.source for row in rows),
+        Ragged.of_texts(row.target for row in rows),
+        torch.tensor([numbers[row.languages] for row in rows], dtype=torch.int32),
+        languages,
+        file,
+        torch.tensor([row.line for row in rows], dtype=torch.int32),
+    )

@@ -1,0 +1,176 @@
+"""Sentence pairs for a translation model (paper, Section 5): tokens for the encoder, the decoder and the loss.
+
+One vocabulary serves all languages and both sides. The first token of a source names the language to translate into,
+as the group's multilingual papers do it; the GPipe paper itself does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_cli.data.batches import Catalogue
+from gpipe_cli.data.cache import cached_tensors, digest_of
+from gpipe_cli.data.pairs import Pairs, target_language
+from gpipe_cli.data.ragged import Ragged
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, train_vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["PairSplit", "open_pairs"]
+
+
+@dataclass(frozen=True, eq=False)
+class PairSplit:
+    """The training or the test pairs; the epoch changes nothing.
+
+    sources: [target language] + pieces + [end]. answers: pieces + [end]; the decoder sees [begin] + pieces.
+    dropped: how many pairs were left out because they are too long for the model.
+    """
+
+    pairs: Pairs
+    sources: Ragged
+    answers: Ragged
+    vocabulary: Vocabulary
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Names of the language pairs, such as `de-en`; `catalogue.groups` are their numbers."""
+        return self.pairs.languages
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids are 0 .. vocabulary_size - 1."""
+        return self.vocabulary.size
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """How many pairs there are, their lengths (source, target) and languages."""
+        import torch
+
+        lengths = torch.stack([self.sources.lengths, self.answers.lengths], dim=1).to(torch.int32)
+        return Catalogue(len(self), lengths=lengths, groups=self.pairs.groups)
+
+    def inputs(self, keys: Sequence[tuple[int, int]], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Two int64: sources (n, S) and targets so far (n, T) of the pairs `keys`, each (epoch, index)."""
+        import torch
+
+        indices = torch.tensor([index for _, index in keys])
+        answers = self.answers.padded(indices, lengths[1], PAD)
+        so_far = torch.cat([torch.full((len(keys), 1), BEGIN), answers[:, :-1]], dim=1)
+        # The end is there to be predicted; nothing comes after it. No text encodes to its id.
+        return self.sources.padded(indices, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
+
+    def targets(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """int64 (n, T): the token after each of the targets so far."""
+        return self.answers.padded(indices, lengths[1], IGNORED)
+
+    def texts(self, index: int) -> tuple[str, str]:
+        """(source, reference) of a pair."""
+        return self.pairs.sources.text(index), self.pairs.references.text(index)
+
+    def predicted(self) -> Tensor:
+        """int64 (tokens,): all targets that count, in order."""
+        return self.answers.values.long()
+
+
+def open_pairs(
+    train: Pairs, test: Pairs, *, length: int, vocabulary: int, drop_long: bool, cache: Path
+) -> tuple[PairSplit, PairSplit]:
+    """Learn `vocabulary` ids from both sides of the training pairs, and encode both splits; kept in `cache`.
+
+    length: the most tokens of a source or a target that the model takes, special ones included. drop_long: leave longer
+    pairs out of their split and count them, instead of refusing them.
+
+    Raises ValueError for a vocabulary that the text does not support, and for a pair that is too long.
+    """
+    symbols = [f"<2{code}>" for code in sorted({target_language(pair) for pair in train.languages})]
+    # Every text once: in a corpus with many languages the same English sentence comes back for each.
+    texts = dict.fromkeys([*train.sources.texts(), *train.references.texts()])
+    pieces = train_vocabulary(texts, vocabulary, symbols=symbols, word_prefix=True, cache=cache)
+    whole = {"train": train, "test": test}
+    name = digest_of("pairs", train.languages, [pieces.model, *_content(train), *_content(test)])
+    tensors = cached_tensors(
+        cache,
+        f"pairs-{name}",
+        lambda: {key: part for split, pairs in whole.items() for key, part in _encode(split, pairs, pieces).items()},
+    )
+    splits = []
+    for split, pairs in whole.items():
+        sources, answers = (
+            Ragged(tensors[f"{split}.{side}"], tensors[f"{split}.{side}.ends"]) for side in ("sources", "answers")
+        )
+        splits.append(PairSplit(pairs, sources, answers, pieces))
+    if not drop_long:
+        _check_lengths(splits, length)
+    shortened = [_without_long(split, length) for split in splits]
+    for key, kept in zip(whole, shortened, strict=True):
+        if len(kept) == 0:
+            raise ValueError(
+                f"model.length={length}: every {key} pair is longer; use a larger model.length, or shorter sentences"
+            )
+    return shortened[0], shortened[1]
+
+
+def _content(pairs: Pairs) -> list[bytes]:
+    """All that the tokens are made from."""
+    parts = (pairs.sources.values, pairs.sources.ends, pairs.references.values, pairs.references.ends, pairs.groups)
+    return [part.numpy().tobytes() for part in parts]
+
+
+def _encode(split: str, pairs: Pairs, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """Tokens of both sides, named for the cache."""
+    into = [vocabulary.symbol(f"<2{target_language(name)}>") for name in pairs.languages]
+    sources = [
+        [into[group], *ids, END]
+        for group, ids in zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources.texts()), strict=True)
+    ]
+    answers = [[*ids, END] for ids in vocabulary.encode(pairs.references.texts())]
+    tensors = {}
+    for side, sequences in (("sources", sources), ("answers", answers)):
+        ragged = Ragged.of_tokens(sequences)
+        tensors[f"{split}.{side}"], tensors[f"{split}.{side}.ends"] = ragged.values, ragged.ends
+    return tensors
+
+
+def _check_lengths(splits: list[PairSplit], length: int) -> None:
+    """ValueError that names the longest pair of all where it is too long."""
+    longest, split, index = max(
+        ((int(longer.max()), split, int(longer.argmax())) for split in splits for longer in [_longer(split)]),
+        key=lambda found: found[0],
+    )
+    if longest > length:
+        many = sum(int((_longer(split) > length).sum()) for split in splits)
+        raise ValueError(
+            f"model.length={length}: {split.pairs.where(index)} has {longest} tokens, and {many} pairs are too long; "
+            f"use model.length={longest} or more, or dataset.drop_long=true"
+        )
+
+
+def _without_long(split: PairSplit, length: int) -> PairSplit:
+    fits = _longer(split) <= length
+    kept = fits.nonzero().flatten()
+    if len(kept) == len(split):
+        return split
+    return PairSplit(
+        split.pairs.chosen(kept),
+        split.sources.chosen(kept),
+        split.answers.chosen(kept),
+        split.vocabulary,
+        dropped=len(split) - len(kept),
+    )
+
+
+def _longer(split: PairSplit) -> Tensor:
+    """int64 (n,): the larger of source's and target's length, special tokens included."""
+    import torch
+
+    return torch.maximum(split.sources.lengths, split.answers.lengths)

@@ -1,0 +1,143 @@
+"""Subwords: text to token ids and back (the paper's 32k vocabulary of Table 1, 64k of Section 5).
+
+The group's papers name SentencePiece. The vocabulary is learned here from the training text, once, because its size is
+part of the model: the embedding and the softmax have a row for each piece.
+
+* ids 0 to 3 are padding, begin, end and unknown; symbols such as `<2en>` follow; then 256 bytes, then the pieces.
+* Byte pieces cost 256 ids and make unknown tokens impossible: with some 300 languages, some character is always new,
+  and a perplexity that counts unknown tokens compares with nothing.
+* Text is not normalized, so that decoding gives back what was encoded, letter for letter (U+2581 alone, SentencePiece's
+  own mark of a space, comes back as a space).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.data.cache import cached, digest_of
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+__all__ = ["BEGIN", "END", "IGNORED", "PAD", "UNKNOWN", "Vocabulary", "train_vocabulary"]
+
+PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
+IGNORED = -100
+"""In targets: nothing to predict here. The number is the default of torch's cross-entropy."""
+
+_BYTES = 256
+_MOST_LINES = 1_000_000  # more teach the pieces nothing new; evenly spaced ones are used
+_MOST_CHARACTERS = 1000  # SentencePiece silently leaves out what is longer than 4192 bytes
+
+
+class Vocabulary:
+    """Pieces with their ids. Pickles as the stored model, so that loading processes can have one."""
+
+    def __init__(self, model: bytes) -> None:
+        self.model = model
+
+    @cached_property
+    def _processor(self) -> SentencePieceProcessor:
+        from sentencepiece import SentencePieceProcessor
+
+        return SentencePieceProcessor(model_proto=self.model)
+
+    @property
+    def size(self) -> int:
+        """How many ids there are; ids are 0 .. size - 1."""
+        return int(self._processor.vocab_size())
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without begin or end; a symbol is never made out of text."""
+        # One thread: every process of a run may be doing this.
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; padding, begin, end and symbols have none."""
+        return str(self._processor.decode(list(ids)))
+
+    def symbol(self, name: str) -> int:
+        """The id of one of the symbols it was trained with."""
+        number = int(self._processor.piece_to_id(name))
+        assert number != UNKNOWN, name
+        return number
+
+    def __reduce__(self) -> tuple[type[Vocabulary], tuple[bytes]]:
+        return Vocabulary, (self.model,)
+
+
+def train_vocabulary(
+    texts: Iterable[str], size: int, *, symbols: Sequence[str] = (), word_prefix: bool, cache: Path
+) -> Vocabulary:
+    """Learn `size` ids from texts (lines or sentences) with SentencePiece's unigram model; kept in `cache`.
+
+    symbols: ids of their own that no text produces. word_prefix: a space is put before each text, so that its first
+    word is the same piece as in the middle; wrong for lines of a longer text, whose spaces are to be predicted.
+    The same arguments give the same vocabulary, byte for byte.
+
+    Raises ValueError for a size that the texts do not support, and where the cache cannot be written.
+    """
+    import sentencepiece
+
+    lines = [
+        text[start : start + _MOST_CHARACTERS] for text in texts for start in range(0, len(text), _MOST_CHARACTERS)
+    ]
+    lines = lines[:: -(-len(lines) // _MOST_LINES) or 1]
+    options: dict[str, Any] = {
+        "vocab_size": size,
+        "model_type": "unigram",
+        "pad_id": PAD,
+        "bos_id": BEGIN,
+        "eos_id": END,
+        "unk_id": UNKNOWN,
+        "unk_surface": "\N{REPLACEMENT CHARACTER}",
+        "control_symbols": list(symbols),
+        "byte_fallback": True,
+        "character_coverage": 0.9995,  # SentencePiece's default; rarer characters are spelled in bytes
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,  # indentation
+        "add_dummy_prefix": word_prefix,
+    }
+    least = UNKNOWN + 1 + len(symbols) + _BYTES + 1
+    if size < least:
+        raise ValueError(
+            f"dataset.vocabulary={size}: bytes and symbols alone take {least - 1} ids; use "
+            f"dataset.vocabulary={least} or more"
+        )
+    name = digest_of("vocabulary", [sentencepiece.__version__, options], lines)
+    return Vocabulary(cached(cache, f"vocabulary-{name}", lambda: _train(lines, options)))
+
+
+def _train(lines: list[str], options: dict[str, Any]) -> bytes:
+    """SentencePiece's model file; its complaints about the size become ours."""
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            num_threads=1,  # float sums of several threads come in any order
+            minloglevel=2,  # it tells its progress on stderr
+            **options,
+        )
+    except RuntimeError as error:
+        reason, size = " ".join(str(error).split()), options["vocab_size"]
+        if found := re.search(r"too high.*<= *(\d+)", reason):
+            raise ValueError(
+                f"dataset.vocabulary={size}: the corpus supports at most {found[1]}; use "
+                f"dataset.vocabulary={found[1]} or less"
+            ) from error
+        if found := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", reason):
+            raise ValueError(
+                f"dataset.vocabulary={size}: the corpus needs at least {found[1]}, one for each of its characters; use "
+                f"dataset.vocabulary={found[1]} or more"
+            ) from error
+        raise ValueError(f"dataset.vocabulary={size}: SentencePiece cannot learn it ({reason})") from error
+    return model.getvalue()

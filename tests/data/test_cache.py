@@ -1,0 +1,120 @@
+"""The cache: made once, whoever asks; noticed when damaged; never half a file."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_cli.data.cache import cache_folder, cached, cached_tensors, digest_of
+
+
+def refuse() -> bytes:
+    raise AssertionError("made a second time")
+
+
+def test_made_once_and_read_afterwards(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "cache"
+    assert cached(folder, "a", lambda: b"content") == b"content"
+    assert cached(folder, "a", refuse) == b"content"
+    assert cached(folder, "b", lambda: b"") == b""
+    assert cached(folder, "b", refuse) == b""
+    assert sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
+    cached(tmp_path, "a", lambda: b"0123456789" * 10)
+    stored = bytearray((tmp_path / "a").read_bytes())
+    match damage:
+        case "truncate":
+            stored = stored[:-7]
+        case "flip":
+            stored[40] ^= 1
+        case "empty":
+            stored = bytearray()
+    (tmp_path / "a").write_bytes(stored)
+    assert cached(tmp_path, "a", lambda: b"new") == b"new"
+    assert cached(tmp_path, "a", refuse) == b"new"
+
+
+def test_failing_to_make_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> bytes:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        cached(tmp_path, "a", fail)
+    assert not (tmp_path / "a").exists()
+    assert cached(tmp_path, "a", lambda: b"yes") == b"yes"
+
+
+def test_tensors_come_back(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(5, dtype=torch.int32), "b": torch.empty(0, dtype=torch.int64)}
+    for _ in range(2):
+        found = cached_tensors(tmp_path, "t", lambda: tensors)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+        assert found["a"].dtype == torch.int32
+
+
+def test_several_processes_make_it_once(tmp_path: Path) -> None:
+    """Each process appends a line where it makes the content; all get the first one's."""
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom gpipe_cli.data.cache import cached\n"
+        "folder = Path(sys.argv[1])\n"
+        "def make():\n"
+        "    with (folder / 'made').open('a') as file: file.write(f'{os.getpid()}\\n')\n"
+        "    time.sleep(0.3)\n"
+        "    return str(os.getpid()).encode()\n"
+        "print(cached(folder / 'cache', 'a', make).decode())\n"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    told = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert told == {(tmp_path / "made").read_text().strip()}
+
+
+def test_files_are_for_everyone_that_the_umask_lets_read(tmp_path: Path) -> None:
+    """A team shares a cache folder."""
+    old = os.umask(0o022)
+    try:
+        cached(tmp_path, "a", lambda: b"content")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^dataset\.cache=[^\n]*/file/cache: cannot be written [^\n]*dataset\.cache"):
+        cached(tmp_path / "file" / "cache", "a", lambda: b"content")
+
+
+def test_folder_by_setting_then_environment_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(str(tmp_path / "own")) == tmp_path / "own"
+    assert cache_folder("~/own") == tmp_path / "home" / "own"
+    assert cache_folder(None) == tmp_path / "xdg" / "gpipe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder(None) == tmp_path / "home" / ".cache" / "gpipe"
+
+
+def test_digest_depends_on_everything_and_on_nothing_else() -> None:
+    digests = {
+        digest_of("a", [1], ["ab", "c"]),
+        digest_of("a", [1], ["a", "bc"]),
+        digest_of("a", [1], ["abc"]),
+        digest_of("a", [2], ["ab", "c"]),
+        digest_of("b", [1], ["ab", "c"]),
+        digest_of("a", [1], ["c", "ab"]),
+    }
+    assert len(digests) == 6
+    assert digest_of("a", {"x": 1, "y": 2}, ["é"]) == digest_of("a", {"y": 2, "x": 1}, ["é".encode()])

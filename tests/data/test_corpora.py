@@ -1,0 +1,105 @@
+"""Documents to read: how they are cut into training and test text, and what a user can get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.data.corpora import read_python_docs, read_text_files, split_sections
+
+
+def write(path: Path, text: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+# --- python_docs
+
+
+def test_python_docs_are_split_in_ten_and_share_no_paragraph() -> None:
+    train, test = read_python_docs()
+    sizes = [sum(map(len, texts)) for texts in (train, test)]
+    assert sum(sizes) > 200_000
+    assert 0.07 < sizes[1] / sum(sizes) < 0.13
+
+    def paragraphs(texts: tuple[str, ...]) -> list[str]:
+        return [" ".join(part.split()) for text in texts for part in text.split("\n\n")]
+
+    both = paragraphs(train) + paragraphs(test)
+    assert len(both) == len(set(both))
+    assert (train, test) == read_python_docs()
+
+
+def test_python_docs_lose_repeated_paragraphs_only() -> None:
+    from pydoc_data.topics import topics
+
+    everything = {" ".join(part.split()) for topic in topics.values() for part in topic.split("\n\n")} - {""}
+    kept = {" ".join(part.split()) for texts in read_python_docs() for text in texts for part in text.split("\n\n")}
+    assert kept == everything
+
+
+def test_sections_end_at_paragraphs_and_every_tenth_is_for_the_test() -> None:
+    paragraphs = [f"{number:03d} " + "x" * 996 for number in range(40)]
+    train, test = split_sections(["\n\n".join(paragraphs[:25]), "\n\n".join([*paragraphs[20:], "the end"])])
+    sections = [*train[:9], test[0], *train[9:18], test[1], *train[18:]]
+    # Two paragraphs of 1,000 characters make a section; the 25th is alone, as its document ends; then 25 to 39 and the
+    # end: 7 more, and a last one of an odd paragraph and the end.
+    assert [section.split("\n\n")[0][:3] for section in sections[:13]] == [f"{n:03d}" for n in range(0, 25, 2)]
+    assert "\n\n".join(sections) == "\n\n".join([*paragraphs, "the end"])
+    assert len(sections) == 13 + 8
+    assert len(test) == 2
+
+
+def test_paragraphs_that_differ_in_white_space_only_are_the_same() -> None:
+    train, test = split_sections(["one two\n\n   one\n   two\n\n\n\n\nthree", "one  two"])
+    assert (train, test) == (("one two\n\n\nthree",), ())
+
+
+# --- text_files
+
+
+def test_train_and_test_folders(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "b.txt", "bé\r\nb")
+    write(tmp_path / "train" / "a" / "x.txt", b"\xef\xbb\xbfax")
+    write(tmp_path / "train" / "notes.md", "no text")
+    write(tmp_path / "train" / "empty.txt", " \n")
+    write(tmp_path / "test" / "t.txt", "t")
+    write(tmp_path / "outside.txt", "neither")
+    assert read_text_files(tmp_path) == (("ax", "bé\nb"), ("t",))
+
+
+def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
+    lines = [f"line {number:02d}\n" for number in range(100)]  # 8 characters each; 90 % are the first 90 lines
+    write(tmp_path / "a.txt", "".join(lines))
+    write(tmp_path / "deep" / "b.txt", "0123456789" * 3)
+    train, test = read_text_files(tmp_path)
+    assert train == ("".join(lines[:91]), "0123456789" * 2 + "0123456")
+    assert test == ("".join(lines[91:]), "789")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"dataset\.root=\S+: an empty corpus, '\S+' holds no \*\.txt file; add text"),
+        ({"a.md": "text"}, r"dataset\.root=\S+: an empty corpus, .*"),
+        (
+            {"a.txt": "", "b.txt": "\n \n"},
+            r"dataset\.root=\S+: an empty corpus, '\S+' holds 2 \*\.txt files without .*",
+        ),
+        ({"train/a.txt": "text"}, r"dataset\.root=\S+: no folder '\S+/test'; .*"),
+        ({"test/a.txt": "text"}, r"dataset\.root=\S+: no folder '\S+/train'; .*"),
+        ({"train/a.txt": "text", "test/b.txt": ""}, r"dataset\.root=\S+: an empty corpus, '\S+/test' holds 1 .*"),
+        ({"a.txt": b"good\xff"}, r"text file '\S+/a\.txt': not UTF-8 at byte 4 \(.*\); convert it to UTF-8"),
+    ],
+)
+def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        read_text_files(tmp_path)
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^dataset\.root=\S+/none: no such folder; [^\n]*$"):
+        read_text_files(tmp_path / "none")

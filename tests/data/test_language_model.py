@@ -1,0 +1,89 @@
+"""Windows of a text: every token predicted once, from the token before it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_cli.data.language_model import TextSplit, open_documents
+from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary
+
+DOCUMENTS = [f"def {name}():\n    return {number}\n" for number in range(30) for name in ("north", "south", "sea")]
+NO_VOCABULARY = Vocabulary(b"")
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9, 10, 50])
+def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length: int) -> None:
+    stream = torch.arange(100, 111, dtype=torch.int32)  # 10 tokens to predict
+    split = TextSplit(stream, length, NO_VOCABULARY)
+    assert len(split) == split.catalogue.samples == -(-10 // length)
+    assert split.catalogue.fixed_lengths == (length,)
+    indices = torch.arange(len(split))
+    (inputs,) = split.inputs([(7, index) for index in indices.tolist()], (length,))
+    targets = split.targets(indices, (length,))
+    assert inputs.shape == targets.shape == (len(split), length)
+    assert inputs.dtype == targets.dtype == torch.int64
+    real = targets != IGNORED
+    assert targets[real].tolist() == list(range(101, 111))
+    assert torch.equal(inputs[real], targets[real] - 1)
+    assert (inputs[~real] == PAD).all()
+    assert torch.equal(split.predicted(), targets[real])
+
+
+def test_windows_in_any_order() -> None:
+    split = TextSplit(torch.arange(50, dtype=torch.int32), 4, NO_VOCABULARY)
+    assert split.inputs([(0, 3), (5, 0)], (4,))[0].tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
+    assert split.targets(torch.tensor([3, 0, 12]), (4,)).tolist() == [
+        [13, 14, 15, 16],
+        [1, 2, 3, 4],
+        [49, *[IGNORED] * 3],
+    ]
+
+
+def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
+    train, test = open_documents(DOCUMENTS, DOCUMENTS[:2], length=8, vocabulary=285, cache=tmp_path)
+    assert train.vocabulary_size == 285
+    tokens = train.tokens.tolist()
+    assert tokens.count(END) == len(DOCUMENTS)
+    assert tokens[-1] == END
+    found, document = [], []
+    for token in tokens:
+        if token == END:
+            found.append(train.vocabulary.decode(document))
+            document = []
+        else:
+            document.append(token)
+    assert found == DOCUMENTS
+    assert torch.equal(test.tokens, train.tokens[: len(test.tokens)])
+
+
+def test_a_second_time_reads_the_cache_and_another_text_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = open_documents(DOCUMENTS, ["sea"] * 9, length=8, vocabulary=285, cache=tmp_path)
+    monkeypatch.setattr("gpipe_cli.data.language_model._encode", None)  # calling it would fail
+    again, _ = open_documents(DOCUMENTS, ["sea"] * 9, length=4, vocabulary=285, cache=tmp_path)
+    assert torch.equal(again.tokens, first.tokens)
+    with pytest.raises(TypeError):
+        open_documents(DOCUMENTS, ["sea"] * 8, length=8, vocabulary=285, cache=tmp_path)
+
+
+def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
+        open_documents(DOCUMENTS, ["north sea"], length=100, vocabulary=285, cache=tmp_path)
+    most = int(str(error.value).partition("use model.length=")[2].split()[0])
+    _, test = open_documents(DOCUMENTS, ["north sea"], length=most, vocabulary=285, cache=tmp_path)
+    assert len(test) == 1
+    assert (test.targets(torch.tensor([0]), (most,)) != IGNORED).all()
+    with pytest.raises(ValueError, match=rf"^model\.length={most + 1}: "):
+        open_documents(DOCUMENTS, ["north sea"], length=most + 1, vocabulary=285, cache=tmp_path)
+
+
+def test_a_split_travels_to_a_loading_process(tmp_path: Path) -> None:
+    train, _ = open_documents(DOCUMENTS, DOCUMENTS, length=8, vocabulary=285, cache=tmp_path)
+    copy = pickle.loads(pickle.dumps(train))
+    assert torch.equal(copy.inputs([(0, 2)], (8,))[0], train.inputs([(0, 2)], (8,))[0])
+    assert copy.vocabulary_size == 285

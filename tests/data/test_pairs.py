@@ -1,0 +1,76 @@
+"""Parallel text from files: what is read, how one file is split, and what a user can get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_cli.data.pairs import Pairs, read_parallel_text, target_language
+
+
+def rows_of(pairs: Pairs) -> list[tuple[str, str, str]]:
+    names = [pairs.languages[group] for group in pairs.groups.tolist()]
+    return list(zip(pairs.sources.texts(), pairs.references.texts(), names, strict=True))
+
+
+def test_a_folder_with_both_files(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_bytes("\ufeffHallo Welt\thello world\tde-en\r\n\n ¿Qué? \twhat?\tes-en".encode())
+    (tmp_path / "test.tsv").write_bytes("eins\N{LINE SEPARATOR}zwei\tone two\tde-en\nun\tuno\tfr-sr_Latn\n".encode())
+    train, test = read_parallel_text(tmp_path)
+    assert rows_of(train) == [("Hallo Welt", "hello world", "de-en"), ("¿Qué?", "what?", "es-en")]
+    assert rows_of(test) == [("eins\N{LINE SEPARATOR}zwei", "one two", "de-en"), ("un", "uno", "fr-sr_Latn")]
+    assert train.languages == test.languages == ("de-en", "es-en", "fr-sr_Latn")
+    assert train.groups.dtype == torch.int32
+    assert train.where(1) == f"'{tmp_path / 'train.tsv'}' line 3"
+    assert rows_of(train.chosen(torch.tensor([1]))) == rows_of(train)[1:]
+    assert train.chosen(torch.tensor([1])).where(0) == train.where(1)
+
+
+def test_one_file_is_split_by_target(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.tsv"
+    lines = [f"Quelle {number}\ttarget {number // 4}\tde-en" for number in range(4000)]
+    file.write_text("\n".join(lines))
+    train, test = read_parallel_text(file)
+    assert sorted(rows_of(train) + rows_of(test)) == sorted(tuple(line.split("\t")) for line in lines)
+    assert 130 < len(test) < 280
+    assert not set(train.references.texts()) & set(test.references.texts())
+    assert test.where(0).endswith(f"line {int(test.sources.text(0).split()[1]) + 1}")
+    # Other lines around it do not move a line to the other split.
+    file.write_text("\n".join(lines[2000:]))
+    fewer = read_parallel_text(file)[1]
+    assert rows_of(fewer) == [row for row in rows_of(test) if int(row[0].split()[1]) >= 2000]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a\tb\tde-en\na\tb\n", r"text file '\S+' line 2: has 2 columns; must have 3, .*"),
+        ("a\tb\tde-en\tmore\n", r"text file '\S+' line 1: has 4 columns; .*"),
+        ("\na\t \tde-en\n", r"text file '\S+' line 2: the target is empty; .*"),
+        ("\ta\tde-en\n", r"text file '\S+' line 1: the source is empty; .*"),
+        ("a\tb\tde>en", r"text file '\S+' line 1: languages 'de>en' must be of the form de-en"),
+        ("a\tb\tde-", r"text file '\S+' line 1: languages 'de-' must be .*"),
+        (" \n\n", r"text file '\S+': an empty corpus; .*"),
+        (b"a\tb\tde-en\n\xe4\tb\tde-en\n", r"text file '\S+': line 2 is not UTF-8 \(.*\); convert it"),
+        ("a\tb\tde-en", r"dataset\.root=\S+: 1 line in 20 is test text, .* no test line is left; .*"),
+    ],
+)
+def test_one_line_about_what_is_wrong(tmp_path: Path, content: str | bytes, message: str) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        read_parallel_text(file)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^dataset\.root=\S+/none: no such file or folder; [^\n]*$"):
+        read_parallel_text(tmp_path / "none")
+    (tmp_path / "train.tsv").write_text("a\tb\tde-en")
+    with pytest.raises(ValueError, match=r"^dataset\.root=\S+: no file '\S+/test\.tsv'; [^\n]*$"):
+        read_parallel_text(tmp_path)
+
+
+def test_target_language() -> None:
+    assert [target_language(name) for name in ("de-en", "en-sr_Latn")] == ["en", "sr_Latn"]

@@ -1,0 +1,136 @@
+"""Pairs for a translation model: what encoder, decoder and loss get, token by token."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.data.pairs import Pairs, read_parallel_text
+from gpipe_cli.data.translation import PairSplit, open_pairs
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD
+
+NUMBERS = {
+    "de": ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht"],
+    "fr": ["un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit"],
+    "en": ["one", "two", "three", "four", "five", "six", "seven", "eight"],
+}
+
+
+def pairs_of(folder: Path) -> tuple[Pairs, Pairs]:
+    """All pairs of two numbers, German to English and English to French; the last four are the test."""
+    lines = []
+    for source, target in (("de", "en"), ("en", "fr")):
+        for first in range(8):
+            for second in range(8):
+                sides = [f"{NUMBERS[code][first]} {NUMBERS[code][second]}" for code in (source, target)]
+                lines.append("\t".join([*sides, f"{source}-{target}"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.tsv").write_text("\n".join(lines[:-4]))
+    (folder / "test.tsv").write_text("\n".join(lines[-4:]))
+    return read_parallel_text(folder)
+
+
+def open_tiny(folder: Path, **settings: Any) -> tuple[PairSplit, PairSplit]:
+    defaults = {"length": 30, "vocabulary": 300, "drop_long": False, "cache": folder / "cache"}
+    return open_pairs(*pairs_of(folder), **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[PairSplit, PairSplit]:
+    return open_tiny(tmp_path_factory.mktemp("numbers"))
+
+
+def test_catalogue(splits: tuple[PairSplit, PairSplit]) -> None:
+    train, test = splits
+    assert (len(train), len(test)) == (124, 4)
+    assert train.languages == test.languages == ("de-en", "en-fr")
+    assert train.vocabulary_size == 300
+    catalogue = train.catalogue
+    assert catalogue.samples == 124
+    assert catalogue.fixed_lengths == ()
+    assert catalogue.lengths is not None
+    assert catalogue.groups is not None
+    assert catalogue.lengths.shape == (124, 2)
+    assert catalogue.lengths.dtype == catalogue.groups.dtype == torch.int32
+    assert catalogue.groups.tolist() == [0] * 64 + [1] * 60
+    for index in (0, 7, 70, 123):
+        source, reference = (train.vocabulary.encode([text])[0] for text in train.texts(index))
+        assert catalogue.lengths[index].tolist() == [len(source) + 2, len(reference) + 1]
+
+
+def test_tokens_of_a_mini_batch(splits: tuple[PairSplit, PairSplit]) -> None:
+    train, _ = splits
+    assert train.catalogue.lengths is not None
+    vocabulary, indices = train.vocabulary, [3, 100, 17]
+    wide, high = (int(length) + 2 for length in train.catalogue.lengths[indices].amax(dim=0))
+    sources, so_far = train.inputs([(9, index) for index in indices], (wide, high))
+    targets = train.targets(torch.tensor(indices), (wide, high))
+    assert sources.dtype == so_far.dtype == targets.dtype == torch.int64
+    assert sources.shape == (3, wide)
+    assert so_far.shape == targets.shape == (3, high)
+    for row, (index, into) in enumerate(zip(indices, ("<2en>", "<2fr>", "<2en>"), strict=True)):
+        source, reference = (vocabulary.encode([text])[0] for text in train.texts(index))
+        real = [vocabulary.symbol(into), *source, END]
+        assert sources[row].tolist() == real + [PAD] * (wide - len(real))
+        assert so_far[row].tolist() == [BEGIN, *reference] + [PAD] * (high - len(reference) - 1)
+        assert targets[row].tolist() == [*reference, END] + [IGNORED] * (high - len(reference) - 1)
+        assert (
+            vocabulary.decode([token for token in targets[row].tolist() if token != IGNORED]) == train.texts(index)[1]
+        )
+
+
+def test_texts_and_predicted_tokens(splits: tuple[PairSplit, PairSplit]) -> None:
+    _, test = splits
+    assert test.texts(3) == ("eight eight", "huit huit")
+    assert test.catalogue.lengths is not None
+    lengths = tuple(test.catalogue.lengths.amax(dim=0).tolist())
+    targets = test.targets(torch.arange(4), lengths)
+    assert torch.equal(test.predicted(), targets[targets != IGNORED])
+
+
+def test_a_second_time_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = open_tiny(tmp_path)
+    monkeypatch.setattr("gpipe_cli.data.translation._encode", None)  # calling it would fail
+    again, _ = open_tiny(tmp_path)
+    assert torch.equal(again.sources.values, first.sources.values)
+    assert torch.equal(again.answers.ends, first.answers.ends)
+    with pytest.raises(TypeError):
+        open_tiny(tmp_path, vocabulary=301)
+
+
+def test_pairs_that_are_too_long(tmp_path: Path) -> None:
+    whole, whole_test = open_tiny(tmp_path)
+    longest = [split.catalogue.lengths.amax(dim=1) for split in (whole, whole_test)]  # type: ignore[union-attr]
+    most = int(max(part.max() for part in longest))
+    limit = most - 1
+    too_long = [int((part > limit).sum()) for part in longest]
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the message is compared whole
+        open_tiny(tmp_path, length=limit)
+    line = next(int(row.argmax()) + 1 for row in longest if int(row.max()) == most)
+    file = tmp_path / ("train.tsv" if int(longest[0].max()) == most else "test.tsv")
+    assert str(error.value) == (
+        f"model.length={limit}: '{file}' line {line} has {most} tokens, and {sum(too_long)} pairs are too long; "
+        f"use model.length={most} or more, or dataset.drop_long=true"
+    )
+    assert len(open_tiny(tmp_path, length=most)[0]) == 124
+
+    short, short_test = open_tiny(tmp_path, length=limit, drop_long=True)
+    assert [short.dropped, short_test.dropped] == too_long
+    assert [len(short), len(short_test)] == [124 - too_long[0], 4 - too_long[1]]
+    kept = [index for index in range(124) if longest[0][index] <= limit]
+    assert [short.texts(index) for index in range(len(short))] == [whole.texts(index) for index in kept]
+    assert torch.equal(short.catalogue.lengths, whole.catalogue.lengths[kept])  # type: ignore[index,arg-type]
+    assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
+    with pytest.raises(ValueError, match=r"^model\.length=2: every train pair is longer; [^\n]*$"):
+        open_tiny(tmp_path, length=2, drop_long=True)
+
+
+def test_a_split_travels_to_a_loading_process(splits: tuple[PairSplit, PairSplit]) -> None:
+    copy = pickle.loads(pickle.dumps(splits[0]))
+    for mine, other in zip(splits[0].inputs([(0, 5)], (20, 20)), copy.inputs([(0, 5)], (20, 20)), strict=True):
+        assert torch.equal(mine, other)
+    assert copy.texts(5) == splits[0].texts(5)

@@ -1,0 +1,123 @@
+"""The vocabulary: every text comes back, the same input gives the same ids, and SentencePiece's errors become ours."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, train_vocabulary
+
+LINES = [
+    f"    for {name} in range({number}): print('{name} is {number * 7}')" for number in range(40) for name in "abxy"
+]
+
+WORDS = ["north", "south", "island", "sea", "river"]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return train_vocabulary(
+        LINES, 310, symbols=["<2en>", "<2de>"], word_prefix=False, cache=tmp_path_factory.mktemp("cache")
+    )
+
+
+def test_special_ids(vocabulary: Vocabulary) -> None:
+    assert (PAD, BEGIN, END, UNKNOWN, IGNORED) == (0, 1, 2, 3, -100)
+    assert vocabulary.size == 310
+    assert [vocabulary.symbol("<2en>"), vocabulary.symbol("<2de>")] == [4, 5]
+    assert vocabulary.symbol("</s>") == END
+    ids = vocabulary.encode([LINES[3]])[0]
+    assert vocabulary.decode([4, BEGIN, *ids, END, PAD, PAD]) == LINES[3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LINES[0],
+        "    indented\n\n\ttwo lines  with  spaces \n",
+        "new characters: Ω 漢字 😀 é e\N{COMBINING ACUTE ACCENT} ﬁ",
+        "<2en> <s> </s> <unk> <0x41>",
+        " ",
+        "a\0b",
+        "",
+    ],
+)
+def test_every_text_comes_back_and_nothing_is_unknown(vocabulary: Vocabulary, text: str) -> None:
+    ids = vocabulary.encode([text])[0]
+    assert all(UNKNOWN + 2 < number < vocabulary.size for number in ids)  # neither special nor a symbol
+    assert vocabulary.decode(ids) == text
+
+
+def test_a_word_prefix_makes_the_first_word_a_word_like_others(tmp_path: Path) -> None:
+    texts = [f"{first} {second}" for first in WORDS for second in WORDS]
+    with_prefix = train_vocabulary(texts, 275, word_prefix=True, cache=tmp_path)
+    without = train_vocabulary(texts, 275, word_prefix=False, cache=tmp_path)
+    for vocabulary, alike in ((with_prefix, True), (without, False)):
+        north, sea, both = vocabulary.encode(["north", "sea", "sea north"])
+        assert (both == sea + north) is alike
+        assert vocabulary.decode(both) == "sea north"
+
+
+def test_same_input_same_bytes_in_another_process(tmp_path: Path) -> None:
+    code = (
+        "import sys, hashlib\nfrom pathlib import Path\nfrom gpipe_cli.data.vocabulary import train_vocabulary\n"
+        "lines = Path(sys.argv[1]).read_text().split('\\n')\n"
+        "model = train_vocabulary(lines, 300, word_prefix=True, cache=Path(sys.argv[2])).model\n"
+        "print(hashlib.sha256(model).hexdigest())\n"
+    )
+    (tmp_path / "lines").write_text("\n".join(LINES))
+    outputs = set()
+    for number in range(2):
+        command = [sys.executable, "-c", code, str(tmp_path / "lines"), str(tmp_path / str(number))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        outputs.add(done.stdout)
+        assert done.stderr == ""  # SentencePiece tells its progress unless it is told not to
+    assert len(outputs) == 1
+
+
+def test_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = train_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path)
+    monkeypatch.setattr("gpipe_cli.data.vocabulary._train", None)  # calling it would fail
+    assert train_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path).model == first.model
+    for change in (
+        {"texts": LINES[1:]},
+        {"size": 301},
+        {"symbols": ["<2en>"]},
+        {"word_prefix": False},
+    ):
+        arguments = {"texts": LINES, "size": 300, "symbols": [], "word_prefix": True} | change
+        with pytest.raises(TypeError, match="not callable"):
+            train_vocabulary(**arguments, cache=tmp_path)
+
+
+def test_pickles(vocabulary: Vocabulary) -> None:
+    copy = pickle.loads(pickle.dumps(vocabulary))
+    assert copy.encode(LINES[:3]) == vocabulary.encode(LINES[:3])
+
+
+def test_a_line_of_any_length_is_learned_from(tmp_path: Path) -> None:
+    """SentencePiece alone leaves out what is longer than 4,192 bytes, and then has nothing to learn from."""
+    vocabulary = train_vocabulary(["wörter und wörter " * 1000], 275, word_prefix=True, cache=tmp_path)
+    assert len(vocabulary.encode(["wörter"])[0]) < 6
+
+
+def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^dataset\.vocabulary=32000: the corpus supports at most (\d+); ") as error:
+        train_vocabulary(LINES, 32000, word_prefix=True, cache=tmp_path)
+    most = int(str(error.value).rpartition("vocabulary=")[2].split()[0])
+    assert str(error.value).endswith(f"use dataset.vocabulary={most} or less")
+    assert train_vocabulary(LINES, most, word_prefix=True, cache=tmp_path).size == most
+    with pytest.raises(ValueError, match=rf"^dataset\.vocabulary={most + 1}: the corpus supports at most {most};"):
+        train_vocabulary(LINES, most + 1, word_prefix=True, cache=tmp_path)
+
+    with pytest.raises(ValueError, match=r"^dataset\.vocabulary=265: the corpus needs at least \d+, [^\n]*$") as error:
+        train_vocabulary(LINES, 265, word_prefix=True, cache=tmp_path)
+    least = int(str(error.value).rpartition("vocabulary=")[2].split()[0])
+    assert train_vocabulary(LINES, least, word_prefix=True, cache=tmp_path).size == least
+
+    with pytest.raises(ValueError, match=r"^dataset\.vocabulary=100: [^\n]* 261 ids; use dataset\.vocabulary=262 or"):
+        train_vocabulary(LINES, 100, symbols=["<2en>"], word_prefix=True, cache=tmp_path)
