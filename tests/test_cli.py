@@ -91,7 +91,7 @@ def test_help_and_configuration_import_no_torch(arguments: str, shown: str) -> N
         ("train hydra.foo=1", "gpipe train: hydra.foo=1: Hydra has no such setting"),
         (
             "train dataset=cifr10",
-            "gpipe train: dataset=cifr10: there is no such choice; choose one of cifar10, cifar100,",
+            "gpipe train: dataset=cifr10: there is no such choice; choose one of birdsnap, cifar10, cifar100,",
         ),
         ("train dataset.root=x", "gpipe train: dataset.root=x: the chosen dataset has no such setting; leave it out"),
         ("train model=3", "gpipe train: model=3: must be the name of a choice"),

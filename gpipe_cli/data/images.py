@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipe_cli.data.augmentation import Augmentation, build_transform
-from gpipe_cli.data.readers import Samples, read_cifar, read_digits, read_folders, read_noise
+from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
+from gpipe_cli.data.readers import Samples, choose_classes, read_cifar, read_digits, read_folders, read_noise
 from gpipe_cli.data.seeds import seed_of, seeded
 from gpipe_cli.data.sources import Source
 
@@ -66,15 +67,19 @@ def open_images(
     seed: int,
     augmentation: Augmentation | None = None,
     download: bool = False,
+    partial: bool = False,
+    classes: tuple[int, ...] | None = None,
     train_samples: int = 0,
     test_samples: int = 0,
 ) -> tuple[ImageSplit, ImageSplit]:
     """Open the data set `name` and return its training and its test split.
 
-    root: folder of `cifar10`, `cifar100` and `image_folder`. image_size: side in pixels of what the model sees.
+    root: folder of the sets that are read from disk. image_size: side in pixels of what the model sees.
     num_classes: what the model is built for; None takes what the data has (`synthetic_images` needs a number).
     seed: of the augmentation, and of synthetic images. augmentation: for the training split only.
-    train_samples, test_samples: sizes of `synthetic_images`.
+    partial: accept fewer photographs than the paper's sets have. classes: only samples of these classes, which become
+    0, 1, … in the given order, e.g. (0, 1, 2, 3, 4) to learn five digits and (5, 6, 7, 8, 9) to transfer to the others;
+    `num_classes` stays the number that the data has. train_samples, test_samples: sizes of `synthetic_images`.
 
     Raises ValueError (one line) for an unknown name, missing, empty or damaged data, a wrong number of classes.
     """
@@ -95,6 +100,12 @@ def open_images(
         case "image_folder":
             train, test = read_folders(_folder(name, root))
             centre_share = 0.875  # the TPU code's evaluation crop
+        case _ if name in PHOTOGRAPHS:
+            train, test = read_photographs(name, root=_folder(name, root), download=download, partial=partial)
+            # Single crop in the paper. ImageNet: the TPU code's. The transfer sets are "resized to 480x480", so nothing
+            # is cut away on purpose: the whole shorter side. Departs from the paper: the aspect ratio is kept, so the
+            # ends of the longer side are lost (whether the paper squeezes or crops, it does not say).
+            centre_share = 0.875 if name == "imagenet" else 1.0
         case "synthetic_images":
             if num_classes is None:
                 raise ValueError("dataset.num_classes=null: synthetic images need a number of classes; use e.g. 1000")
@@ -106,14 +117,15 @@ def open_images(
                 seed=seed,
             )
         case _:
-            raise ValueError(
-                f"dataset={name}: unknown; use digits, cifar10, cifar100, image_folder or synthetic_images"
-            )
+            known = ", ".join(("digits", "cifar10", "cifar100", *PHOTOGRAPHS, "image_folder"))
+            raise ValueError(f"dataset={name}: unknown; use {known} or synthetic_images")
     if num_classes is not None and num_classes != len(train.class_names):
         raise ValueError(
             f"dataset.num_classes={num_classes}: {name} has {len(train.class_names)} classes "
             f"({_some(train.class_names)}); use dataset.num_classes={len(train.class_names)}"
         )
+    if classes is not None:
+        train, test = _choose(name, train, test, tuple(classes))
     return (
         _split(train, image_size, centre_share, augmentation, seed),
         _split(test, image_size, centre_share, None, None),
@@ -131,6 +143,24 @@ def _split(
         transform=build_transform(image_size, centre_share, augmentation),
         seed=seed,
     )
+
+
+def _choose(name: str, train: Samples, test: Samples, classes: tuple[int, ...]) -> tuple[Samples, Samples]:
+    """Only the samples of `classes`; ValueError for classes that do not exist, twice the same, fewer than two."""
+    setting = f"dataset.classes=[{','.join(map(str, classes))}]"
+    last = len(train.class_names) - 1
+    for number in classes:
+        if not 0 <= number <= last:
+            raise ValueError(f"{setting}: {name} has no class {number}; use numbers from 0 to {last}")
+        if classes.count(number) > 1:
+            raise ValueError(f"{setting}: class {number} is given more than once; name each class once")
+    if len(classes) < 2:
+        raise ValueError(f"{setting}: must name 2 classes or more; use dataset.classes=null for all {last + 1}")
+    chosen = choose_classes(train, classes), choose_classes(test, classes)
+    for split, samples in zip(("training", "test"), chosen, strict=True):
+        if len(samples.targets) == 0:
+            raise ValueError(f"{setting}: {name} has no {split} image of these classes; choose others or complete it")
+    return chosen
 
 
 def _folder(name: str, root: str | Path | None) -> Path:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit, Key
+from gpipe_cli.data.photographs import DECODED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ def default_workers(name: str, cores: int) -> int:
     Decoding files is the work of several cores at full speed; 8 is where more rarely helps one accelerator's host.
     Images in memory need one process, enough to overlap with the step.
     """
-    return max(1, min(cores, 8)) if name == "image_folder" else 1
+    return max(1, min(cores, 8)) if name in DECODED else 1
 
 
 def load_images(

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchvision.datasets import CIFAR10
 
-__all__ = ["Samples", "read_cifar", "read_digits", "read_folders", "read_noise"]
+__all__ = [
+    "Chosen",
+    "Samples",
+    "choose_classes",
+    "one_process_at_a_time",
+    "read_cifar",
+    "read_digits",
+    "read_folders",
+    "read_noise",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +41,30 @@ class Samples:
     source: Source
     targets: Tensor
     class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Some of the samples of another source, in the order of `indices`, int64 (n,)."""
+
+    source: Source
+    indices: Tensor
+
+    def read(self, index: int) -> Tensor:
+        """(3, H, W) of the sample that has number `index` here."""
+        return self.source.read(int(self.indices[index]))
+
+
+def choose_classes(samples: Samples, classes: tuple[int, ...]) -> Samples:
+    """The samples of `classes` only, in their old order; class classes[i] gets the number i."""
+    import torch
+
+    new_number = torch.full((len(samples.class_names),), -1, dtype=torch.int64)
+    new_number[list(classes)] = torch.arange(len(classes))
+    targets = new_number[samples.targets]
+    indices = (targets >= 0).nonzero().squeeze(1)
+    names = tuple(samples.class_names[number] for number in classes)
+    return Samples(Chosen(samples.source, indices), targets[indices], names)
 
 
 def read_digits() -> tuple[Samples, Samples]:
@@ -61,7 +94,7 @@ def read_cifar(reader: type[CIFAR10], *, root: Path, download: bool) -> tuple[Sa
     folder = root / reader.base_folder
     try:
         if download:
-            with _one_process_at_a_time(root):
+            with one_process_at_a_time(root):
                 reader(str(root), download=True)
         splits = [reader(str(root), train=train) for train in (True, False)]
     except (RuntimeError, OSError) as error:
@@ -87,17 +120,19 @@ def read_cifar(reader: type[CIFAR10], *, root: Path, download: bool) -> tuple[Sa
     return train, test
 
 
-def read_folders(root: Path) -> tuple[Samples, Samples]:
+def read_folders(root: Path, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:
     """Photographs as root/train/<class>/* and root/test/<class>/* (or root/val); classes in alphabetical order.
+
+    test_names: folders that may hold the test images; the first that is there does.
 
     Raises ValueError for a folder that is missing or empty, or a class that only one of the splits has.
     """
-    expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
+    expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/{test_names[0]}/<class>/*.jpg'"
+    expected += "".join(f" (or '{root / name}')" for name in test_names[1:])
     if not root.is_dir():
         raise ValueError(f"dataset.root={root}: no such folder; {expected}")
-    train_folder, test_folder = root / "train", root / "test"
-    if not test_folder.is_dir() and (root / "val").is_dir():
-        test_folder = root / "val"
+    train_folder = root / "train"
+    test_folder = next((root / name for name in test_names if (root / name).is_dir()), root / test_names[0])
     for folder in (train_folder, test_folder):
         if not folder.is_dir():
             raise ValueError(f"dataset.root={root}: no folder '{folder}'; {expected}")
@@ -167,7 +202,7 @@ def _folder_samples(folder: Path, classes: tuple[str, ...]) -> Samples:
 
 
 @contextmanager
-def _one_process_at_a_time(root: Path) -> Iterator[None]:
+def one_process_at_a_time(root: Path) -> Iterator[None]:
     """Every process of a run opens the data; only the first may download, the others wait and find the files."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".download.lock").open("w") as lock:

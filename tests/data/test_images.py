@@ -297,6 +297,69 @@ def test_unknown_name_and_bad_size() -> None:
         open_images("cifar10", image_size=32, seed=0)
 
 
+# --- some of the classes
+
+
+def test_chosen_classes_are_renumbered_in_the_given_order() -> None:
+    everything = open_images("digits", image_size=8, num_classes=10, seed=0)
+    chosen = open_images("digits", image_size=8, num_classes=10, seed=0, classes=(7, 2, 5))
+    for whole, part in zip(everything, chosen, strict=True):
+        assert part.class_names == ("7", "2", "5")
+        assert part.num_classes == 3
+        places = [index for index, target in enumerate(whole.targets.tolist()) if target in (7, 2, 5)]
+        assert part.targets.tolist() == [{7: 0, 2: 1, 5: 2}[int(whole.targets[index])] for index in places]
+        for index in range(0, len(part), 11):
+            assert torch.equal(part[0, index], whole[0, places[index]])
+
+
+def test_halves_of_the_classes_share_no_image() -> None:
+    whole = open_images("digits", image_size=8, seed=0)
+    low = open_images("digits", image_size=8, seed=0, classes=(0, 1, 2, 3, 4))
+    high = open_images("digits", image_size=8, seed=0, classes=(5, 6, 7, 8, 9))
+    for one, first, second in zip(whole, low, high, strict=True):
+        assert len(first) + len(second) == len(one)
+        assert set(first.targets.tolist()) == set(second.targets.tolist()) == set(range(5))
+
+
+def test_classes_of_synthetic_images() -> None:
+    settings = {"image_size": 8, "num_classes": 4, "seed": 0, "train_samples": 50, "test_samples": 50}
+    whole, _ = open_images("synthetic_images", **settings)  # type: ignore[arg-type]
+    part, _ = open_images("synthetic_images", **settings, classes=(3, 1))  # type: ignore[arg-type]
+    first = whole.targets.tolist().index(3)
+    assert torch.equal(part[0, part.targets.tolist().index(0)], whole[0, first])
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        ((0, 10), r"digits has no class 10; use numbers from 0 to 9"),
+        ((-1, 3), r"digits has no class -1; use numbers from 0 to 9"),
+        ((3, 4, 3), r"class 3 is given more than once; name each class once"),
+        ((3,), r"must name 2 classes or more; use dataset\.classes=null for all 10"),
+        ((), r"must name 2 classes or more; use dataset\.classes=null for all 10"),
+    ],
+)
+def test_classes_that_cannot_be_chosen(classes: tuple[int, ...], said: str) -> None:
+    given = ",".join(map(str, classes))
+    with pytest.raises(ValueError, match=rf"^dataset\.classes=\[{given}\]: {said}$"):
+        open_images("digits", image_size=8, num_classes=10, seed=0, classes=classes)
+
+
+def test_chosen_classes_without_an_image() -> None:
+    absent = _without_test_image()
+    with pytest.raises(ValueError, match=r"^dataset\.classes=\[\d+,\d+\]: synthetic_images has no test image [^\n]*$"):
+        open_images(
+            "synthetic_images", image_size=8, num_classes=9, seed=0, train_samples=200, test_samples=1, classes=absent
+        )
+
+
+def _without_test_image() -> tuple[int, int]:
+    """Two of nine classes that the only test image does not belong to."""
+    _, test = open_images("synthetic_images", image_size=8, num_classes=9, seed=0, train_samples=200, test_samples=1)
+    first, second = sorted(set(range(9)) - set(test.targets.tolist()))[:2]
+    return first, second
+
+
 # --- CIFAR: torchvision knows the files by their MD5, so its readers, told the MD5 of tiny files, read the real format
 
 

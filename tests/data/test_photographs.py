@@ -1,0 +1,444 @@
+"""The paper's sets of photographs, tiny but in the formats in which they are given out, read by the real readers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import io
+import json
+import pickle
+import re
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+import torch
+import yaml
+from PIL import Image
+from torchvision import datasets
+from torchvision.datasets import imagenet as torchvision_imagenet
+
+from gpipe_cli.data.images import ImageSplit, open_images
+from gpipe_cli.data.photographs import DECODED, PHOTOGRAPHS
+
+CONF = Path(__file__).parents[2] / "conf" / "dataset"
+
+
+def write_image(path: Path, seed: int = 0) -> None:
+    """A random JPEG, 20 wide and 16 high."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 20, 3), dtype=np.uint8)).save(path, "JPEG")
+
+
+def write_images(folder: Path, *names: str) -> None:
+    for seed, name in enumerate(names):
+        write_image(folder / name, seed)
+
+
+def structs(path: Path, name: str, **columns: list[object]) -> None:
+    """A MATLAB file with an array of structs, as in Stanford Cars and the ImageNet devkit."""
+    rows = np.array(list(zip(*columns.values(), strict=True)), dtype=[(column, object) for column in columns])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scipy.io.savemat(path, {name: rows})
+
+
+def write_imagenet(root: Path) -> None:
+    """Folders as most people have them; 'test' holds images without classes."""
+    write_images(root / "train", "n01440764/n01440764_1.JPEG", "n02012849/a.JPEG", "n02012849/b.JPEG")
+    write_images(root / "val", "n01440764/ILSVRC2012_val_00000001.JPEG", "n02012849/ILSVRC2012_val_00000002.JPEG")
+    write_images(root / "test", "ILSVRC2012_test_00000001.JPEG")
+
+
+def write_stanford_cars(root: Path) -> None:
+    base = root / "stanford_cars"
+
+    def annotations(path: Path, classes: list[int]) -> None:
+        count = len(classes)
+        boxes = {name: [1.0] * count for name in ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")}
+        files = [f"{number + 1:05}.jpg" for number in range(count)]
+        structs(path, "annotations", **boxes, **{"class": [float(c) for c in classes]}, fname=files)
+
+    annotations(base / "devkit/cars_train_annos.mat", [1, 2, 2])
+    annotations(base / "cars_test_annos_withlabels.mat", [2, 1])
+    names = np.array(["AM General Hummer SUV 2000", "Acura RL Sedan 2012"], dtype=object)
+    scipy.io.savemat(base / "devkit/cars_meta.mat", {"class_names": names})
+    write_images(base / "cars_train", "00001.jpg", "00002.jpg", "00003.jpg")
+    write_images(base / "cars_test", "00001.jpg", "00002.jpg")
+
+
+def write_oxford_pets(root: Path) -> None:
+    base = root / "oxford-iiit-pet"
+    write_images(base / "images", *(f"{name}.jpg" for name in ("Abyssinian_1", "american_bulldog_1", "Abyssinian_2")))
+    write_images(base / "images", "american_bulldog_7.jpg", "american_bulldog_8.jpg", "Abyssinian_9.jpg")
+    (base / "annotations").mkdir()
+    # Image, class from 1, cat or dog, breed from 1.
+    trainval = "Abyssinian_1 1 1 1\namerican_bulldog_7 2 2 1\namerican_bulldog_8 2 2 1\n"
+    (base / "annotations/trainval.txt").write_text(trainval)
+    (base / "annotations/test.txt").write_text("american_bulldog_1 2 2 1\nAbyssinian_2 1 1 1\n")
+
+
+def write_food101(root: Path) -> None:
+    base = root / "food-101"
+    listed = {
+        "train": {"apple_pie": ["apple_pie/10"], "waffles": ["waffles/20", "waffles/21"]},
+        "test": {"waffles": ["waffles/22"], "apple_pie": ["apple_pie/11"]},
+    }
+    (base / "meta").mkdir(parents=True)
+    for split, classes in listed.items():
+        (base / f"meta/{split}.json").write_text(json.dumps(classes))
+        write_images(base / "images", *(f"{name}.jpg" for names in classes.values() for name in names))
+
+
+def write_fgvc_aircraft(root: Path) -> None:
+    data = root / "fgvc-aircraft-2013b/data"
+    write_images(data / "images", *(f"{number:07}.jpg" for number in range(5)))
+    (data / "variants.txt").write_text("707-320\nBAE 146-200\n")
+    (data / "images_variant_trainval.txt").write_text("0000003 707-320\n0000001 BAE 146-200\n0000002 BAE 146-200\n")
+    (data / "images_variant_test.txt").write_text("0000004 BAE 146-200\n0000000 707-320\n")
+
+
+def write_birdsnap(root: Path) -> None:
+    write_images(root / "train", "Acadian_Flycatcher/1.jpg", "Yellow_Warbler/1.jpg", "Yellow_Warbler/2.jpg")
+    write_images(root / "test", "Acadian_Flycatcher/3.jpg", "Yellow_Warbler/3.jpg")
+
+
+# Writer, test targets, class names, path of the test image of class 1. Training targets are 0, 1, 1 everywhere.
+TINY: dict[str, tuple[Callable[[Path], None], list[int], tuple[str, str], str]] = {
+    "imagenet": (
+        write_imagenet,
+        [0, 1],
+        ("n01440764", "n02012849"),
+        "val/n02012849/ILSVRC2012_val_00000002.JPEG",
+    ),
+    "stanford_cars": (
+        write_stanford_cars,
+        [1, 0],
+        ("AM General Hummer SUV 2000", "Acura RL Sedan 2012"),
+        "stanford_cars/cars_test/00001.jpg",
+    ),
+    "oxford_pets": (
+        write_oxford_pets,
+        [1, 0],
+        ("Abyssinian", "American Bulldog"),
+        "oxford-iiit-pet/images/american_bulldog_1.jpg",
+    ),
+    "food101": (write_food101, [1, 0], ("apple_pie", "waffles"), "food-101/images/waffles/22.jpg"),
+    "fgvc_aircraft": (
+        write_fgvc_aircraft,
+        [1, 0],
+        ("707-320", "BAE 146-200"),
+        "fgvc-aircraft-2013b/data/images/0000004.jpg",
+    ),
+    "birdsnap": (write_birdsnap, [0, 1], ("Acadian_Flycatcher", "Yellow_Warbler"), "test/Yellow_Warbler/3.jpg"),
+}
+LISTED = ("stanford_cars", "oxford_pets", "food101", "fgvc_aircraft")
+every_set = pytest.mark.parametrize("name", TINY)
+
+
+def open_tiny(name: str, root: Path, **settings: object) -> tuple[ImageSplit, ImageSplit]:
+    """Image size 14 for ImageNet, 16 for the others: then no pixel of a tiny image is interpolated."""
+    size = 14 if name == "imagenet" else 16
+    return open_images(name, root=root, image_size=size, seed=0, **{"partial": True, **settings})  # type: ignore[arg-type]
+
+
+def refusal(name: str, root: Path, **settings: object) -> str:
+    """The one line that opening ends with."""
+    with pytest.raises(ValueError, match=r"^dataset\.[^\n]+$") as error:
+        open_tiny(name, root, **settings)
+    return str(error.value)
+
+
+# --- what is read
+
+
+@every_set
+def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
+    write, test_targets, names, place = TINY[name]
+    write(tmp_path)
+    train, test = open_tiny(name, tmp_path, num_classes=2)
+    assert train.class_names == test.class_names == names
+    assert train.targets.tolist() == [0, 1, 1]
+    assert test.targets.tolist() == test_targets
+    assert train.targets.dtype == test.targets.dtype == torch.int64
+    assert [train[0, index].shape for index in range(3)] == [(3, test.image_size, test.image_size)] * 3
+    with Image.open(tmp_path / place) as file:
+        pixels = torch.from_numpy(np.array(file)).permute(2, 0, 1)
+    # ImageNet keeps the central 7/8 of the shorter side; of the others the whole shorter side stays.
+    crop = pixels[:, 1:15, 3:17] if name == "imagenet" else pixels[:, :, 2:18]
+    torch.testing.assert_close(test[0, test_targets.index(1)], crop / 127.5 - 1)
+
+
+@every_set
+def test_splits_travel_to_workers(tmp_path: Path, name: str) -> None:
+    TINY[name][0](tmp_path)
+    train, _ = open_tiny(name, tmp_path, classes=[1, 0])
+    assert torch.equal(pickle.loads(pickle.dumps(train.source)).read(2), train.source.read(2))
+
+
+def test_imagenet_names_come_from_meta_bin(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    words = {"n01440764": ("tench", "Tinca tinca"), "n02012849": ("crane",), "n03126707": ("crane",)}
+    torch.save((words, ["n01440764", "n02012849"]), tmp_path / "meta.bin")
+    train, test = open_tiny("imagenet", tmp_path)
+    assert train.class_names == test.class_names == ("tench, Tinca tinca", "crane")
+
+
+def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, root = tmp_path / "source", tmp_path / "root"
+    root.mkdir()
+    wnids = ["n01440764", "n02012849"]
+
+    # A synset with children is no class.
+    structs(
+        source / "devkit/data/meta.mat",
+        "synsets",
+        ILSVRC2012_ID=[1, 2, 3],
+        WNID=[*wnids, "n00000001"],
+        words=["tench, Tinca tinca", "crane", "animal"],
+        gloss=["a", "b", "c"],
+        num_children=[0, 0, 2],
+    )
+    (source / "devkit/data/ILSVRC2012_validation_ground_truth.txt").write_text("2\n1\n")
+    write_images(source / "val", "ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG")
+    for wnid in wnids:
+        write_images(source / wnid, f"{wnid}_1.JPEG")
+
+    def pack(place: str, mode: str, **content: Path) -> None:
+        with tarfile.open(place, mode) as tar:  # type: ignore[call-overload]
+            for arcname, path in content.items():
+                tar.add(path, arcname=arcname)
+
+    for wnid in wnids:
+        pack(str(source / f"{wnid}.tar"), "w", **{f"{wnid}_1.JPEG": source / wnid / f"{wnid}_1.JPEG"})
+    pack(str(root / "ILSVRC2012_img_train.tar"), "w", **{f"{wnid}.tar": source / f"{wnid}.tar" for wnid in wnids})
+    images = {path.name: path for path in (source / "val").iterdir()}
+    pack(str(root / "ILSVRC2012_img_val.tar"), "w", **images)
+    pack(str(root / "ILSVRC2012_devkit_t12.tar.gz"), "w:gz", ILSVRC2012_devkit_t12=source / "devkit")
+    # torchvision knows the archives by their MD5.
+    for key, (archive, _) in list(torchvision_imagenet.ARCHIVE_META.items()):
+        digest = hashlib.md5((root / archive).read_bytes(), usedforsecurity=False).hexdigest()
+        monkeypatch.setitem(torchvision_imagenet.ARCHIVE_META, key, (archive, digest))
+
+    for _ in range(2):  # unpacked, and found unpacked
+        train, test = open_tiny("imagenet", root)
+        assert train.class_names == ("tench, Tinca tinca", "crane")
+        assert train.targets.tolist() == [0, 1]
+        # The first validation image belongs to the second class.
+        assert [Path(path).name for path in test.source.paths] == [  # type: ignore[attr-defined]
+            "ILSVRC2012_val_00000002.JPEG",
+            "ILSVRC2012_val_00000001.JPEG",
+        ]
+
+
+# --- sizes
+
+
+def write_all_aircraft(root: Path, train: int, test: int, classes: int = 100) -> None:
+    """The listed number of images, all of them empty: nothing is decoded before training."""
+    data = root / "fgvc-aircraft-2013b/data"
+    (data / "images").mkdir(parents=True)
+    (data / "variants.txt").write_text("".join(f"variant {number}\n" for number in range(classes)))
+    for split, numbers in (("trainval", range(train)), ("test", range(train, train + test))):
+        lines = [f"{number:07} variant {number % classes}\n" for number in numbers]
+        (data / f"images_variant_{split}.txt").write_text("".join(lines))
+    for number in range(train + test):
+        (data / f"images/{number:07}.jpg").touch()
+
+
+def test_complete_set_is_accepted(tmp_path: Path) -> None:
+    write_all_aircraft(tmp_path, 6667, 3333)
+    train, test = open_images("fgvc_aircraft", root=tmp_path, image_size=16, num_classes=100, seed=0)
+    assert (len(train), len(test), train.num_classes) == (6667, 3333, 100)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "said"),
+    [
+        (6667, 3332, "fgvc_aircraft has 3,333 test images in the paper, found 3,332; complete the data"),
+        (100, 3333, "fgvc_aircraft has 6,667 training images in the paper, found 100; complete the data"),
+    ],
+)
+def test_incomplete_set_is_refused_unless_partial(tmp_path: Path, train: int, test: int, said: str) -> None:
+    write_all_aircraft(tmp_path, train, test)
+    message = refusal("fgvc_aircraft", tmp_path, partial=False)
+    assert message.startswith(f"dataset.root={tmp_path}: {said}")
+    assert message.endswith("or set dataset.partial=true")
+    assert [len(split) for split in open_tiny("fgvc_aircraft", tmp_path)] == [train, test]
+
+
+def test_more_than_the_set_has_is_refused_even_if_partial(tmp_path: Path) -> None:
+    write_all_aircraft(tmp_path, 6668, 1)
+    message = refusal("fgvc_aircraft", tmp_path)
+    assert message.endswith("6,667 training images in the paper, found 6,668; remove what is not part of it")
+
+
+@every_set
+def test_classes_are_counted(tmp_path: Path, name: str) -> None:
+    TINY[name][0](tmp_path)
+    assert re.search(rf"{PHOTOGRAPHS[name].classes:,} classes in .*, found 2; ", refusal(name, tmp_path, partial=False))
+    assert refusal(name, tmp_path, num_classes=3).startswith(f"dataset.num_classes=3: {name} has 2 classes ")
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
+    write, test_targets, _, place = TINY[name]
+    write(tmp_path)
+    (tmp_path / place).unlink()
+    message = refusal(name, tmp_path, partial=False)
+    assert f"1 of 2 test images that {name} lists are missing, e.g. '{tmp_path / place}'; " in message
+    train, test = open_tiny(name, tmp_path)
+    assert len(train) == 3
+    assert test.targets.tolist() == [target for target in test_targets if target != 1]
+    assert test[0, 0].shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_split_without_images_is_refused(tmp_path: Path, name: str) -> None:
+    TINY[name][0](tmp_path)
+    for path in tmp_path.rglob("*.jpg"):
+        path.unlink()
+    assert re.search(r"training images in .*, found 0; complete the data(?!.*partial)", refusal(name, tmp_path))
+
+
+def test_the_table_is_the_configuration() -> None:
+    assert set(DECODED) == {"image_folder", *TINY}
+    for name, photographs in PHOTOGRAPHS.items():
+        written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+        assert (written["name"], written["num_classes"]) == (name, photographs.classes)
+        assert written["image_size"] == 480
+        assert (written["download"], written["partial"], written["classes"]) == (False, False, None)
+        for count in (photographs.train, photographs.test):
+            assert f"{count:,}" in (CONF / f"{name}.yaml").read_text()
+
+
+# --- missing and damaged
+
+
+@every_set
+def test_missing_data_say_how_to_get_them(tmp_path: Path, name: str) -> None:
+    message = refusal(name, tmp_path / "nowhere")
+    assert message.startswith(f"dataset.root={tmp_path / 'nowhere'}: ")
+    assert PHOTOGRAPHS[name].contents in message
+    assert message.endswith(PHOTOGRAPHS[name].get)
+    assert ("dataset.download=true" in message) == PHOTOGRAPHS[name].download
+
+
+DAMAGE = [
+    ("stanford_cars", "stanford_cars/devkit/cars_train_annos.mat"),
+    ("stanford_cars", "stanford_cars/devkit/cars_meta.mat"),
+    ("oxford_pets", "oxford-iiit-pet/annotations/test.txt"),
+    ("food101", "food-101/meta/train.json"),
+    ("fgvc_aircraft", "fgvc-aircraft-2013b/data/variants.txt"),
+    ("fgvc_aircraft", "fgvc-aircraft-2013b/data/images_variant_test.txt"),
+]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "text"])
+@pytest.mark.parametrize(("name", "place"), DAMAGE)
+def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str, damage: str) -> None:
+    TINY[name][0](tmp_path)
+    path = tmp_path / place
+    whole = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(whole[: len(whole) // 3] if damage == "cut" else b"<html>\n404\n</html>\n")
+    message = refusal(name, tmp_path)
+    assert message.startswith(f"dataset.root={tmp_path}: ")
+    assert PHOTOGRAPHS[name].contents in message
+
+
+@pytest.mark.parametrize("label", ["0", "3"])
+def test_classes_that_have_no_name(tmp_path: Path, label: str) -> None:
+    write_oxford_pets(tmp_path)
+    listed = tmp_path / "oxford-iiit-pet/annotations/test.txt"
+    listed.write_text(listed.read_text().replace("Abyssinian_2 1", f"Abyssinian_2 {label}"))
+    assert "a test image of a class that is none of the 2 named" in refusal("oxford_pets", tmp_path)
+
+
+def test_splits_with_different_classes(tmp_path: Path) -> None:
+    write_food101(tmp_path)
+    (tmp_path / "food-101/meta/test.json").write_text(json.dumps({"waffles": ["waffles/22"]}))
+    assert "must have the same classes, but 'apple_pie' (1 differ)" in refusal("food101", tmp_path)
+
+
+def test_broken_meta_bin(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
+    assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
+
+
+def test_imagenet_without_its_train_archive(tmp_path: Path) -> None:
+    torch.save(({}, []), tmp_path / "meta.bin")
+    assert "The archive ILSVRC2012_img_train.tar is not present" in refusal("imagenet", tmp_path)
+
+
+# --- downloading
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """`folder` over HTTP; yields its address."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def archive(source: Path, content: str, place: Path) -> str:
+    """Pack source/content into the archive `place`; return its MD5."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        tar.add(source / content, arcname=content)
+    place.write_bytes(packed.getvalue())
+    return hashlib.md5(packed.getvalue(), usedforsecurity=False).hexdigest()
+
+
+def point_readers_at(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write archives of the tiny sets to `folder`, and give torchvision's readers their addresses and MD5."""
+    source = folder.parent / "source"
+    for name in ("oxford_pets", "food101", "fgvc_aircraft"):
+        TINY[name][0](source)
+    pets = [
+        (f"{address}/{part}.tar.gz", archive(source / "oxford-iiit-pet", part, folder / f"{part}.tar.gz"))
+        for part in ("images", "annotations")
+    ]
+    monkeypatch.setattr(datasets.OxfordIIITPet, "_RESOURCES", pets)
+    monkeypatch.setattr(datasets.Food101, "_URL", f"{address}/food-101.tar.gz")
+    monkeypatch.setattr(datasets.Food101, "_MD5", archive(source, "food-101", folder / "food-101.tar.gz"))
+    monkeypatch.setattr(datasets.FGVCAircraft, "_URL", f"{address}/fgvc-aircraft-2013b.tar.gz")
+    archive(source, "fgvc-aircraft-2013b", folder / "fgvc-aircraft-2013b.tar.gz")
+
+
+def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server").mkdir()
+    root = tmp_path / "new" / "data"
+    with served(tmp_path / "server") as address:
+        point_readers_at(address, tmp_path / "server", monkeypatch)
+        for name in ("oxford_pets", "food101", "fgvc_aircraft"):
+            train, test = open_tiny(name, root, download=True)
+            assert (train.targets.tolist(), test.targets.tolist()) == ([0, 1, 1], TINY[name][1])
+    for name in ("oxford_pets", "food101", "fgvc_aircraft"):  # the server is gone, and not asked again
+        open_tiny(name, root, download=True)
+
+
+def test_download_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server").mkdir()
+    point_readers_at((tmp_path / "not there").as_uri(), tmp_path / "server", monkeypatch)
+    for name in ("oxford_pets", "food101", "fgvc_aircraft"):
+        message = refusal(name, tmp_path / name, download=True)
+        assert message.startswith(f"dataset.download=true: could not download {name} to '{tmp_path / name}'")
+        assert "check the network" in message
+
+
+@pytest.mark.parametrize("name", ["imagenet", "stanford_cars", "birdsnap"])
+def test_what_cannot_be_downloaded(tmp_path: Path, name: str) -> None:
+    TINY[name][0](tmp_path)
+    message = refusal(name, tmp_path, download=True)
+    assert message.startswith(f"dataset.download=true: {name} cannot be downloaded ({PHOTOGRAPHS[name].get}); put ")
