@@ -1,0 +1,95 @@
+"""A network of the user's own: any function that returns a sequence of layers. The paper pipelines any such sequence.
+
+The function is named as `package.module:function` and found from the current directory, as `python -m` finds modules.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
+    """Call the function that `target` names, `package.module:function`, with `arguments`; returns its layers.
+
+    The current directory is put in front of Python's search path and stays there, for modules imported later.
+
+    Raises ValueError, in one line, if there is no such function, if the arguments are not its own, or if what it
+    returns is not a sequence of layers. What the function itself raises is not touched.
+    """
+    if not _TARGET.fullmatch(target):
+        raise ValueError(f"model.target={target}: not of the form package.module:function; use e.g. my_models:build")
+    module_name, _, name = target.partition(":")
+    module = _import(target, module_name)
+    if not hasattr(module, name):
+        raise ValueError(
+            f"model.target={target}: {module_name} ({_place(module)}) has no {name}; name a function that it defines"
+        )
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(
+            f"model.target={target}: {name} is not a function but of type {type(function).__name__}; "
+            "name a function that returns an nn.Sequential"
+        )
+    _check_arguments(target, function, arguments)
+    model = function(**arguments)
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(
+            f"model.target={target}: returned an object of type {type(model).__name__}; "
+            "return an nn.Sequential, whose children are the layers"
+        )
+    if len(model) == 0:
+        raise ValueError(f"model.target={target}: returned an nn.Sequential without layers; put at least one in it")
+    return model
+
+
+def _import(target: str, module_name: str) -> ModuleType:
+    """The module of the function. Raises ValueError if it is not there or cannot be imported."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()  # it may have been written a moment ago
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"model.target={target}: there is no module {error.name}, neither in {here} nor installed; "
+                "run the command where the module is, or install it"
+            ) from error
+        raise ValueError(
+            f"model.target={target}: {module_name} imports {error.name}, which is not installed; install it"
+        ) from error
+    except Exception as error:  # the module's own code ran, and may raise anything
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model.target={target}: {module_name} cannot be imported ({type(error).__name__}: {reason}); "
+            f"see what `python -c 'import {module_name}'` says"
+        ) from error
+
+
+def _check_arguments(target: str, function: Any, arguments: Mapping[str, object]) -> None:
+    """Raise ValueError if a call with `arguments` does not fit. A TypeError of the call could come from within."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"model.target={target}: the arguments do not fit, {error}; it takes "
+            f"({', '.join(map(str, signature.parameters.values()))})"
+        ) from error
+
+
+def _place(module: ModuleType) -> str:
+    return module.__file__ or "a folder without a file of its own"

@@ -1,0 +1,211 @@
+"""Networks of timm by name, cut into layers: what the paper's fine-tuning (Section 4, Table 4) needs besides AmoebaNet.
+
+timm knows some thousand networks and has weights for most; `chain` turns those of several families into layers. They
+start as timm initialises them, which is written for whole models: unlike our own, such a model is built with memory.
+"""
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.models.chain import chain
+from gpipe_cli.models.checks import check_probabilities
+
+RESNET_DEPTHS = (18, 34, 50, 101, 152)
+
+
+def resnet(
+    depth: int,
+    *,
+    num_classes: int,
+    image_size: int,
+    dropout: float,
+    drop_path: float,
+    pretrained: bool = False,
+    weights: str | None = None,
+) -> nn.Sequential:
+    """A ResNet of 18, 34, 50, 101 or 152 layers, otherwise as `build_timm`. Raises ValueError for another depth."""
+    if depth not in RESNET_DEPTHS:
+        raise ValueError(f"model.depth={depth}: use {', '.join(map(str, RESNET_DEPTHS[:-1]))} or {RESNET_DEPTHS[-1]}")
+    return build_timm(
+        f"resnet{depth}",
+        num_classes=num_classes,
+        image_size=image_size,
+        dropout=dropout,
+        drop_path=drop_path,
+        pretrained=pretrained,
+        weights=weights,
+    )
+
+
+def build_timm(
+    name: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    dropout: float,
+    drop_path: float,
+    pretrained: bool = False,
+    weights: str | None = None,
+) -> nn.Sequential:
+    """Build a network of timm as a chain of layers: images (N, 3, S, S) -> logits (N, num_classes).
+
+    Initial values come from torch's default generator, the same ones as timm's own model gets. On the meta device the
+    result has shapes only; ask for no weights there.
+
+    Args:
+        name: timm's name, with or without the tag of its weights: "resnet50", "resnet50.a1_in1k".
+        num_classes: classes; a loaded classifier for another number is left out and starts anew.
+        image_size: S, pixels; vision Transformers and MLP-Mixers are built for this size only.
+        dropout: probability to drop a feature before the classifier.
+        drop_path: probability to drop the last block's branch; earlier blocks less, in timm's way.
+        pretrained: load timm's weights (from its cache or the network). `weights` comes first.
+        weights: a file with tensors under timm's names, .safetensors or what torch.save writes.
+
+    Raises:
+        ValueError: an unknown name, a family without a chain, a setting out of range, or weights that do not fit or
+            cannot be had.
+    """
+    check_probabilities(dropout=dropout, drop_path=drop_path)
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes}: use 1 or more")
+    _check_name(name)
+    settings = _settings(name, num_classes, image_size, dropout, drop_path)
+    model = _create(name, settings, pretrained=pretrained and weights is None)
+    if weights is not None:
+        _load(model, Path(weights))
+    return chain(model)
+
+
+def _check_name(name: str) -> None:
+    """Raise ValueError, with the nearest names, for one that timm does not know."""
+    import timm
+
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        near = get_close_matches(architecture, timm.list_models(), n=3)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
+        raise ValueError(f"model.name={name}: timm has no model of this name; {remedy}")
+    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        known = ", ".join(get_close_matches(tag, tags, n=3, cutoff=0.0))
+        remedy = f"some that it has: {known}" if known else f"use {architecture}"
+        raise ValueError(f"model.name={name}: timm has no weights {tag} for {architecture}; {remedy}")
+
+
+def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
+    """The settings as this model's class takes them. Raises ValueError for a class without a chain, or for settings
+    that it does not have."""
+    import timm
+
+    # Shapes alone tell the class, and what it can do, before a large model is given memory.
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=num_classes)
+    try:
+        chain(model)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name", f"model.name={name}", 1)) from None
+    accepted = inspect.signature(type(model).__init__).parameters
+    settings: dict[str, Any] = {"num_classes": num_classes, "drop_rate": dropout}
+    if "drop_path_rate" in accepted:
+        settings["drop_path_rate"] = drop_path
+    elif drop_path:
+        raise ValueError(f"model.drop_path={drop_path}: {name} has no branches to drop; use 0")
+    if "img_size" in accepted:
+        settings["img_size"] = image_size
+        patch = max(getattr(model, "patch_embed", getattr(model, "stem", None)).patch_size)  # type: ignore[union-attr]
+        if image_size < 1 or image_size % patch:
+            below = max(image_size // patch, 1) * patch
+            raise ValueError(
+                f"dataset.image_size={image_size}: {name} cuts images into patches of {patch} pixels; "
+                f"use {below} or {below + patch}"
+            )
+    return settings
+
+
+def _create(name: str, settings: dict[str, Any], *, pretrained: bool) -> nn.Module:
+    """timm's model. Raises ValueError if it shall have weights that do not exist or cannot be reached."""
+    import timm
+
+    if not pretrained:
+        return timm.create_model(name, **settings)
+    try:
+        return timm.create_model(name, pretrained=True, **settings)
+    except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
+        raise ValueError(
+            f"model.pretrained=true: the weights of {name} cannot be had here ({_first_line(error)}); "
+            "give model.weights=FILE or use model.pretrained=false"
+        ) from error
+
+
+def _load(model: Any, file: Path) -> None:
+    """Fill `model` with the tensors of `file`; a classifier for another number of classes is left out.
+
+    Raises ValueError for a file that cannot be read or whose tensors are not those of the model.
+    """
+    tensors = _read(file)
+    classifier = model.pretrained_cfg["classifier"]
+    own = model.state_dict()
+    _fit_positions(model, tensors)
+    # One matrix or vector of another number of classes tells that both are.
+    if any(
+        name in own and tensor.shape[:1] != own[name].shape[:1]
+        for name, tensor in tensors.items()
+        if name.startswith(f"{classifier}.")
+    ):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{classifier}.")}
+        own = {name: tensor for name, tensor in own.items() if not name.startswith(f"{classifier}.")}
+    # Batch norm of old counts no mini-batches, and only an average over all of them would need the number.
+    missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
+    unknown = [name for name in tensors if name not in own]
+    other = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
+    for what, names in (("lacks", missing), ("has besides", unknown), ("has in another shape", other)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(
+                f"model.weights={file}: these are not the weights of this model, the file {what} {names[0]}{more}; "
+                "give the weights of the network that model.name names"
+            )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors in `file`, read without running code. Raises ValueError if that is not possible."""
+    from timm.models import load_state_dict
+
+    if not file.is_file():
+        raise ValueError(f"model.weights={file}: there is no such file")
+    try:
+        tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
+    except Exception as error:  # two formats, each with exceptions of its own
+        raise ValueError(
+            f"model.weights={file}: cannot be read as weights ({_first_line(error)}); "
+            "use a .safetensors file or a dictionary of tensors that torch.save wrote"
+        ) from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"model.weights={file}: does not hold a dictionary of tensors; save model.state_dict()")
+    return dict(tensors)
+
+
+def _fit_positions(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Stretch the positions of a vision Transformer that were learned on images of another size, in timm's way."""
+    from timm.layers import resample_abs_pos_embed
+
+    own, loaded = getattr(model, "pos_embed", None), tensors.get("pos_embed")
+    if own is None or loaded is None or loaded.shape == own.shape or loaded.dim() != 3:
+        return
+    prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+    side = round(max(loaded.shape[1] - prefix, 0) ** 0.5)
+    if side * side + prefix == loaded.shape[1]:
+        tensors["pos_embed"] = resample_abs_pos_embed(
+            loaded, list(model.patch_embed.grid_size), num_prefix_tokens=prefix
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)

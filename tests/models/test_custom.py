@@ -1,0 +1,113 @@
+"""A user's own function: found from the current directory, called with its arguments, refused in one line."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.models.custom import build_custom
+
+SOURCE = """
+from collections import OrderedDict
+from torch import nn
+
+NUMBER = 3
+
+def build(width, depth=2):
+    return nn.Sequential(OrderedDict((f"layer_{i}", nn.Linear(width, width)) for i in range(depth)))
+
+def unnamed():
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+
+def one_layer():
+    return nn.Linear(2, 3)
+
+def empty():
+    return nn.Sequential()
+
+def faulty():
+    return len(3)
+
+class Own(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.Linear(width, width))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "zoo_for_tests").mkdir()
+    (tmp_path / "zoo_for_tests" / "__init__.py").write_text("")
+    (tmp_path / "zoo_for_tests" / "nets.py").write_text(SOURCE)
+    (tmp_path / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
+    (tmp_path / "broken_for_tests.py").write_text("def build(:\n")
+    (tmp_path / "raising_for_tests.py").write_text("raise RuntimeError('two\\nlines')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0].endswith("_for_tests"):
+            del sys.modules[name]
+
+
+def test_a_function_of_the_current_directory() -> None:
+    with torch.device("meta"):
+        model = build_custom("zoo_for_tests.nets:build", {"width": 4, "depth": 3})
+    assert [name for name, _ in model.named_children()] == ["layer_0", "layer_1", "layer_2"]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert len(build_custom("zoo_for_tests.nets:build", {"width": 4})) == 2
+
+
+def test_layers_without_names_are_numbered() -> None:
+    model = build_custom("zoo_for_tests.nets:unnamed", {})
+    assert [name for name, _ in model.named_children()] == ["0", "1"]
+
+
+def test_a_class_is_called_too() -> None:
+    assert isinstance(build_custom("zoo_for_tests.nets:Own", {"width": 3}), nn.Sequential)
+
+
+def test_the_own_directory_comes_first(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "twice_for_tests.py").write_text("def build(): return None\n")
+    (tmp_path / "twice_for_tests.py").write_text("from torch import nn\ndef build(): return nn.Sequential(nn.ReLU())\n")
+    sys.path.insert(0, str(elsewhere))
+    assert len(build_custom("twice_for_tests:build", {})) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("zoo_for_tests.nets.build", {}, "not of the form package.module:function"),
+        ("zoo_for_tests.nets:", {}, "not of the form"),
+        (":build", {}, "not of the form"),
+        ("zoo_for_tests/nets.py:build", {}, "not of the form"),
+        ("zoo_for_tests.nets:build(3)", {}, "not of the form"),
+        ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
+        ("zoo_for_tests.absent:build", {}, r"there is no module zoo_for_tests\.absent"),
+        ("lacking_for_tests:build", {}, "lacking_for_tests imports a_module_that_nobody_has, which is not installed"),
+        ("broken_for_tests:build", {}, r"broken_for_tests cannot be imported \(SyntaxError: "),
+        ("raising_for_tests:build", {}, r"cannot be imported \(RuntimeError: two lines\)"),
+        ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no bild"),
+        ("zoo_for_tests.nets:NUMBER", {}, "NUMBER is not a function but of type int"),
+        ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
+        ("zoo_for_tests.nets:build", {"width": 3, "dept": 1}, "unexpected keyword argument 'dept'; it takes"),
+        ("zoo_for_tests.nets:one_layer", {}, "returned an object of type Linear; return an nn.Sequential"),
+        ("zoo_for_tests.nets:empty", {}, "returned an nn.Sequential without layers"),
+    ],
+)
+def test_refused(target: str, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_custom(target, arguments)
+    assert str(caught.value).startswith(f"model.target={target}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_the_function_itself_are_not_disguised() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        build_custom("zoo_for_tests.nets:faulty", {})

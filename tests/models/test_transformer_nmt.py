@@ -1,0 +1,174 @@
+"""The translation models T(L, H, A): the sizes of Section 5, padding, the two remedies, what travels between layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.models.transformer_nmt import transformer_nmt
+
+SMALL: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "width": 16,
+    "head_width": 8,
+    "vocabulary": 40,
+    "length": 12,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "depth_scaled": False,
+    "logit_clip": 0.0,
+    "shared_embedding": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def build(**settings: Any) -> nn.Sequential:
+    return transformer_nmt(**{**SMALL, **settings})
+
+
+def count(layers: int, hidden: int, heads: int, *, shared: bool) -> int:
+    with torch.device("meta"):
+        model = build(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            width=1024,
+            head_width=64,
+            vocabulary=64000,
+            shared_embedding=shared,
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def closed_form(layers: int, hidden: int, heads: int, *, matrices: int) -> int:
+    width, channels, vocabulary = 1024, 64 * heads, 64000
+    attention = 4 * width * channels + 3 * channels + width
+    feed_forward = 2 * width * hidden + hidden + width
+    norm = 2 * width
+    encoder, decoder = attention + feed_forward + 2 * norm, 2 * attention + feed_forward + 3 * norm
+    return layers * (encoder + decoder) + 2 * norm + matrices * vocabulary * width + vocabulary
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "printed"),
+    [(6, 8192, 16, 0.4), (24, 8192, 16, 1.3), (12, 16384, 32, 1.3), (32, 16384, 32, 3), (64, 16384, 32, 6)],
+)
+def test_sizes_of_the_paper(layers: int, hidden: int, heads: int, printed: float) -> None:
+    """In billions; two or three matrices of 64000 x 1024, the softmax's included: one of the two is within 3 %."""
+    shared, separate = count(layers, hidden, heads, shared=True), count(layers, hidden, heads, shared=False)
+    assert shared == closed_form(layers, hidden, heads, matrices=2)
+    assert separate == closed_form(layers, hidden, heads, matrices=3)
+    assert any(parameters / 1e9 == pytest.approx(printed, rel=0.03) for parameters in (shared, separate))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_layout(shared: bool) -> None:
+    bridge = ["encoder_norm"] if shared else ["encoder_norm", "target_embedding"]
+    assert [name for name, _ in build(shared_embedding=shared).named_children()] == [
+        "embedding", "encoder_00", "encoder_01", *bridge, "decoder_00", "decoder_01", "softmax"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_travels(shared: bool) -> None:
+    model = build(shared_embedding=shared)
+    values: Any = (torch.randint(1, 40, (3, 7)), torch.randint(1, 40, (3, 5)))
+    for name, layer in model.named_children():
+        values = layer(values)
+        if name in ("decoder_01", "softmax"):  # behind the last decoder layer the target is alone
+            assert values.shape == (3, 5, 16 if name == "decoder_01" else 40)
+            continue
+        source, mask, target = values
+        assert (source.shape, source.dtype) == ((3, 7, 16), torch.float32)
+        assert (mask.shape, mask.dtype) == ((3, 7), torch.bool)
+        embedded = shared or name.startswith(("target", "decoder"))
+        assert target.shape == ((3, 5, 16) if embedded else (3, 5))
+        assert target.dtype == (torch.float32 if embedded else torch.int64)
+
+
+def test_one_matrix_embeds_both_languages() -> None:
+    model = build(shared_embedding=True)
+    source, mask, target = model[0]((torch.tensor([[3, 4, 0]]), torch.tensor([[3, 5]])))
+    assert torch.equal(mask, torch.tensor([[True, True, False]]))
+    assert torch.equal(source[0, 0], target[0, 0]), "the same token at the same position"
+    assert not torch.equal(source[0, 1], target[0, 1])
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("pad", [0, 7])
+def test_padding_changes_nothing(pad: int, shared: bool, training: bool) -> None:
+    model = build(shared_embedding=shared, pad=pad, dropout=0.0, attention_dropout=0.0).train(training)
+    source, target = torch.randint(8, 40, (2, 6)), torch.randint(8, 40, (2, 5))
+    source[1, 4:] = pad
+    wider = [torch.cat([tokens, tokens.new_full((2, 4), pad)], 1) for tokens in (source, target)]
+    expected, padded = model((source, target)), model(tuple(wider))[:, :5]
+    assert (padded - expected).abs().max() < 1e-6
+    alone = model((source[1:, :4], target[1:]))
+    assert (alone - expected[1:]).abs().max() < 1e-6
+
+
+def test_every_real_source_token_counts() -> None:
+    model = build().eval()
+    source, target = torch.randint(1, 40, (1, 6)), torch.randint(1, 40, (1, 5))
+    expected = model((source, target))
+    for position in range(6):
+        other = source.clone()
+        other[0, position] = other[0, position] % 39 + 1
+        assert ((model((other, target)) - expected).abs().amax(2) > 1e-4).all(), position
+
+
+def test_a_sentence_of_nothing_but_padding_stays_finite() -> None:
+    """Where a batch is filled up with empty sentences, gradients must not become NaN."""
+    model = build()
+    source, target = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+    source[0] = 5
+    model((source, target))[0].square().sum().backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all() for _, parameter in model.named_parameters()
+    )
+
+
+def test_depth_scales_feed_forward_only() -> None:
+    def weights(depth_scaled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        return build(layers=5, depth_scaled=depth_scaled).state_dict()
+
+    plain, scaled = weights(False), weights(True)
+    divided = [name for name in plain if not torch.equal(plain[name], scaled[name])]
+    assert divided == [name for name in plain if ".feed_forward." in name and name.endswith("weight")]
+    assert len(divided) == 2 * 2 * 5
+    for name in divided:
+        torch.testing.assert_close(scaled[name], plain[name] / 5)
+
+
+def test_logits_are_clipped() -> None:
+    inputs = (torch.randint(1, 40, (2, 6)), torch.randint(1, 40, (2, 5)))
+    model = build(logit_clip=0.25).eval()
+    logits = model(inputs)
+    assert logits.abs().max().item() == 0.25
+    assert (logits.abs() < 0.25).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": 0}, r"model\.layers=0: use 1 or more"),
+        ({"head_width": 0}, r"model\.head_width=0"),
+        ({"width": 15}, r"model\.width=15: .* use 14 or 16"),
+        ({"dropout": 1.5}, r"model\.dropout=1\.5"),
+        ({"logit_clip": -1.0}, r"model\.logit_clip=-1\.0: use a positive number, or 0"),
+        ({"logit_clip": float("nan")}, r"model\.logit_clip=nan"),
+    ],
+)
+def test_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build(**settings)
+    assert "\n" not in str(caught.value)
