@@ -1,6 +1,7 @@
 """Runs to report, for the tests of `gpipe_cli.reporting`."""
 
 import io
+from math import log as log_of
 from typing import Any
 
 from rich.console import Console
@@ -8,6 +9,35 @@ from rich.console import Console
 from gpipe_cli.reporting.description import EvaluationMessage, PartitionDescription, RunDescription, StepMessage
 
 STEPS_PER_EPOCH = 4
+# What is different in the descriptions of text.
+LANGUAGE_MODEL: dict[str, Any] = {
+    "task": "language_model",
+    "model_name": "transformer_lm",
+    "dataset_name": "python_docs",
+    "train_samples": 412,
+    "test_samples": 46,
+    "vocabulary": 2000,
+    "length": 128,
+    "unigram_perplexity": 312.0,
+}
+TRANSLATION: dict[str, Any] = {
+    "task": "translation",
+    "model_name": "transformer_nmt",
+    "dataset_name": "cldr",
+    "train_samples": 160_123,
+    "test_samples": 8_123,
+    "vocabulary": 8000,
+    "languages": 214,
+    "length": 64,
+    "unigram_perplexity": 312.0,
+    "micro_batch_sizes": (),
+    "micro_batches": 4,
+    "batch_tokens": 4096,
+}
+TRANSLATIONS = [
+    {"pair": "de-en", "source": "Österreich", "reference": "Austria", "translation": "Austria"},
+    {"pair": "ru-en", "source": "Россия | РФ", "reference": "Russia", "translation": "a|b <2en> *c* _d_ `e` \\| [f]"},
+]
 
 
 def description(**changes: Any) -> RunDescription:
@@ -44,6 +74,7 @@ def step(number: int, **changes: Any) -> StepMessage:
         "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
         "position": (number - 1) % STEPS_PER_EPOCH + 1,
         "samples": 32,
+        "tokens": None,
         "seconds": 0.0625,
         "loss": 3.0 - number / 10,
         "cross_entropy": 2.0 - number / 10,
@@ -61,13 +92,25 @@ def evaluation(number: int, **changes: Any) -> EvaluationMessage:
     message: dict[str, Any] = {
         "step": number,
         "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
+        "tokens": None,
         "loss": 1.25,
         "top1": 0.875,
         "top5": 1.0,
         "averaged": False,
         "is_best": True,
+        "translations": [],
     }
     return EvaluationMessage(**(message | changes))  # type: ignore[typeddict-item]
+
+
+def text_step(number: int, **changes: Any) -> StepMessage:
+    """As `step`, of text: 1,000 tokens in 62.5 ms."""
+    return step(number, **({"tokens": 1000, "top5": None} | changes))
+
+
+def text_evaluation(number: int, **changes: Any) -> EvaluationMessage:
+    """As `evaluation`, of text: 5,000 tokens, perplexity 41.3."""
+    return evaluation(number, **({"tokens": 5000, "loss": log_of(41.3), "top1": 0.312, "top5": None} | changes))
 
 
 def log(**options: Any) -> tuple[Console, io.StringIO]:

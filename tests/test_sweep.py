@@ -133,6 +133,34 @@ def test_the_table_shows_results_and_failures(
     assert "interrupted" in rows[2]
 
 
+def row_cells(line: str) -> list[str]:
+    return re.split(r"  +", line.strip())
+
+
+@pytest.mark.parametrize("images_too", [False, True])
+def test_text_is_compared_by_perplexity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], images_too: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    common: dict[str, object] = {"samples_per_second": 96.4, "step_seconds": 0.25}
+    text = common | {"task": "language_model", "test": {"perplexity": 41.3}, "tokens_per_second": 12_345.0}
+    diverged = common | {"task": "translation", "test": {"perplexity": None}, "tokens_per_second": 12_345.0}
+    images = common | {"task": "classification", "test": {"top1": 0.5}}
+    last = images if images_too else diverged
+    runs = [Run(f"seed={n}", tmp_path / "a", 0, 12.0, result) for n, result in enumerate((text, last, {}))]
+    show_table(runs)
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(line for line in lines if "what differs" in line).split()
+    if images_too:
+        assert heading[4:] == ["top-1", "perplexity", "samples/s", "tokens/s", "step", "time"]
+        assert row_cells(lines[-3])[3:] == ["-", "41.3", "96.4", "12,345", "250.0 ms", "12.0 s"]
+        assert row_cells(lines[-2])[3:] == ["50.0 %", "-", "96.4", "-", "250.0 ms", "12.0 s"]
+    else:
+        assert heading[4:] == ["perplexity", "tokens/s", "step", "time"]
+        assert row_cells(lines[-3])[3:] == ["41.3", "12,345", "250.0 ms", "12.0 s"]
+        assert row_cells(lines[-2])[3:] == ["-", "12,345", "250.0 ms", "12.0 s"]
+
+
 def test_a_failing_run_does_not_stop_the_others(tmp_path: Path) -> None:
     result = gpipe(tmp_path, "-m", "micro_batches=64,128", "seed=3")
     assert result.returncode == 1
@@ -150,7 +178,7 @@ def test_a_sweep_that_cannot_be_composed_does_not_begin(tmp_path: Path) -> None:
     result = gpipe(tmp_path, "-m", "dataset=digits,cifr10")
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("gpipe train: dataset=cifr10: there is no such choice; choose one of cifar10,")
+    assert result.stderr.startswith("gpipe train: dataset=cifr10: there is no such choice; choose one of birdsnap,")
 
 
 @pytest.mark.skipif(not CAN_TRAIN, reason="there is no training yet")

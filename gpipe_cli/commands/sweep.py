@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.reporting.units import duration, percent, rate
+from gpipe_cli.reporting.units import duration, percent, perplexity, rate
 
 GRACE_SECONDS = 3.5  # from Ctrl-C until a run that has not ended by itself is killed; a command ends within 5 s
 INTERRUPTED = 130
@@ -108,8 +108,7 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def top1(result: dict[str, object]) -> float | None:
     """The accuracy on the test set in a run's result, if there is one."""
-    test = result.get("test")
-    return _number(test.get("top1")) if isinstance(test, dict) else None
+    return _of_test(result, "top1")
 
 
 def show_table(runs: Sequence[Run]) -> None:
@@ -119,21 +118,36 @@ def show_table(runs: Sequence[Run]) -> None:
     table.add_column("run", justify="right")
     table.add_column("what differs", overflow="fold")
     table.add_column("status", no_wrap=True)
-    for heading in ("top-1", "samples/s", "step", "time"):
+    columns = _columns([run.result for run in runs])
+    for heading in (*(heading for heading, _ in columns), "step", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, run in enumerate(runs, start=1):
         table.add_row(
             str(number),
             escape(run.differs),
             f"[red]{run.status}[/red]" if run.failed else run.status,
-            percent(top1(run.result)),
-            rate(_number(run.result.get("samples_per_second"))),
+            *(cell(run.result) for _, cell in columns),
             "-" if (step := _number(run.result.get("step_seconds"))) is None else duration(step),
             duration(run.seconds),
         )
     console = Console()
     console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
     console.print(table)
+
+
+def _columns(results: Sequence[dict[str, object]]) -> list[tuple[str, Callable[[dict[str, object]], str]]]:
+    """What runs are compared by: headings, and the cell of a result. A sweep over images and text has those of both."""
+    text = {result.get("task", "classification") != "classification" for result in results if result}
+    columns: list[tuple[str, Callable[[dict[str, object]], str]]] = []
+    if text != {True}:
+        columns.append(("top-1", lambda result: percent(top1(result))))
+    if True in text:
+        columns.append(("perplexity", lambda result: perplexity(_of_test(result, "perplexity"))))
+    if text != {True}:
+        columns.append(("samples/s", lambda result: rate(_number(result.get("samples_per_second")))))
+    if True in text:
+        columns.append(("tokens/s", lambda result: rate(_number(result.get("tokens_per_second")))))
+    return columns
 
 
 def _perform(title: str, name: str, arguments: Sequence[str], folder: Path) -> tuple[Run, bool]:
@@ -226,6 +240,11 @@ def _result(folder: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return result if isinstance(result, dict) else {}
+
+
+def _of_test(result: dict[str, object], score: str) -> float | None:
+    test = result.get("test")
+    return _number(test.get(score)) if isinstance(test, dict) else None
 
 
 def _number(value: object) -> float | None:

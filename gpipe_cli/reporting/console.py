@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
 from gpipe_cli.reporting.facts import show_banner, show_line
 from gpipe_cli.reporting.measurement import EpochMeans
-from gpipe_cli.reporting.units import learning_rate, loss, percent, rate
+from gpipe_cli.reporting.task import scores, words_of
+from gpipe_cli.reporting.units import learning_rate, loss, percent, perplexity, rate
 
 LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as steps are done
-HEADER = ("epoch", "train loss", "top-1", "test loss", "top-1", "top-5", "samples/s", "lr")
 
 
 class RunConsole:
@@ -26,6 +26,7 @@ class RunConsole:
     def __init__(self, console: Console, description: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
         self.console = console
         self._run = description
+        self._words = words_of(description.task)
         self._line_seconds = line_seconds
         self._bar: Progress | None = None
         self._epoch = 0  # whose means follow
@@ -64,11 +65,13 @@ class RunConsole:
         )
         self._bar.start()
 
-    def step(self, message: StepMessage, samples_per_second: float | None) -> None:
-        """A step was done; ``samples_per_second`` is the recent speed."""
+    def step(self, message: StepMessage, speed: float | None) -> None:
+        """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
         self._turn_to(message["epoch"])
-        self._means.add(message["samples"], message["cross_entropy"], message["top1"])
-        self._speed, self._learning_rate = samples_per_second, message["learning_rate"]
+        elements = message["tokens"] if self._words.text else message["samples"]
+        assert elements is not None, "a step of text without its tokens"
+        self._means.add(elements, message["cross_entropy"], message["top1"])
+        self._speed, self._learning_rate = speed, message["learning_rate"]
         self._line_waits = message["position"] == self._run.steps_per_epoch
         if self._bar is not None:
             self._advance(self._bar, message["step"])
@@ -103,29 +106,34 @@ class RunConsole:
         self._line_waits = False
 
     def _advance(self, bar: Progress, step: int) -> None:
-        means = f"loss {loss(self._means.loss)} top-1 {percent(self._means.top1)}"
-        speed = f"{rate(self._speed)} samples/s lr {learning_rate(self._learning_rate)}"
+        means = f"loss {loss(self._means.loss)} {self._words.accuracy} {percent(self._means.top1)}"
+        speed = f"{rate(self._speed)} {self._words.speed} lr {learning_rate(self._learning_rate)}"
         bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=f"{means} {speed}")
 
     def _line(self, epoch: str, test: EvaluationMessage | None = None) -> None:
         if not self._header_shown:
-            show_line(self.console, _columns(*HEADER), "bold")
+            show_line(self.console, self._columns(*(heading for heading, _ in self._words.columns)), "bold")
             self._header_shown = True
-        tested = ("", "", "") if test is None else (loss(test["loss"]), percent(test["top1"]), percent(test["top5"]))
-        line = _columns(
+        line = self._columns(
             epoch,
             loss(self._means.loss),
             percent(self._means.top1),
-            *tested,
+            *(("", "", "") if test is None else self._tested(test)),
             rate(self._speed),
             learning_rate(self._learning_rate),
         )
         show_line(self.console, f"{line} best" if test is not None and test["is_best"] else line)
         self._last_line = time.monotonic()
 
+    def _tested(self, test: EvaluationMessage) -> tuple[str, str, str]:
+        found = scores(self._run.task, test["loss"], test["top1"], test["top5"])
+        if self._words.text:
+            return loss(found["loss"]), perplexity(found["perplexity"]), percent(found["token_accuracy"])
+        return loss(found["loss"]), percent(found["top1"]), percent(found["top5"])
 
-def _columns(*cells: str) -> str:
-    """One line of 75 characters; `best` still fits behind it at 80 columns."""
-    epoch, *rest = cells
-    widths = (11, 8, 11, 8, 8, 10, 9)
-    return f"{epoch:<10}" + "".join(f"{cell:>{width}}" for cell, width in zip(rest, widths, strict=True))
+    def _columns(self, *cells: str) -> str:
+        """One line; a cell that is too long takes its room from the blanks of the next ones."""
+        line = cells[0]
+        for cell, (_, end) in zip(cells[1:], self._words.columns[1:], strict=True):
+            line += f" {cell}".rjust(end - len(line))
+        return line

@@ -4,24 +4,33 @@ The curves behind the paper's accuracies (section 3) and their speed. One writer
 count those done; accuracies are shares, 0 to 1.
 """
 
-from collections.abc import Iterator
+import html
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from gpipe_cli.reporting.description import EvaluationMessage, StepMessage
+from gpipe_cli.reporting.description import EvaluationMessage, StepMessage, Translation
+from gpipe_cli.reporting.task import Task, perplexity, words_of
 
 TRAIN_LOSS = "train/loss"  # what is minimized
 TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
-TRAIN_TOP1 = "train/top1"
+TRAIN_TOP1 = "train/top1"  # images, as are all of top-1 and top-5
 TRAIN_TOP5 = "train/top5"
+TRAIN_PERPLEXITY = "train/perplexity"  # text, as is all of tokens; of the cross-entropy
+TRAIN_TOKEN_ACCURACY = "train/token_accuracy"
 TEST_LOSS = "test/loss"
 TEST_TOP1 = "test/top1"
 TEST_TOP5 = "test/top5"
+TEST_PERPLEXITY = "test/perplexity"
+TEST_TOKEN_ACCURACY = "test/token_accuracy"
 LEARNING_RATE = "learning_rate"
 GRADIENT_NORM = "gradient_norm"
 SAMPLES_PER_SECOND = "speed/samples_per_second"
+TOKENS_PER_SECOND = "speed/tokens_per_second"
 STEP_SECONDS = "speed/step_seconds"
+TRANSLATIONS = "translations"
 CONFIG = "config"
 BANNER = "banner"
 
@@ -37,10 +46,11 @@ def memory_tag(stage: int) -> str:
 class Dashboard:
     """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed."""
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
         # A resumed run repeats what came after its checkpoint: readers drop old events from the purge step on.
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1, flush_secs=FLUSH_SECONDS)
         self._first_step = first_step
+        self._text = words_of(task).text
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Puts the configuration and the banner beside the curves."""
@@ -51,30 +61,68 @@ class Dashboard:
 
     def step(self, message: StepMessage) -> None:
         """The curves of training; what is None is left out."""
-        for tag, value in _scalars(message):
-            if value is not None:
-                self._writer.add_scalar(tag, value, message["step"])
+        self._draw(message["step"], _training(message))
+        self._draw(message["step"], _training_text(message) if self._text else _training_images(message))
 
     def evaluated(self, message: EvaluationMessage) -> None:
-        """The curves of the test set."""
-        for tag, value in ((TEST_LOSS, message["loss"]), (TEST_TOP1, message["top1"]), (TEST_TOP5, message["top5"])):
-            if value is not None:
-                self._writer.add_scalar(tag, value, message["step"])
+        """The curves of the test set, and what was translated of it."""
+        self._draw(message["step"], _test_text(message) if self._text else _test_images(message))
+        if self._text and message["translations"]:
+            self._writer.add_text(TRANSLATIONS, _table(message["translations"]), message["step"])
         self._writer.flush()
 
     def close(self) -> None:
         """Writes what is left; harmless when repeated."""
         self._writer.close()
 
+    def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:
+        for tag, value in points:
+            if value is not None:
+                self._writer.add_scalar(tag, value, step)
 
-def _scalars(message: StepMessage) -> Iterator[tuple[str, float | None]]:
+
+def _training(message: StepMessage) -> Iterator[tuple[str, float | None]]:
     yield TRAIN_LOSS, message["loss"]
     yield TRAIN_CROSS_ENTROPY, message["cross_entropy"]
-    yield TRAIN_TOP1, message["top1"]
-    yield TRAIN_TOP5, message["top5"]
     yield LEARNING_RATE, message["learning_rate"]
     yield GRADIENT_NORM, message["gradient_norm"]
     yield SAMPLES_PER_SECOND, message["samples"] / message["seconds"]
     yield STEP_SECONDS, message["seconds"]
     for stage, size in enumerate(message["memory_bytes"]):
         yield memory_tag(stage), size / GIB
+
+
+def _training_images(message: StepMessage) -> Iterator[tuple[str, float | None]]:
+    yield TRAIN_TOP1, message["top1"]
+    yield TRAIN_TOP5, message["top5"]
+
+
+def _training_text(message: StepMessage) -> Iterator[tuple[str, float | None]]:
+    assert message["tokens"] is not None, "a step of text without its tokens"
+    yield TRAIN_PERPLEXITY, perplexity(message["cross_entropy"])
+    yield TRAIN_TOKEN_ACCURACY, message["top1"]
+    yield TOKENS_PER_SECOND, message["tokens"] / message["seconds"]
+
+
+def _test_images(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, message["loss"]
+    yield TEST_TOP1, message["top1"]
+    yield TEST_TOP5, message["top5"]
+
+
+def _test_text(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, message["loss"]
+    yield TEST_PERPLEXITY, perplexity(message["loss"])
+    yield TEST_TOKEN_ACCURACY, message["top1"]
+
+
+def _table(translations: Iterable[Translation]) -> str:
+    """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
+    rows = ((shown["pair"], shown["source"], shown["reference"], shown["translation"]) for shown in translations)
+    lines = ["| pair | source | reference | translation |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
+
+
+def _cell(text: str) -> str:
+    one_line = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_{}\[\]|])", r"\\\1", one_line)

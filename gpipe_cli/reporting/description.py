@@ -7,6 +7,8 @@ repeat it. Messages are plain dictionaries because they travel between processes
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from gpipe_cli.reporting.task import Task
+
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 SpeedKind = Literal["measured", "measured_one_device"]
 
@@ -30,7 +32,7 @@ class RunDescription:
     train_samples: int | None  # None, as the two others: a dry run has not opened the data
     test_samples: int | None
     partitions: tuple[PartitionDescription, ...]
-    micro_batch_sizes: tuple[int, ...]  # samples of each of the M micro-batches of one replica
+    micro_batch_sizes: tuple[int, ...]  # samples of each of the M micro-batches of one replica; () with batch_tokens
     schedule: str
     recompute: str
     executor: str
@@ -47,15 +49,37 @@ class RunDescription:
     resumed_from: str | None = None  # run folder
     first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
     gpu_names: tuple[str, ...] = ()
+    task: Task = "classification"
+    preset: str | None = None  # name of the settings that it began with
+    notes: tuple[tuple[str, str], ...] = ()  # more lines of the banner: label, fact
+    # Text only.
+    vocabulary: int | None = None  # tokens in it
+    languages: int | None = None  # of a translation
+    length: int | None = None  # tokens of a sequence of a language model
+    unigram_perplexity: float | None = None  # of a model of the test set that knows how frequent tokens are, no more
+    batch_tokens: int | None = None  # of one replica's mini-batch at most, where they are cut by tokens, not samples
+    micro_batches: int | None = None  # M, where micro_batch_sizes cannot tell
 
     @property
     def parameters(self) -> int:
         return sum(partition.parameters for partition in self.partitions)
 
     @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step, over all replicas."""
-        return self.replicas * sum(self.micro_batch_sizes)
+    def micro_batch_count(self) -> int:
+        """M."""
+        count = len(self.micro_batch_sizes) or self.micro_batches
+        assert count, "neither micro_batch_sizes nor micro_batches"
+        return count
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of one optimizer step, over all replicas; None where mini-batches are cut by tokens."""
+        return None if self.batch_tokens is not None else self.replicas * sum(self.micro_batch_sizes)
+
+    @property
+    def global_batch_tokens(self) -> int | None:
+        """As ``global_batch``, in tokens; None where mini-batches are cut by samples."""
+        return None if self.batch_tokens is None else self.replicas * self.batch_tokens
 
     @property
     def total_steps(self) -> int:
@@ -66,20 +90,31 @@ class RunDescription:
 
 
 class StepMessage(TypedDict):
-    """One optimizer step, after it was done. Loss and shares are means over the samples of its mini-batch."""
+    """One optimizer step, after it was done. Loss and shares are means over the samples of its mini-batch, for text
+    over its tokens."""
 
     step: int  # steps done, this one included: the first is 1
     epoch: int  # the first is 1
     position: int  # steps done in this epoch, this one included: the last is steps_per_epoch
     samples: int
+    tokens: int | None  # to be predicted, padding not counted; None for images
     seconds: float
     loss: float  # what was minimized: with label smoothing and the auxiliary head
-    cross_entropy: float
-    top1: float  # share, 0 to 1
-    top5: float | None
+    cross_entropy: float  # in nats
+    top1: float  # share of right predictions, 0 to 1
+    top5: float | None  # None for text
     learning_rate: float
     gradient_norm: float | None  # over all stages, before clipping
     memory_bytes: list[int]  # peak of each stage so far
+
+
+class Translation(TypedDict):
+    """One sentence of the test set, as the model translates it."""
+
+    pair: str  # `de-en`
+    source: str
+    reference: str
+    translation: str
 
 
 class EvaluationMessage(TypedDict):
@@ -87,8 +122,26 @@ class EvaluationMessage(TypedDict):
 
     step: int
     epoch: int
-    loss: float  # cross-entropy, mean over the samples
+    tokens: int | None  # as in a step
+    loss: float  # cross-entropy, mean over the samples or tokens
     top1: float
     top5: float | None
     averaged: bool  # whether the weights were the moving average
     is_best: bool
+    translations: list[Translation]  # some of them; [] where there is nothing to translate
+
+
+class TranslationResult(TypedDict):
+    """How well a test set was translated, by sentences decoded without sight of their references; scores 0 to 100."""
+
+    bleu: float
+    chrf: float
+    bleu_copy: float  # of the sources, taken for translations
+    chrf_copy: float
+    sentences: int  # decoded
+    of: int  # sentences of the test set
+    beam: int
+    seconds: float  # to decode
+    bleu_signature: str  # how it was computed, in the words of the library that did
+    chrf_signature: str
+    examples: list[Translation]

@@ -2,7 +2,7 @@
 
 The banner names what the paper calls a run by: K, M, partitions and the ideal bubble (section 2.3), and writes the
 global batch as the product it is. Labelled lines, readable at 80 columns. The words are ASCII: logs are read in places
-without UTF-8.
+without UTF-8, where the sentences of a translation are shown as escapes.
 """
 
 import re
@@ -16,16 +16,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.reporting.description import PartitionDescription, RunDescription
-from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, plural, rate, size
+from gpipe_cli.reporting.description import PartitionDescription, RunDescription, TranslationResult
+from gpipe_cli.reporting.task import words_of
+from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, perplexity, plural, rate, size
 
 LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `global batch 32 = 1 replica x ...`
 MEMORY_PER_LINE = 3
+EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
 def show_line(console: Console, text: str, style: str = "") -> None:
     """Prints one line as it is; long ones are not broken, so that paths and commands can be copied."""
-    console.print(Text(text, style), soft_wrap=True)
+    writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    console.print(Text(writable, style), soft_wrap=True)
 
 
 def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -81,43 +84,86 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
 
 
-def outcome_of_test(test: dict[str, Any]) -> str:
-    """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`."""
+def outcome_of_test(test: dict[str, Any], unigram_perplexity: float | None = None) -> str:
+    """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`, or `perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %,
+    loss 3.7210 nats per token`.
+
+    Args:
+        test: the scores of a task.
+        unigram_perplexity: that of a model which knows the frequencies of the tokens only, on the same test set.
+    """
+    averaged = " (averaged weights)" if test.get("averaged") else ""
+    if "perplexity" in test:
+        unigram = "" if unigram_perplexity is None else f" (unigram model {perplexity(unigram_perplexity)})"
+        parts = [f"perplexity {perplexity(test['perplexity'])}{unigram}"]
+        parts += [f"token accuracy {percent(test['token_accuracy'])}", f"loss {loss(test['loss'])} nats per token"]
+        return ", ".join(parts) + averaged
     parts = [f"top-1 {percent(test['top1'])}", f"top-5 {percent(test['top5'])}", f"loss {loss(test['loss'])}"]
     if test["top5"] is None:
         del parts[1]
-    return ", ".join(parts) + (" (averaged weights)" if test.get("averaged") else "")
+    return ", ".join(parts) + averaged
+
+
+def outcome_of_translation(translation: TranslationResult) -> Iterable[tuple[str, str]]:
+    """Labelled lines: scores beside those of copying the source, which names alike in two languages make high."""
+    sentences = f"{translation['sentences']:,} of {plural(translation['of'], 'sentence')}"
+    yield "BLEU", f"{translation['bleu']:.1f} (copying the source: {translation['bleu_copy']:.1f})"
+    yield "chrF", f"{translation['chrf']:.1f} (copying the source: {translation['chrf_copy']:.1f})"
+    yield "decoded", f"{sentences}, beam {translation['beam']}, {duration(translation['seconds'])}"
+    for example in translation["examples"][:EXAMPLES]:
+        yield example["pair"], _one_line(example["source"])
+        yield "  reference", _one_line(example["reference"])
+        yield "  decoded", _one_line(example["translation"])
 
 
 def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     layers = sum(len(partition.layers) for partition in run.partitions)
-    partitions, micro_batches = len(run.partitions), plural(len(run.micro_batch_sizes), "micro-batch")
+    partitions, micro_batches = len(run.partitions), plural(run.micro_batch_count, "micro-batch")
     yield "model", f"{run.model_name}: {plural(layers, 'layer')}, {count(run.parameters)} parameters"
-    samples = f": {run.train_samples:,} training and {run.test_samples:,} test samples" if run.train_samples else ""
-    yield "dataset", run.dataset_name + samples
+    yield "dataset", run.dataset_name + _samples_of_data(run)
+    if run.vocabulary is not None:
+        yield "vocabulary", plural(run.vocabulary, "token")
+    if run.preset is not None:
+        yield "preset", f"{run.preset}: settings that suit this model and data set; what is given wins"
     yield "pipeline", f"K = {plural(partitions, 'partition')}, M = {micro_batches}"
     yield "schedule", f"{run.schedule}, recompute {run.recompute}"
     yield "executor", f"{run.executor}, {plural(run.threads, 'thread')} for each process"
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the stages' time"
-    yield (
-        "global batch",
-        f"{run.global_batch:,} = {plural(run.replicas, 'replica')} x {micro_batches} x {_samples(run)}",
-    )
+    yield "global batch", _global_batch(run, micro_batches)
     training = plural(run.epochs, "epoch")
     if run.steps_per_epoch is not None:
         training += f" of {plural(run.steps_per_epoch, 'step')}"
     if run.max_steps is not None and run.steps_per_epoch is not None:
         training += f", stopping after {plural(run.total_steps, 'step')}"
     yield "training", f"{training}, learning rate {learning_rate(run.learning_rate)}"
+    yield from run.notes
     yield "run folder", str(folder)
     if run.resumed_from is not None:
         yield "resumed from", f"{run.resumed_from}, {plural(run.first_step, 'step')} done"
 
 
-def _samples(run: RunDescription) -> str:
+def _samples_of_data(run: RunDescription) -> str:
+    """`: 412 training and 46 test sequences of 128 tokens`; nothing in a dry run."""
+    if not run.train_samples:
+        return ""
+    samples = f": {run.train_samples:,} training and {run.test_samples:,} test {words_of(run.task).sample}s"
+    if run.task == "language_model" and run.length is not None:
+        samples += f" of {plural(run.length, 'token')}"
+    return samples if run.languages is None else f"{samples}, {plural(run.languages, 'language')}"
+
+
+def _global_batch(run: RunDescription, micro_batches: str) -> str:
+    """`32 = 1 replica x 4 micro-batches x 8 samples`, or `4,096 tokens = 1 replica x 4 micro-batches`."""
+    factors = f"{plural(run.replicas, 'replica')} x {micro_batches}"
+    if run.global_batch is None:
+        return f"{run.global_batch_tokens:,} tokens = {factors}"
+    return f"{run.global_batch:,} = {factors} x {_micro_batch(run)}"
+
+
+def _micro_batch(run: RunDescription) -> str:
     """`8 samples`, or `6 or 5 samples` where micro-batches are uneven."""
-    sizes = sorted(set(run.micro_batch_sizes), reverse=True)
-    return " or ".join(f"{samples:,}" for samples in sizes) + (" sample" if sizes == [1] else " samples")
+    sizes, sample = sorted(set(run.micro_batch_sizes), reverse=True), words_of(run.task).sample
+    return " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
 
 
 def _layers(partition: PartitionDescription) -> str:
@@ -133,15 +179,14 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if result["error"]:
         yield "error", result["error"]
     if test is not None:
-        yield "test", outcome_of_test(test)
+        yield "test", outcome_of_test(test, result.get("unigram_perplexity"))
     if best is not None and best != test:
         yield "best", f"{outcome_of_test(best)}, after epoch {best['epoch']}"
     elif best is not None:
         yield "", f"the best of the run, after epoch {best['epoch']}"
     if result["samples_per_second"] is not None:
         warm_up = "warm-up included" if result["speed_includes_warm_up"] else "warm-up excluded"
-        speed = f"{rate(result['samples_per_second'])} samples/s, {duration(result['step_seconds'])} per step"
-        yield "speed", f"{speed} (medians, {warm_up})"
+        yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step (medians, {warm_up})"
         if result["samples_per_second_kind"] == "measured_one_device":
             yield "", "measured_one_device: all stages shared one device"
         else:
@@ -149,6 +194,18 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     memory = [f"stage {stage} {size(peak)}" for stage, peak in enumerate(result["memory_bytes"])]
     for first in range(0, len(memory), MEMORY_PER_LINE):
         yield "" if first else "peak memory", ", ".join(memory[first : first + MEMORY_PER_LINE])
+
+
+def _speed(result: dict[str, Any]) -> str:
+    """`512.0 samples/s`, or `12,345 tokens/s, 96.4 sentences/s`."""
+    words = words_of(result["task"])
+    samples = f"{rate(result['samples_per_second'])} {words.sample}s/s"
+    return f"{rate(result['tokens_per_second'])} tokens/s, {samples}" if words.text else samples
+
+
+def _one_line(text: str) -> str:
+    """``text`` without line breaks and without what would move a terminal's cursor."""
+    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())
 
 
 def _override(key: str, value: str) -> str:

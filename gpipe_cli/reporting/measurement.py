@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
+TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
 
 
 class Throughput:
@@ -24,14 +25,18 @@ class Throughput:
     def __init__(self, warm_up_steps: int = 3) -> None:
         self.warm_up_steps = warm_up_steps
         self._seconds = array("d")
-        self._rates = array("d")
+        self._samples = array("d")  # a second, in each step
+        self._tokens = array("d")  # a second, in each step; empty for images
 
-    def add(self, samples: int, seconds: float) -> None:
-        """One step of ``samples`` samples that took ``seconds``."""
+    def add(self, samples: int, seconds: float, tokens: int | None = None) -> None:
+        """One step of ``samples`` samples that took ``seconds``; ``tokens`` in every step of a run or in none."""
         assert samples > 0, samples
         assert seconds > 0, seconds
+        assert tokens is None or len(self._tokens) == self.steps, "some steps had no tokens"
         self._seconds.append(seconds)
-        self._rates.append(samples / seconds)
+        self._samples.append(samples / seconds)
+        if tokens is not None:
+            self._tokens.append(tokens / seconds)
 
     @property
     def steps(self) -> int:
@@ -45,7 +50,12 @@ class Throughput:
     @property
     def samples_per_second(self) -> float | None:
         """Median over steps; None without any."""
-        return _median(self._counted(self._rates))
+        return _median(self._counted(self._samples))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over steps, padding not counted; None without any, as for images."""
+        return _median(self._counted(self._tokens))
 
     @property
     def step_seconds(self) -> float | None:
@@ -54,33 +64,43 @@ class Throughput:
 
     def recent_samples_per_second(self, steps: int = 20) -> float | None:
         """Median over the last few steps that count, for a display; None without any."""
-        return _median(self._counted(self._rates[-(steps + self.warm_up_steps) :])[-steps:])
+        return self._recent(self._samples, steps)
+
+    def recent_tokens_per_second(self, steps: int = 20) -> float | None:
+        """As ``recent_samples_per_second``."""
+        return self._recent(self._tokens, steps)
+
+    def _recent(self, rates: Sequence[float], steps: int) -> float | None:
+        return _median(self._counted(rates[-(steps + self.warm_up_steps) :])[-steps:])
 
     def _counted(self, values: Sequence[float]) -> Sequence[float]:
         return values if self.includes_warm_up else values[min(self.warm_up_steps, len(values)) :]
 
 
 class EpochMeans:
-    """Loss and accuracy of the epoch so far: means over its samples, whatever the sizes of its mini-batches."""
+    """Loss and accuracy of the epoch so far: means over its elements, whatever the sizes of its mini-batches.
+
+    Elements are what the means of a mini-batch are over: samples, or for text tokens.
+    """
 
     def __init__(self) -> None:
-        self.samples = 0
+        self.elements = 0
         self._loss = 0.0
         self._top1 = 0.0
 
-    def add(self, samples: int, loss: float, top1: float) -> None:
-        self.samples += samples
-        self._loss += samples * loss
-        self._top1 += samples * top1
+    def add(self, elements: int, loss: float, top1: float) -> None:
+        self.elements += elements
+        self._loss += elements * loss
+        self._top1 += elements * top1
 
     @property
     def loss(self) -> float | None:
-        return self._loss / self.samples if self.samples else None
+        return self._loss / self.elements if self.elements else None
 
     @property
     def top1(self) -> float | None:
         """Share, 0 to 1."""
-        return self._top1 / self.samples if self.samples else None
+        return self._top1 / self.elements if self.elements else None
 
 
 def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
@@ -98,10 +118,10 @@ def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
     }
 
 
-def versions() -> dict[str, str | None]:
+def versions(text: bool = False) -> dict[str, str | None]:
     """Versions of Python and of the packages that the numbers depend on, read without importing them."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *TEXT_PACKAGES) if text else PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -7,17 +7,18 @@ process. ``step`` in every message counts optimizer steps done, epochs count fro
 import io
 import time
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
 
 from gpipe_cli.reporting.console import RunConsole
 from gpipe_cli.reporting.dashboard import Dashboard
-from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, Status, StepMessage
-from gpipe_cli.reporting.facts import outcome_of_test, show_banner, show_facts, show_summary
+from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, Status, StepMessage, TranslationResult
+from gpipe_cli.reporting.facts import outcome_of_test, outcome_of_translation, show_banner, show_facts, show_summary
 from gpipe_cli.reporting.measurement import Throughput, hardware, versions
 from gpipe_cli.reporting.result import RESULT, read_result, write_result
-from gpipe_cli.reporting.units import duration
+from gpipe_cli.reporting.task import Task, scores, words_of
+from gpipe_cli.reporting.units import duration, plural
 
 EVALUATION = "evaluate.json"
 
@@ -33,6 +34,7 @@ class Reporter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._run = description
+        self._text = words_of(description.task).text
         self._begin = time.monotonic()
         self._status: Status = "running"
         self._error: str | None = None
@@ -40,10 +42,13 @@ class Reporter:
         self._memory_bytes: list[int] = []
         self._checkpoint: str | None = None
         self._throughput = Throughput()
-        self._machine = {"versions": versions(), "hardware": hardware(description.gpu_names, description.threads)}
+        self._machine = {
+            "versions": versions(self._text),
+            "hardware": hardware(description.gpu_names, description.threads),
+        }
         self._test, self._best = _earlier(description)
         self._console = RunConsole(console or Console(), description)
-        self._dashboard = Dashboard(folder, description.first_step)
+        self._dashboard = Dashboard(folder, description.first_step, description.task)
         self._write()
 
     def banner(self) -> None:
@@ -63,15 +68,17 @@ class Reporter:
             return
         self._steps = message["step"]
         self._memory_bytes = message["memory_bytes"]
-        self._throughput.add(message["samples"], message["seconds"])
+        speed = self._throughput
+        speed.add(message["samples"], message["seconds"], message["tokens"] if self._text else None)
         self._dashboard.step(message)
-        self._console.step(message, self._throughput.recent_samples_per_second())
+        recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
+        self._console.step(message, recent)
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The test set was seen."""
         if self._status != "running":
             return
-        self._test = {key: value for key, value in message.items() if key != "is_best"}
+        self._test = _tested(self._run.task, message)
         if message["is_best"]:
             self._best = self._test
         self._dashboard.evaluated(message)
@@ -109,6 +116,7 @@ class Reporter:
         return {
             "status": self._status,
             "error": self._error,
+            "task": run.task,
             "model": run.model_name,
             "dataset": run.dataset_name,
             "model_parameters": run.parameters,
@@ -137,6 +145,14 @@ class Reporter:
             "resumed_from": run.resumed_from,
             **self._machine,
             "config": run.config,
+            **(self._result_of_text() if self._text else {}),
+        }
+
+    def _result_of_text(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": self._throughput.tokens_per_second,
+            "unigram_perplexity": self._run.unigram_perplexity,
+            "global_batch_tokens": self._run.global_batch_tokens,
         }
 
 
@@ -144,24 +160,62 @@ class EvaluationResult(TypedDict):
     """What `gpipe evaluate` found."""
 
     checkpoint: str
+    task: NotRequired[Task]  # an image classification if it is not said, as in a description
     samples: int
+    tokens: NotRequired[int | None]  # as in a step
     loss: float
-    top1: float
+    top1: float  # share of right predictions, of samples or tokens
     top5: float | None
     averaged: bool
     seconds: float
+    unigram_perplexity: NotRequired[float | None]  # text only
+    translation: NotRequired[TranslationResult | None]  # None: nothing was decoded
 
 
 def show_evaluation(console: Console, folder: Path, result: EvaluationResult) -> None:
     """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
-    write_result(folder, result, EVALUATION)
+    found = _found(result)
+    write_result(folder, found, EVALUATION)
+    words = words_of(found["task"])
+    seen = f"{found['samples']:,} with {plural(found['tokens'], 'token')}" if words.text else f"{found['samples']:,}"
     facts = [
-        ("checkpoint", result["checkpoint"]),
-        ("test", outcome_of_test(dict(result))),
-        ("samples", f"{result['samples']:,} in {duration(result['seconds'])}"),
-        ("written to", str(folder / EVALUATION)),
+        ("checkpoint", found["checkpoint"]),
+        ("test", outcome_of_test(found, found.get("unigram_perplexity"))),
+        (f"{words.sample}s", f"{seen} in {duration(found['seconds'])}"),
     ]
-    show_facts(console, facts)
+    translation = found.get("translation")
+    if translation is not None:
+        facts += outcome_of_translation(translation)
+    show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
+
+
+def _found(result: EvaluationResult) -> dict[str, Any]:
+    """What evaluate.json holds: the scores of the task, and nothing that the task does not know."""
+    task = result.get("task", "classification")
+    found: dict[str, Any] = {
+        "checkpoint": result["checkpoint"],
+        "task": task,
+        "samples": result["samples"],
+        **scores(task, result["loss"], result["top1"], result.get("top5")),
+        "averaged": result["averaged"],
+        "seconds": result["seconds"],
+    }
+    if words_of(task).text:
+        found |= {"tokens": result["tokens"], "unigram_perplexity": result.get("unigram_perplexity")}
+    if task == "translation":
+        found["translation"] = result.get("translation")
+    return found
+
+
+def _tested(task: Task, message: EvaluationMessage) -> dict[str, Any]:
+    """An evaluation as result.json has it."""
+    test: dict[str, Any] = {
+        "step": message["step"],
+        "epoch": message["epoch"],
+        **scores(task, message["loss"], message["top1"], message["top5"]),
+        "averaged": message["averaged"],
+    }
+    return test | {"tokens": message["tokens"]} if words_of(task).text else test
 
 
 def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -34,9 +34,11 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float | None) -> str:
-    """`512.3`, `12,345`; `-` if there is none."""
+    """`512.3`, `12,345`, `1.23 M`; `-` if there is none."""
     if per_second is None:
         return "-"
+    if per_second >= 999_999.5:  # tokens; more digits would not fit a column
+        return count(round(per_second))
     return f"{per_second:,.0f}" if per_second >= 999.95 else f"{per_second:.1f}"
 
 
@@ -51,6 +53,17 @@ def loss(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.3e}"  # `not` lets NaN through as nan
+
+
+def perplexity(value: float | None) -> str:
+    """`41.3`, `12,345`; `>1e+06` for all that a model which guesses would not reach; `-` if there is none."""
+    if value is None:
+        return "-"
+    if value >= 999_999.5:
+        return ">1e+06"
+    if value >= 999.95:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
 
 
 def learning_rate(value: float | None) -> str:

@@ -1,18 +1,31 @@
+import io
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import description, evaluation, log, step
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    TRANSLATION,
+    description,
+    evaluation,
+    log,
+    step,
+    text_evaluation,
+    text_step,
+)
+from rich.console import Console
 
 from gpipe_cli.reporting.console import RunConsole
 from gpipe_cli.reporting.description import PartitionDescription
-from gpipe_cli.reporting.facts import show_banner, show_summary
+from gpipe_cli.reporting.facts import show_banner, show_line, show_summary
 
 SUMMARY = {
     "status": "completed",
     "error": None,
+    "task": "classification",
     "epochs": 3,
     "steps": 12,
     "seconds": 133.0,
@@ -23,6 +36,15 @@ SUMMARY = {
     "speed_includes_warm_up": False,
     "step_seconds": 0.0625,
     "memory_bytes": [3 * 2**20, 2**29],
+}
+
+TEXT_SUMMARY = SUMMARY | {
+    "task": "translation",
+    "test": {"loss": 3.721, "perplexity": 41.3, "token_accuracy": 0.312, "averaged": True, "epoch": 3, "step": 12},
+    "best": {"loss": 3.7, "perplexity": 40.4, "token_accuracy": 0.32, "averaged": True, "epoch": 2, "step": 8},
+    "tokens_per_second": 12_345.0,
+    "samples_per_second": 96.4,
+    "unigram_perplexity": 312.0,
 }
 
 
@@ -64,6 +86,20 @@ def test_the_banner_says_what_runs() -> None:
         ({"micro_batch_sizes": (1,)}, "global batch 1 = 1 replica x 1 micro-batch x 1 sample"),
         ({"replicas": 2}, "global batch 64 = 2 replicas x 4 micro-batches x 8 samples"),
         ({"resumed_from": "outputs/a", "first_step": 4}, "resumed from outputs/a, 4 steps done"),
+        ({"preset": "small"}, "preset       small: settings that suit this model and data set; what is given wins\n"),
+        (
+            {"notes": (("init from", "outputs/x: 11 layers taken, new: classifier"),)},
+            "init from    outputs/x: 11 layers",
+        ),
+        (LANGUAGE_MODEL, "dataset      python_docs: 412 training and 46 test sequences of 128 tokens\n"),
+        (LANGUAGE_MODEL, "vocabulary   2,000 tokens\n"),
+        (LANGUAGE_MODEL, "global batch 32 = 1 replica x 4 micro-batches x 8 sequences\n"),
+        (LANGUAGE_MODEL | {"train_samples": None, "test_samples": None}, "dataset      python_docs\n"),
+        (TRANSLATION, "dataset      cldr: 160,123 training and 8,123 test sentences, 214 languages\n"),
+        (TRANSLATION, "K = 2 partitions, M = 4 micro-batches\n"),
+        (TRANSLATION, "global batch 4,096 tokens = 1 replica x 4 micro-batches\n"),
+        (TRANSLATION | {"replicas": 2}, "global batch 8,192 tokens = 2 replicas x 4 micro-batches\n"),
+        (TRANSLATION | {"micro_batch_sizes": (1,), "batch_tokens": None}, "x 1 micro-batch x 1 sentence\n"),
         ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps, learning rate 0.04"),
     ],
 )
@@ -81,6 +117,63 @@ def test_a_big_model_fits_80_columns_in_banner_and_progress() -> None:
     screen.step(step(1, epoch=100, top1=1.0, learning_rate=0.000012345), 123_456.7)
     screen.evaluated(evaluation(1, epoch=100, top1=1.0))
     assert max(map(len, file.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("run", [LANGUAGE_MODEL, TRANSLATION], ids=["language_model", "translation"])
+def test_big_numbers_of_text_fit_80_columns_and_stay_apart(run: dict[str, Any]) -> None:
+    console, file = log()
+    screen = RunConsole(console, description(**run, epochs=100), line_seconds=0)
+    screen.banner(Path("outputs/run"))
+    worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
+    screen.step(text_step(1, cross_entropy=12.3456, **worst), 999_999.4)
+    screen.step(text_step(4, cross_entropy=12.3456, **worst), 1_234_567.8)
+    screen.evaluated(text_evaluation(4, epoch=100, loss=13.5, top1=1.0))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    *_, heading, sign_of_life, tested = lines
+    assert re.split("  +| (?=train|token|test|perp)", heading) == [
+        *("epoch", "train loss", "token acc", "test loss", "perplexity", "token acc", "tokens/s", "lr")
+    ]
+    assert sign_of_life.split() == ["100/100", "25%", "12.3456", "100.0", "%", "999,999", "1.23e-05"]
+    assert tested.split() == [
+        *("100/100", "12.3456", "100.0", "%", "13.5000", "729,416", "100.0", "%", "1.23", "M", "1.23e-05", "best")
+    ]
+
+
+def test_numbers_stand_below_their_headings() -> None:
+    for run, one, tested in (({}, step(4), evaluation(4)), (LANGUAGE_MODEL, text_step(4), text_evaluation(4))):
+        console, file = log()
+        screen = RunConsole(console, description(**run))
+        screen.step(one, 512.0)
+        screen.evaluated(tested)
+        heading, line = file.getvalue().splitlines()
+        ends = [match.end() for match in re.finditer(r"(train|test) loss|token acc|perplexity|\S+", heading)]
+        cells = [match.end() for match in re.finditer(r"\S+( %)?", line.removesuffix(" best"))]
+        assert cells[1:] == ends[1:]
+
+
+def test_an_epoch_of_text_weighs_tokens() -> None:
+    console, file = log()
+    screen = RunConsole(console, description(**LANGUAGE_MODEL, steps_per_epoch=2))
+    screen.step(text_step(1, tokens=3000, cross_entropy=1.0, top1=0.1), None)
+    screen.step(text_step(2, tokens=1000, cross_entropy=3.0, top1=0.5), 16_000.0)
+    screen.evaluated(text_evaluation(2, is_best=False))
+    assert file.getvalue().splitlines()[-1].split() == [
+        *("1/3", "1.5000", "20.0", "%", "3.7209", "41.3", "31.2", "%", "16,000", "0.04")
+    ]
+
+
+def test_the_bar_of_text_counts_tokens_and_stays_one_line() -> None:
+    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
+    screen = RunConsole(console, description(**TRANSLATION, epochs=100))
+    screen.start()
+    screen.step(text_step(1, top1=1.0, cross_entropy=12.3456, learning_rate=0.000012345), 123_456.7)
+    screen.step(text_step(2, tokens=9000), 12_345.0)
+    screen.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert max(map(len, frames)) <= 80
+    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
+    assert re.search(r"loss 2\.8546 token acc 32\.5 % 12,345 tokens/s lr 0\.04", bars[-1])
 
 
 def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
@@ -173,3 +266,23 @@ def test_the_command_to_go_on_survives_shell_and_hydra(folder: str) -> None:
 
 def test_a_plain_folder_is_not_quoted() -> None:
     assert "go on with   gpipe train resume=outputs/a_K2\n" in summary(resume="outputs/a_K2", status="interrupted")
+
+
+def test_the_summary_of_text() -> None:
+    lines = summary(**TEXT_SUMMARY).splitlines()
+    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
+    assert f"test         {scores} (averaged weights)" in lines
+    best = "perplexity 40.4, token accuracy 32.0 %, loss 3.7000 nats per token (averaged weights), after epoch 2"
+    assert f"best         {best}" in lines
+    assert "speed        12,345 tokens/s, 96.4 sentences/s, 62.5 ms per step (medians, warm-up excluded)" in lines
+    assert not [line for line in lines if "top-" in line or "samples" in line]
+    assert "12,345 tokens/s, 96.4 sequences/s" in summary(**TEXT_SUMMARY | {"task": "language_model"})
+    assert "perplexity 41.3, token" in summary(**TEXT_SUMMARY | {"unigram_perplexity": None})
+
+
+def test_what_a_place_without_utf_8_cannot_write_is_escaped() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show_line(Console(file=file, width=80, color_system=None), "Österreich [b] Россия")
+    file.flush()
+    escaped = rb"\xd6sterreich [b] \u0420\u043e\u0441\u0441\u0438\u044f"
+    assert file.buffer.getvalue().rstrip() == escaped  # type: ignore[attr-defined]

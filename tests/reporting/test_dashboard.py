@@ -1,12 +1,16 @@
+import math
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reporting_runs import evaluation, step
+from reporting_runs import TRANSLATIONS, evaluation, step, text_evaluation, text_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpipe_cli.reporting import dashboard
 from gpipe_cli.reporting.dashboard import Dashboard
+from gpipe_cli.reporting.task import Task
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -44,6 +48,61 @@ def test_every_curve_of_the_issue_can_be_read_back(tmp_path: Path) -> None:
     assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(expected)
     for tag, points in expected.items():
         assert curve(tmp_path, tag) == points
+
+
+@pytest.mark.parametrize("task", ["language_model", "translation"])
+def test_every_curve_of_text_can_be_read_back(tmp_path: Path, task: Task) -> None:
+    board = Dashboard(tmp_path, task=task)
+    board.step(text_step(1, cross_entropy=math.log(64), loss=5.0))
+    board.evaluated(text_evaluation(1))
+    board.close()
+    expected = {
+        "train/loss": 5.0,
+        "train/cross_entropy": math.log(64),
+        "train/perplexity": 64.0,
+        "train/token_accuracy": 0.25,
+        "learning_rate": 0.04,
+        "gradient_norm": 1.5,
+        "speed/samples_per_second": 512.0,
+        "speed/tokens_per_second": 16_000.0,
+        "speed/step_seconds": 0.0625,
+        "memory/stage_0_gib": 3 / 1024,
+        "memory/stage_1_gib": 0.5,
+        "test/loss": math.log(41.3),
+        "test/perplexity": 41.3,
+        "test/token_accuracy": 0.312,
+    }
+    assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(expected)
+    for tag, value in expected.items():
+        assert curve(tmp_path, tag) == [(1, value)]
+    assert not events(tmp_path).Tags()["tensors"]  # nothing was translated
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
+def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    lines = {"pair": "fr-en", "source": "a\nb\tc", "reference": "& &amp; \\", "translation": ""}
+    board = Dashboard(tmp_path, task="translation")
+    board.evaluated(text_evaluation(4, translations=[*TRANSLATIONS, lines]))
+    board.close()
+    (event,) = events(tmp_path).Tensors("translations/text_summary")
+    assert event.step == 4
+    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])  # what TensorBoard itself makes of it
+    rows = [
+        re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
+    ]
+    assert rows[0] == ["pair", "source", "reference", "translation"]
+    expected = [[*shown.values()] for shown in TRANSLATIONS] + [["fr-en", "a b c", "& &amp; \\", ""]]
+    assert [[unescape(cell) for cell in row] for row in rows[1:]] == expected
+
+
+def test_a_perplexity_beyond_all_floats_is_no_error(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path, task="language_model")
+    board.step(text_step(1, cross_entropy=1e4))
+    board.step(text_step(2, cross_entropy=200.0))  # fits Python's floats, not those of an event
+    board.close()
+    assert [event.value for event in events(tmp_path).Scalars("train/perplexity")] == [math.inf, math.inf]
 
 
 def test_what_there_is_not_has_no_curve(tmp_path: Path) -> None:

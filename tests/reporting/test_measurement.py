@@ -45,6 +45,23 @@ def test_the_recent_rate_forgets_old_steps_and_never_counts_the_warm_up() -> Non
     assert speed.recent_samples_per_second(2) == 2.0
 
 
+def test_tokens_have_a_speed_of_their_own() -> None:
+    speed = Throughput(warm_up_steps=1)
+    for tokens, seconds in ((5, 100.0), (1000, 1.0), (600, 2.0), (1200, 2.0)):
+        speed.add(8, seconds, tokens)
+    assert speed.tokens_per_second == 600.0  # of 1000, 300, 600
+    assert speed.samples_per_second == 4.0  # of 8, 4, 4
+    assert speed.recent_tokens_per_second(2) == 450.0
+    assert speed.recent_samples_per_second(2) == 4.0
+
+
+def test_images_have_no_speed_in_tokens() -> None:
+    speed = Throughput(warm_up_steps=0)
+    speed.add(8, 1.0)
+    assert speed.tokens_per_second is None
+    assert speed.recent_tokens_per_second() is None
+
+
 def test_means_weigh_samples_not_mini_batches() -> None:
     means = EpochMeans()
     assert means.loss is None
@@ -67,6 +84,7 @@ def test_hardware_and_versions_describe_this_machine() -> None:
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert list(found) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
     assert found["torch"]
+    assert list(versions(text=True)) == [*found, "sentencepiece", "Babel", "sacrebleu"]
 
 
 def test_versions_are_read_without_importing_anything() -> None:

@@ -1,10 +1,21 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
-from reporting_runs import description, evaluation, log, step
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    TRANSLATION,
+    TRANSLATIONS,
+    description,
+    evaluation,
+    log,
+    step,
+    text_evaluation,
+    text_step,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpipe_cli.reporting.reporter import Reporter, show_evaluation
+from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
 from gpipe_cli.reporting.result import read_result
 
 
@@ -42,6 +53,51 @@ def test_a_whole_run(tmp_path: Path) -> None:
     shown = events.Tensors("banner/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "global batch 32 = 1 replica x 4 micro-batches x 8 samples" in shown
     assert file.getvalue().count("completed in") == 1
+
+
+@pytest.mark.parametrize("run", [LANGUAGE_MODEL, TRANSLATION], ids=["language_model", "translation"])
+def test_a_whole_run_of_text(tmp_path: Path, run: dict[str, Any]) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(**run), console)
+    reporter.banner()
+    reporter.start()
+    translations = TRANSLATIONS if run is TRANSLATION else []
+    for number in range(1, 9):
+        reporter.step(text_step(number))
+        if number % 4 == 0:
+            reporter.evaluated(text_evaluation(number, is_best=number == 4, translations=translations))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["task"] == run["task"]
+    test = {"epoch": 2, "perplexity": pytest.approx(41.3), "token_accuracy": 0.312, "tokens": 5000, "averaged": False}
+    assert result["test"] == test | {"step": 8, "loss": pytest.approx(3.72086, abs=1e-5)}
+    assert result["best"]["step"] == 4
+    assert (result["tokens_per_second"], result["samples_per_second"]) == (16_000.0, 512.0)
+    assert result["unigram_perplexity"] == 312.0
+    by_tokens = run is TRANSLATION
+    assert (result["global_batch"], result["global_batch_tokens"]) == ((None, 4096) if by_tokens else (32, None))
+    assert "sentencepiece" in result["versions"]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("test/perplexity")] == [pytest.approx(41.3)] * 2
+    assert ("translations/text_summary" in events.Tags()["tensors"]) == bool(translations)
+    lines = file.getvalue().splitlines()
+    assert "1/3       1.7500    25.0 %    3.7209       41.3    31.2 %   16,000     0.04 best" in lines
+    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7209 nats per token"
+    assert f"test         {scores}" in lines
+    assert "top-" not in file.getvalue()
+
+
+def test_the_result_of_images_speaks_of_no_tokens(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(), log()[0])
+    reporter.step(step(1))
+    reporter.evaluated(evaluation(1))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["task"] == "classification"
+    assert set(result["test"]) == {"step", "epoch", "loss", "top1", "top5", "averaged"}
+    assert not {"tokens_per_second", "unigram_perplexity", "global_batch_tokens"} & set(result)
+    assert list(result["versions"]) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -109,6 +165,16 @@ def test_what_is_no_number_is_null_in_the_result(tmp_path: Path) -> None:
     assert read_result(tmp_path)["best"] is None
 
 
+def test_a_perplexity_beyond_all_floats_is_null_in_the_result(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(**LANGUAGE_MODEL), console)
+    reporter.step(text_step(1, cross_entropy=1e4))
+    reporter.evaluated(text_evaluation(1, loss=1e4))
+    reporter.finish("completed")
+    assert read_result(tmp_path)["test"]["perplexity"] is None
+    assert "perplexity >1e+06 (unigram model 312.0)" in file.getvalue()
+
+
 def test_a_resumed_run_knows_the_tests_before_it_and_forgets_those_it_repeats(tmp_path: Path) -> None:
     first = Reporter(tmp_path, description(), log()[0])
     first.step(step(4))
@@ -147,3 +213,80 @@ def test_an_evaluation_leaves_the_result_of_the_run_alone(tmp_path: Path) -> Non
     assert read_result(tmp_path, "evaluate.json")["top1"] == 0.986
     assert "test         top-1 98.6 %, loss 0.0500\n" in file.getvalue()
     assert "samples      360 in 1.2 s\n" in file.getvalue()
+    assert set(read_result(tmp_path, "evaluate.json")) == {
+        *("checkpoint", "task", "samples", "loss", "top1", "top5", "averaged", "seconds")
+    }
+
+
+TEXT_EVALUATION: dict[str, Any] = {
+    "checkpoint": "best, after step 8",
+    "task": "language_model",
+    "samples": 46,
+    "tokens": 5888,
+    "loss": 3.721,
+    "top1": 0.312,
+    "top5": None,
+    "averaged": True,
+    "seconds": 1.2,
+    "unigram_perplexity": 312.0,
+    "translation": None,
+}
+DECODED: dict[str, Any] = {
+    "bleu": 34.06,
+    "chrf": 55.0,
+    "bleu_copy": 8.2,
+    "chrf_copy": 21.1,
+    "sentences": 2000,
+    "of": 8123,
+    "beam": 4,
+    "seconds": 12.3,
+    "bleu_signature": "nrefs:1|case:mixed",
+    "chrf_signature": "nrefs:1|nc:6",
+    "examples": [
+        {"pair": f"{language}-en", "source": "Welt\x1b[2J\n!", "reference": "World!", "translation": "[b]World"}
+        for language in ("af", "de", "fr", "it", "nl", "sv")
+    ],
+}
+
+
+def evaluated(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+    """What evaluate.json holds and the lines that are shown."""
+    console, file = log()
+    show_evaluation(console, folder, EvaluationResult(**(TEXT_EVALUATION | changes)))  # type: ignore[typeddict-item]
+    return read_result(folder, "evaluate.json"), file.getvalue().splitlines()
+
+
+def test_an_evaluation_of_a_language_model(tmp_path: Path) -> None:
+    written, lines = evaluated(tmp_path)
+    kept = {"checkpoint", "task", "samples", "tokens", "loss", "averaged", "seconds", "unigram_perplexity"}
+    assert set(written) == kept | {"perplexity", "token_accuracy"}
+    assert {key: written[key] for key in kept} == {key: TEXT_EVALUATION[key] for key in kept}
+    assert (written["perplexity"], written["token_accuracy"]) == (pytest.approx(41.3, abs=0.01), 0.312)
+    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
+    assert lines == [
+        "checkpoint   best, after step 8",
+        f"test         {scores} (averaged weights)",
+        "sequences    46 with 5,888 tokens in 1.2 s",
+        f"written to   {tmp_path}/evaluate.json",
+    ]
+
+
+def test_an_evaluation_of_a_translation_shows_scores_and_some_examples(tmp_path: Path) -> None:
+    written, lines = evaluated(tmp_path, task="translation", samples=8123, tokens=54_321, translation=DECODED)
+    assert written["translation"] == DECODED
+    assert lines[2:9] == [
+        "sentences    8,123 with 54,321 tokens in 1.2 s",
+        "BLEU         34.1 (copying the source: 8.2)",
+        "chrF         55.0 (copying the source: 21.1)",
+        "decoded      2,000 of 8,123 sentences, beam 4, 12.3 s",
+        "af-en        Welt [2J !",
+        "  reference  World!",
+        "  decoded    [b]World",
+    ]
+    assert [line[:5] for line in lines if "Welt" in line] == ["af-en", "de-en", "fr-en", "it-en", "nl-en"]
+
+
+def test_a_translation_that_was_not_decoded_has_no_scores(tmp_path: Path) -> None:
+    written, lines = evaluated(tmp_path, task="translation")
+    assert written["translation"] is None
+    assert len(lines) == 4

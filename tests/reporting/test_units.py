@@ -35,7 +35,28 @@ def test_what_is_not_known_is_a_dash_and_what_is_not_a_number_says_so() -> None:
     assert [units.percent(float("nan")), units.loss(float("nan")), units.loss(float("inf"))] == ["nan %", "nan", "inf"]
 
 
+@pytest.mark.parametrize(
+    ("perplexity", "words"),
+    [
+        (1.0, "1.00"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (41.34, "41.3"),
+        (999.94, "999.9"),
+        (999.96, "1,000"),
+        (999_999.4, "999,999"),
+        (999_999.5, ">1e+06"),
+        (float("inf"), ">1e+06"),
+        (float("nan"), "nan"),
+        (None, "-"),
+    ],
+)
+def test_perplexity(perplexity: float | None, words: str) -> None:
+    assert units.perplexity(perplexity) == words
+
+
 def test_rate_and_plural() -> None:
     assert [units.rate(999.94), units.rate(12_345.6)] == ["999.9", "12,346"]
+    assert [units.rate(999_999.4), units.rate(999_999.5), units.rate(12_345_678.9)] == ["999,999", "1.00 M", "12.3 M"]
     assert [units.plural(1, "micro-batch"), units.plural(4, "micro-batch")] == ["1 micro-batch", "4 micro-batches"]
     assert units.plural(3, "epoch") == "3 epochs"
