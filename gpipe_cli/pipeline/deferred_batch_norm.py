@@ -149,6 +149,8 @@ class DeferredBatchNorm(_BatchNorm):
         self.running_mean, self.running_var = original.running_mean, original.running_var
         self.num_batches_tracked = original.num_batches_tracked
         self.training = original.training
+        # timm's `BatchNormAct2d` is a batch norm that also drops and activates: without these, another model
+        self.drop, self.act = getattr(original, "drop", None), getattr(original, "act", None)
         self._statistics = statistics
         self._index = statistics.register(self)
 
@@ -160,13 +162,19 @@ class DeferredBatchNorm(_BatchNorm):
         """(N, C, ...) -> the same shape; in training normalized by the micro-batch's own moments."""
         self._check_input_dim(input)
         if not self.training:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps, training=False
+            return self._followed(
+                F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
             )
         slot = self._statistics.slot(self._index, input.numel() // max(1, input.shape[1]))
         mean, variance = (None, None) if slot is None else slot
         # momentum 1 makes the kernel that normalizes also store this micro-batch's mean and unbiased variance, for free
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        return self._followed(F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps))
+
+    def _followed(self, normalized: torch.Tensor) -> torch.Tensor:
+        """What the original does after it has normalized."""
+        for follower in (self.drop, self.act):
+            normalized = normalized if follower is None else follower(normalized)
+        return normalized
 
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> nn.Module:

@@ -1,5 +1,6 @@
 """Law 4: running statistics are those of `nn.BatchNorm` over the whole mini-batch, whatever the micro-batches."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -166,3 +167,17 @@ def test_one_norm_in_two_places_is_refused() -> None:
     deferred(images(2))
     with pytest.raises(ValueError, match="applied twice in one forward"):
         deferred(images(2))
+
+
+def test_a_norm_that_also_activates_still_does() -> None:
+    """timm's EfficientNets have batch norms that activate: replaced by plain ones, the network was another."""
+    from timm.layers import BatchNormAct2d
+
+    torch.manual_seed(0)
+    original = nn.Sequential(BatchNormAct2d(4, act_layer=nn.SiLU))
+    deferred = defer_batch_norms(copy.deepcopy(original), BatchStatistics())
+    for training in (False, True):
+        images = torch.randn(3, 4, 5, 5)
+        expected = original.train(training)(images)
+        assert torch.equal(deferred.train(training)(images), expected)
+        assert expected.min() > -0.3, "SiLU has no smaller values"
