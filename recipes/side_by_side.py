@@ -216,8 +216,8 @@ class TimedTransport:
         self._stopwatch.to(before, count=False)
         return result
 
-    def begin_step(self, order: schedule.Schedule, sizes: Sequence[int]) -> None:
-        self._timed("post receives", self._inner.begin_step, order, sizes)
+    def begin_step(self, order: schedule.Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
+        self._timed("post receives", self._inner.begin_step, order, sizes, lengths)
 
     def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
         self._timed("send", self._inner.send_forward, stage, micro_batch, outputs)
@@ -342,7 +342,7 @@ def ours(
         objective = None
         if process == partitions - 1:
             objective = Classification(targets, sizes, label_smoothing=0.0, auxiliary_weight=0.0)
-        executor.run(order, next(numbers), sizes, images if process == 0 else None, objective)
+        executor.run(order, next(numbers), sizes, (images,) if process == 0 else None, objective)
         if objective is None:
             return None
         totals = objective.totals()
@@ -630,7 +630,7 @@ def prepare(options: argparse.Namespace) -> Settings:
         options.allocator, options.profile,
     )  # fmt: skip
     image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
-    costs = layer_cost.trace_layers(settings.model(), (image,), training=True)
+    costs = layer_cost.trace_layers(settings.model(), layer_cost.as_boundary((image,)), training=True)
     balance = tuple(options.balance or partition([cost.work for cost in costs], 2))
     check_balance(balance, len(costs), 2)
     inner = tuple(costs[end - 1].outputs for end in list(accumulate(balance))[:-1])

@@ -139,7 +139,8 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
     """Run the case on some stages; returns losses, gradients, and the final state by global name."""
     model = MODELS[case.model]()
     layers = len(model)
-    costs = layer_cost.trace_layers(model, (torch.empty(1, 3, case.size, case.size),), training=True)
+    images = layer_cost.as_boundary((torch.empty(1, 3, case.size, case.size),))
+    costs = layer_cost.trace_layers(model, images, training=True)
     balance = case.balance or tuple(
         layers // case.partitions + (k < layers % case.partitions) for k in range(case.partitions)
     )
@@ -175,7 +176,7 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
         order = schedule.build(case.schedule, case.partitions, len(sizes), case.recompute)
         objective = CrossEntropy(split(targets, sizes), samples)
         executor.run(
-            order, step, sizes, images if 0 in stages else None, objective if case.partitions - 1 in stages else None
+            order, step, sizes, (images,) if 0 in stages else None, objective if case.partitions - 1 in stages else None
         )
         for micro_batch, loss in objective.losses.items():
             results[f"loss {step} {micro_batch}"] = loss.cpu()
@@ -198,7 +199,7 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
         evaluate,
         99,
         sizes,
-        images.contiguous(memory_format=memory_format) if 0 in stages else None,
+        (images.contiguous(memory_format=memory_format),) if 0 in stages else None,
         objective if last else None,
     )
     executor.settle()

@@ -79,7 +79,7 @@ def peak_bytes(recompute: str) -> int:
     for step in range(2):  # the first allocates gradients and workspaces
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(device)
-        executor.run(schedule, step, sizes, images, SumOfSquares())
+        executor.run(schedule, step, sizes, (images,), SumOfSquares())
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(device)
 

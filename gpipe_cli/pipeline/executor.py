@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from gpipe_cli.pipeline.micro_batch import split
+from gpipe_cli.pipeline.micro_batch import Tensors, split_all
 from gpipe_cli.pipeline.schedule import Action, Keep, Kind, Schedule, keeps, linearize
 from gpipe_cli.pipeline.stage import Objective, Stage
 from gpipe_cli.pipeline.transport import PeerLostError, Transport
@@ -46,18 +46,19 @@ class Executor:
         schedule: Schedule,
         step: int,
         sizes: Sequence[int],
-        inputs: torch.Tensor | None,
+        inputs: Tensors | None,
         objective: Objective | None,
+        lengths: Sequence[int] = (),
     ) -> None:
         """One mini-batch: every action of the schedule on the stages of this process.
 
-        `sizes` are the samples of each micro-batch; `inputs` (N, ...) is needed where the first stage lives,
-        `objective` where the last one does. Raises ActionFailedError if an action does, and PeerLostError if a
-        neighbour is gone.
+        `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
+        `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. Raises
+        ActionFailedError if an action does, and PeerLostError if a neighbour is gone.
         """
         actions = self._analyse(schedule)
-        pieces = () if inputs is None else split(inputs, sizes)
-        self._transport.begin_step(schedule, sizes)
+        pieces = () if inputs is None else split_all(inputs, sizes)
+        self._transport.begin_step(schedule, sizes, lengths)
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None)
         for action, keep in actions:
@@ -71,7 +72,7 @@ class Executor:
         """Before the executor is given up: the last step's tensors have left this process."""
         self._transport.settle()
 
-    def _perform(self, action: Action, keep: Keep, pieces: Sequence[torch.Tensor]) -> None:
+    def _perform(self, action: Action, keep: Keep, pieces: Sequence[Tensors]) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         first, last = action.stage == 0, action.stage == self._last
         transport = self._transport
@@ -79,7 +80,7 @@ class Executor:
         try:
             match action.kind:
                 case Kind.F:
-                    inputs = (pieces[micro_batch],) if first else transport.receive_forward(action.stage, micro_batch)
+                    inputs = pieces[micro_batch] if first else transport.receive_forward(action.stage, micro_batch)
                     tensors = inputs
                     outputs = stage.forward(micro_batch, inputs, keep)
                     if not last:

@@ -41,6 +41,7 @@ class Inbox:
         self.peer, self.described = peer, described
         self._group, self._device, self._memory_format = group, device, memory_format
         self._sizes: Sequence[int] = ()
+        self._lengths: Sequence[int] = ()
         self._coming: deque[int] = deque()  # micro-batches not posted yet, in the order they are sent
         self._posted: deque[_Post] = deque()
         self._free: list[int] = []
@@ -52,10 +53,10 @@ class Inbox:
         """Whether a place that becomes free will be received into at once."""
         return bool(self._coming)
 
-    def begin_step(self, order: Sequence[int], sizes: Sequence[int], depth: int) -> None:
+    def begin_step(self, order: Sequence[int], sizes: Sequence[int], lengths: Sequence[int], depth: int) -> None:
         """Micro-batches will come in this order; post as many as the ring has places, at most `depth`."""
         assert not self._posted, "a step begins with nothing on its way"
-        self._coming, self._sizes = deque(order), sizes
+        self._coming, self._sizes, self._lengths = deque(order), sizes, lengths
         self._free = list(range(min(depth, len(order))))
         self._held.clear()
         self._post()
@@ -99,7 +100,7 @@ class Inbox:
             self._posted.append(post)
 
     def _buffer(self, place: int, position: int, described: BoundaryTensor, samples: int) -> torch.Tensor:
-        shape = described.shape(samples)
+        shape = described.shape(samples, self._lengths)
         elements = prod(shape)
         memory = self._buffers.get((place, position))
         if memory is None or memory.numel() < elements or memory.dtype is not described.dtype:

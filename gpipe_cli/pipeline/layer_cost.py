@@ -29,22 +29,37 @@ _TRACED_SIZES = (2, 3)
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor that a layer hands to the next one: its shape for any micro-batch size, and whether a gradient
-    returns."""
+    """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
+
+    Sentences of a mini-batch are padded to lengths that differ from one mini-batch to the next, so a dimension may grow
+    with them too: `per_length[i]` says how each one does with length number i.
+    """
 
     base: tuple[int, ...]
     per_sample: tuple[int, ...]
     dtype: torch.dtype
     has_gradient: bool
+    per_length: tuple[tuple[int, ...], ...] = ()
 
-    def shape(self, samples: int) -> tuple[int, ...]:
-        return tuple(base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True))
+    def shape(self, samples: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+        shape = [base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True)]
+        for length, slopes in zip(lengths, self.per_length, strict=True):
+            shape = [size + slope * length for size, slope in zip(shape, slopes, strict=True)]
+        return tuple(shape)
 
-    def bytes(self, samples: int) -> int:
-        return prod(self.shape(samples)) * self.dtype.itemsize
+    def bytes(self, samples: int, lengths: Sequence[int] = ()) -> int:
+        return prod(self.shape(samples, lengths)) * self.dtype.itemsize
 
 
 Boundary = tuple[BoundaryTensor, ...]
+
+
+def as_boundary(examples: Tensors) -> Boundary:
+    """What a model is given, described by examples (1, ...): only their first dimension varies."""
+    return tuple(
+        BoundaryTensor((0, *tensor.shape[1:]), (1, *(0 for _ in tensor.shape[1:])), tensor.dtype, False)
+        for tensor in examples
+    )
 
 
 @dataclass(frozen=True)
@@ -73,20 +88,28 @@ class LayerCost:
         return self.flops + FLOPS_PER_BYTE * (self.forward_bytes + self.backward_bytes)
 
 
-def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tuple[LayerCost, ...]:
+def trace_layers(
+    model: nn.Sequential, inputs: Boundary, *, training: bool, lengths: Sequence[int] = ()
+) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
 
-    `inputs` are one sample's worth of examples, (1, ...) each, of which only shapes and dtypes matter; with
-    `training=False` the backward is left out. Raises ValueError if a layer does not accept what the one before it
-    returns.
+    `inputs` describe what the first layer gets; with `training=False` the backward is left out. `lengths` are the
+    greatest ones that sentences are padded to: costs are those of such a sample. Raises ValueError if a layer does not
+    accept what the one before it returns.
     """
     first, second = _TRACED_SIZES
-    small = _trace(model, inputs, first, training)
-    large = _trace(model, inputs, second, training=False, mode=training)
+    small = _trace(model, inputs, first, lengths, training)
+    large = _trace(model, inputs, second, lengths, training=False, mode=training)
+    shorter = [
+        _trace(model, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], training=False, mode=training)
+        for at in range(len(lengths))
+    ]
     costs = []
-    for (name, layer), one, other in zip(model.named_children(), small, large, strict=True):
+    for at, (name, layer) in enumerate(model.named_children()):
+        one, others = small[at], [large[at], *(traced[at] for traced in shorter)]
         outputs = tuple(
-            _affine(a, b, gradient) for a, b, gradient in zip(one.outputs, other.outputs, one.gradients, strict=True)
+            _affine(tensor, [other.outputs[position] for other in others], lengths, one.gradients[position])
+            for position, tensor in enumerate(one.outputs)
         )
         parameters = sum(parameter.numel() for parameter in layer.parameters())
         costs.append(
@@ -103,12 +126,12 @@ def trace_layers(model: nn.Sequential, inputs: Tensors, *, training: bool) -> tu
     return tuple(costs)
 
 
-def run_shapes(model: nn.Sequential, inputs: Tensors) -> None:
+def run_shapes(model: nn.Sequential, inputs: Boundary, lengths: Sequence[int] = ()) -> None:
     """One forward in training mode of a micro-batch of a single sample, on the meta device.
 
     Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
     """
-    _trace(model, inputs, 1, training=False, mode=True)
+    _trace(model, inputs, 1, lengths, training=False, mode=True)
 
 
 @dataclass
@@ -183,12 +206,17 @@ _SHORTCUTS: dict[Any, Callable[..., Any]] = {
 
 
 def _trace(
-    model: nn.Sequential, inputs: Tensors, samples: int, training: bool, mode: bool | None = None
+    model: nn.Sequential,
+    inputs: Boundary,
+    samples: int,
+    lengths: Sequence[int],
+    training: bool,
+    mode: bool | None = None,
 ) -> list[_Traced]:
     """Run forward and, with `training`, backward; `mode` puts the model in training mode without a backward."""
     model.train(training if mode is None else mode)
     value: Tensors = tuple(
-        torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") for tensor in inputs
+        torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs
     )
     traced: list[_Traced] = []
     for name, layer in model.named_children():
@@ -197,7 +225,7 @@ def _trace(
         with torch.set_grad_enabled(training), _Counter() as counter:
             try:
                 outputs = as_tuple(layer(as_value(value)))
-            except (RuntimeError, TypeError, ValueError) as error:
+            except (AssertionError, RuntimeError, TypeError, ValueError) as error:
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in value)
                 raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {error}") from error
         traced.append(_Traced(value, outputs, counter.flops, counter.moved_bytes))
@@ -238,8 +266,15 @@ def _as_leaf(tensor: torch.Tensor, training: bool) -> torch.Tensor:
     return leaf.requires_grad_(training and tensor.requires_grad)
 
 
-def _affine(small: torch.Tensor, large: torch.Tensor, has_gradient: bool) -> BoundaryTensor:
+def _affine(
+    small: torch.Tensor, others: Sequence[torch.Tensor], lengths: Sequence[int], has_gradient: bool
+) -> BoundaryTensor:
+    """The shape as a function: `others` have been traced with more samples, then with one of each length less."""
     first, second = _TRACED_SIZES
-    slopes = tuple((b - a) // (second - first) for a, b in zip(small.shape, large.shape, strict=True))
-    base = tuple(a - slope * first for a, slope in zip(small.shape, slopes, strict=True))
-    return BoundaryTensor(base, slopes, small.dtype, has_gradient)
+    large, *shorter = (tuple(other.shape) for other in others)
+    per_sample = tuple((b - a) // (second - first) for a, b in zip(small.shape, large, strict=True))
+    per_length = tuple(tuple(a - b for a, b in zip(small.shape, shape, strict=True)) for shape in shorter)
+    base = [a - slope * first for a, slope in zip(small.shape, per_sample, strict=True)]
+    for length, slopes in zip(lengths, per_length, strict=True):
+        base = [a - slope * length for a, slope in zip(base, slopes, strict=True)]
+    return BoundaryTensor(tuple(base), per_sample, small.dtype, has_gradient, per_length)

@@ -83,13 +83,13 @@ class Links:
             self._outgoing = boundaries[Kind.B]
             self._inboxes[Kind.B].described = tuple(tensor for tensor in self._outgoing if tensor.has_gradient)
 
-    def begin_step(self, schedule: Schedule, sizes: Sequence[int]) -> None:
+    def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
         actions = schedule[self._stage]
         # gradients are consumed at once: one being used, one on its way; inputs stay as long as they are in flight
         depths = {Kind.F: in_flight(actions) + 1, Kind.B: 2}
         for kind, inbox in self._inboxes.items():
-            inbox.begin_step([a.micro_batch for a in actions if a.kind is kind], sizes, depths[kind])
+            inbox.begin_step([a.micro_batch for a in actions if a.kind is kind], sizes, lengths, depths[kind])
 
     def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
         self._send(Kind.F, outputs)

@@ -27,6 +27,11 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
     return tuple(small + 1 if piece < larger else small for piece in range(pieces))
 
 
+def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
+    """The micro-batches of a mini-batch of several tensors, (N, ...) each."""
+    return tuple(zip(*(split(tensor, sizes) for tensor in batch), strict=True))
+
+
 def split(batch: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Views of `batch` (N, ...) with the given sizes along the first dimension."""
     return tuple(batch.split(list(sizes)))

@@ -22,8 +22,8 @@ class PeerLostError(RuntimeError):
 class Transport(Protocol):
     """Moves the outputs and gradients of micro-batch m over the boundaries of the stages of this process."""
 
-    def begin_step(self, schedule: Schedule, sizes: Sequence[int]) -> None:
-        """Before the first action; `sizes` are the samples of each micro-batch."""
+    def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
+        """Before the first action; `sizes` are the samples of each micro-batch, `lengths` those of sentences."""
 
     def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None: ...
 
@@ -50,7 +50,7 @@ class HandOver:
         self._devices = devices
         self._waiting: dict[tuple[Kind, int, int], Gradients] = {}
 
-    def begin_step(self, schedule: Schedule, sizes: Sequence[int]) -> None:
+    def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._waiting.clear()  # whatever a failed step left
 
     def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:

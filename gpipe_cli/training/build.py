@@ -7,6 +7,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.augmentation import Augmentation
 from gpipe_cli.data.images import ImageSplit, open_images
 from gpipe_cli.models.amoebanet import amoebanet
+from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor
 
 
 def build_model(config: TrainConfig) -> nn.Sequential:
@@ -29,10 +30,10 @@ def build_model(config: TrainConfig) -> nn.Sequential:
         )
 
 
-def example_inputs(config: TrainConfig) -> tuple[torch.Tensor, ...]:
-    """One sample as the first layer sees it, (1, 3, S, S), without memory."""
+def model_inputs(config: TrainConfig) -> Boundary:
+    """What the first layer is given: images (N, 3, S, S)."""
     size = config.dataset.image_size
-    return (torch.empty(1, 3, size, size, device="meta"),)
+    return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
 
 
 def open_data(config: TrainConfig) -> tuple[ImageSplit, ImageSplit]:

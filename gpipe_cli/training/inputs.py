@@ -11,7 +11,7 @@ from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.loading import ImageBatches, default_workers, load_images
 from gpipe_cli.pipeline.layer_cost import run_shapes
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
-from gpipe_cli.training.build import example_inputs
+from gpipe_cli.training.build import model_inputs
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import usable_cores
 
@@ -60,7 +60,7 @@ def refuse_single_samples(config: TrainConfig, model: nn.Sequential, batches: Mi
     for samples in {config.batch_size, last}:
         if micro_batch_sizes(samples, config.micro_batches)[-1] == 1:
             try:
-                run_shapes(model, example_inputs(config))
+                run_shapes(model, model_inputs(config))
             except ValueError as error:
                 raise ValueError(
                     f"micro_batches={config.micro_batches}: a mini-batch of {samples} samples has micro-batches of one "

@@ -14,7 +14,7 @@ from torch import nn
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.layer_cost import Boundary, trace_layers
 from gpipe_cli.pipeline.partition import check_balance, partition
-from gpipe_cli.training.build import build_model, example_inputs
+from gpipe_cli.training.build import build_model, model_inputs
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Layout:
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
     cost: tuple[float, ...]  # of one sample, forward and backward: LayerCost.work
+    inputs: Boundary  # of the first stage
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
@@ -61,8 +62,9 @@ class Layout:
 def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layout:
     """Cut the model and place the parts. Raises ValueError, one line, for what cannot be cut or placed."""
     model = build_model(config) if model is None else model
-    costs = trace_layers(model, example_inputs(config), training=True)
-    shapes = trace_layers(model, example_inputs(config), training=False)
+    inputs = model_inputs(config)
+    costs = trace_layers(model, inputs, training=True)
+    shapes = trace_layers(model, inputs, training=False)
     balance = config.partition.balance
     if balance is None:
         balance = partition([cost.work for cost in costs], config.partitions)
@@ -76,6 +78,7 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
         layer_names=tuple(tuple(cost.name for cost in part) for part in parts),
         parameters=tuple(sum(cost.parameters for cost in part) for part in parts),
         cost=tuple(sum(cost.work for cost in part) for part in parts),
+        inputs=inputs,
         training_boundaries=tuple(costs[end - 1].outputs for end in ends[:-1]),
         evaluation_boundaries=tuple(shapes[end - 1].outputs for end in ends[:-1]),
         parameter_tensors=tuple(sum(tensors[end - size : end]) for size, end in zip(balance, ends, strict=True)),

@@ -167,10 +167,8 @@ class _Crew:
             kind = tuple(Kind)[number - 1]
             sizes = micro_batch_sizes(self._config.batch_size, self._config.micro_batches)
             samples = sizes[min(micro_batch, len(sizes) - 1)]
-            size = self._config.dataset.image_size
-            shapes = [(samples, 3, size, size)]
-            if stage > 0:
-                shapes = [tensor.shape(samples) for tensor in layout.training_boundaries[stage - 1]]
+            inputs = layout.training_boundaries[stage - 1] if stage > 0 else layout.inputs
+            shapes = [tensor.shape(samples) for tensor in inputs]
             doing = f"in {stage}{kind.value}{micro_batch} (input {', '.join(map(str, shapes))})"
         hint = (
             "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from gpipe_cli.config import TrainConfig
-from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.schedule import Schedule, build, check, forward_only
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.loss import Classification, Totals
@@ -139,10 +139,10 @@ def _objective(
     )
 
 
-def _placed(engine: Engine, images: torch.Tensor | None) -> torch.Tensor | None:
+def _placed(engine: Engine, images: torch.Tensor | None) -> Tensors | None:
     if images is None:
         return None
-    return images.to(engine.first_device, non_blocking=True, memory_format=engine.memory_format)
+    return (images.to(engine.first_device, non_blocking=True, memory_format=engine.memory_format),)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

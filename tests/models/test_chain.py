@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.models.chain import chain, timm_state_dict
-from gpipe_cli.pipeline.layer_cost import trace_layers
+from gpipe_cli.pipeline.layer_cost import as_boundary, trace_layers
 
 ONE_BLOCK = {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)}
 SHORT = {"depths": (1, 2, 1, 1), "dims": (16, 16, 24, 24)}
@@ -115,7 +115,7 @@ def test_a_chain_of_separate_layers(name: str, settings: dict[str, Any]) -> None
         x = result.detach()
     owners = [{id(tensor) for tensor in layer.parameters()} for layer in sequence]
     assert len(set().union(*owners)) == sum(map(len, owners)), "no parameter belongs to two layers"
-    costs = trace_layers(sequence.to("meta"), (images(settings)[:1].to("meta"),), training=True)
+    costs = trace_layers(sequence.to("meta"), as_boundary((images(settings)[:1],)), training=True)
     assert [cost.name for cost in costs] == names
     assert all(len(cost.outputs) == 1 for cost in costs)
 

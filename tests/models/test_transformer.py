@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Projection, Softmax, sinusoids
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.models.transformer_nmt import transformer_nmt
-from gpipe_cli.pipeline.layer_cost import trace_layers
+from gpipe_cli.pipeline.layer_cost import as_boundary, trace_layers
 from gpipe_cli.pipeline.materialize import materialize
 
 VOCABULARY = 50
@@ -260,7 +260,7 @@ def test_costs_come_from_shapes(build: Callable[..., nn.Sequential], count: int,
     with torch.device("meta"):
         model = build(dropout)
         inputs = sentences(count)
-    costs = trace_layers(model, tuple(tensor[:1] for tensor in inputs), training=True)
+    costs = trace_layers(model, as_boundary(inputs), training=True)
     assert [cost.name for cost in costs] == [name for name, _ in model.named_children()]
     source, target = inputs[0].shape[1], inputs[-1].shape[1]
     feed_forward, maps = 2 * 2 * 16 * 32, 4 * 2 * 16 * (32 if count == 2 else 16)

@@ -67,7 +67,7 @@ def test_a_failing_layer_is_told_with_its_action_and_shapes(kind: Kind, at: int,
     recompute = "always" if kind is Kind.R else "never"
     schedule = build("gpipe", 3, 3, recompute)
     with pytest.raises(ActionFailedError) as caught:
-        executor.run(schedule, 0, SIZES, torch.ones(7, 4), SumOfSquares())
+        executor.run(schedule, 0, SIZES, (torch.ones(7, 4),), SumOfSquares())
     assert str(caught.value).startswith(f"{action} failed (stage 1")
     assert shape in str(caught.value)
     assert str(caught.value.action) == action == str(watched[-1])
@@ -80,7 +80,7 @@ def test_a_failing_layer_is_told_with_its_action_and_shapes(kind: Kind, at: int,
 def test_every_action_is_announced_before_it_is_performed() -> None:
     executor, watched = make(nn.Identity())
     schedule = build("1f1b", 3, 3, "except_last")
-    executor.run(schedule, 0, SIZES, torch.randn(7, 4), SumOfSquares())
+    executor.run(schedule, 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
     assert watched == list(linearize(schedule))
 
 
@@ -90,7 +90,7 @@ def test_an_evaluation_changes_nothing() -> None:
     for stage in stages.values():
         stage.module.eval()
     before = {(k, name): value.clone() for k, s in stages.items() for name, value in s.module.state_dict().items()}
-    executor.run(forward_only(3, 3), 0, SIZES, torch.randn(7, 4), SumOfSquares())
+    executor.run(forward_only(3, 3), 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
     after = {(k, name): value for k, s in stages.items() for name, value in s.module.state_dict().items()}
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert all(parameter.grad is None for stage in stages.values() for parameter in stage.module.parameters())

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.layer_cost import LayerCost, run_shapes, trace_layers
+from gpipe_cli.pipeline.layer_cost import BoundaryTensor, LayerCost, as_boundary, run_shapes, trace_layers
 
 
 def trace(example: tuple[int, ...], *, training: bool = True, **layers: nn.Module) -> dict[str, LayerCost]:
     model = nn.Sequential(OrderedDict(layers)).to("meta")
-    costs = trace_layers(model, (torch.empty(1, *example, device="meta"),), training=training)
+    costs = trace_layers(model, as_boundary((torch.empty(1, *example),)), training=training)
     return {cost.name: cost for cost in costs}
 
 
@@ -100,5 +100,34 @@ def test_layers_that_do_not_fit_are_named() -> None:
 def test_one_value_per_channel_is_refused_by_batch_norm() -> None:
     model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 8), norm=nn.BatchNorm2d(4))).to("meta")
     with pytest.raises(ValueError, match="layer norm"):
-        run_shapes(model, (torch.empty(1, 3, 8, 8, device="meta"),))
-    run_shapes(model, (torch.empty(1, 3, 9, 9, device="meta"),))
+        run_shapes(model, as_boundary((torch.empty(1, 3, 8, 8),)))
+    run_shapes(model, as_boundary((torch.empty(1, 3, 9, 9),)))
+
+
+class _Sentences(nn.Module):
+    """(source (N, S), target (N, T)) of token ids -> (source (N, S), states (N, T, 6), source states (N, S + 1, 6))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        source, target = inputs
+        longer = torch.cat([source, source[:, :1]], dim=1)
+        return source, self.embedding(target), self.embedding(longer)
+
+
+def test_shapes_follow_samples_and_both_lengths() -> None:
+    """Sentences are padded anew in every mini-batch: what crosses a boundary must be known without a handshake."""
+    ids = torch.int64
+    inputs = (
+        BoundaryTensor((0, 0), (1, 0), ids, False, ((0, 1), (0, 0))),
+        BoundaryTensor((0, 0), (1, 0), ids, False, ((0, 0), (0, 1))),
+    )
+    model = nn.Sequential(OrderedDict(only=_Sentences())).to("meta")
+    (cost,) = trace_layers(model, inputs, training=True, lengths=(9, 7))
+    shapes = [tensor.shape(5, (4, 3)) for tensor in cost.outputs]
+    assert shapes == [(5, 4), (5, 3, 6), (5, 5, 6)]
+    assert [tensor.dtype for tensor in cost.outputs] == [ids, torch.float32, torch.float32]
+    assert [tensor.has_gradient for tensor in cost.outputs] == [False, True, True]
+    assert cost.outputs[1].bytes(5, (4, 3)) == 5 * 3 * 6 * 4
