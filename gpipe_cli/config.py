@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gpipe_cli.model_settings import ModelConfig
 from gpipe_cli.typed import above_zero, at_least, one_line, share, show, typed
 
 T = TypeVar("T")
@@ -40,30 +41,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class AmoebaNetConfig:
-    name: Literal["amoebanet"]
-    variant: Literal["b", "d"]
-    normal_cells: int
-    filters: int
-    auxiliary_head: bool
-    auxiliary_weight: float
-    dropout: float
-    drop_path: float
-    batch_norm_epsilon: float
-    batch_norm_momentum: float
-    stem: Literal["auto", "imagenet", "small"]
-
-    def __post_init__(self) -> None:
-        at_least("model.normal_cells", self.normal_cells, 3)
-        at_least("model.filters", self.filters, 1)
-        at_least("model.auxiliary_weight", self.auxiliary_weight, 0)
-        share("model.dropout", self.dropout)
-        share("model.drop_path", self.drop_path)
-        above_zero("model.batch_norm_epsilon", self.batch_norm_epsilon)
-        above_zero("model.batch_norm_momentum", self.batch_norm_momentum, most=1)
-
-
-@dataclass(frozen=True, slots=True)
 class AugmentationConfig:
     random_resized_crop: tuple[float, float] | None  # least and most share of the area
     horizontal_flip: bool
@@ -82,19 +59,24 @@ class AugmentationConfig:
 class ImagesConfig:
     """A set of images. The settings with a default are those that only some sets have; their YAML says which."""
 
-    name: Literal["digits", "cifar10", "cifar100", "image_folder", "synthetic_images"]
+    name: Literal[
+        "digits", "cifar10", "cifar100", "image_folder", "synthetic_images",
+        "imagenet", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap",
+    ]  # fmt: skip
     image_size: int  # pixels of a side
     num_classes: int
     augmentation: AugmentationConfig
     root: str | None = None
     download: bool = False
+    partial: bool = False
+    classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
     train_samples: int | None = None
     test_samples: int | None = None
 
     def __post_init__(self) -> None:
         at_least("dataset.image_size", self.image_size, 8)
         at_least("dataset.num_classes", self.num_classes, 2)
-        synthetic, on_disk = self.name == "synthetic_images", self.name in ("cifar10", "cifar100", "image_folder")
+        synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
         for key, value, belongs in (
             ("root", self.root, on_disk),
             ("train_samples", self.train_samples, synthetic),
@@ -104,10 +86,17 @@ class ImagesConfig:
                 raise ValueError(f"dataset.{key}=null: dataset={self.name} needs a value; give dataset.{key}=...")
             if value is not None and not belongs:
                 raise ValueError(f"dataset.{key}={show(value)}: dataset={self.name} has no such setting; leave it out")
-        if self.download and self.name not in ("cifar10", "cifar100"):
+        if self.download and self.name not in ("cifar10", "cifar100", "oxford_pets", "food101", "fgvc_aircraft"):
             raise ValueError(f"dataset.download=true: dataset={self.name} cannot be downloaded; leave it out")
+        if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
+            raise ValueError(f"dataset.partial=true: dataset={self.name} has no such setting; leave it out")
         at_least("dataset.train_samples", self.train_samples, 1)
         at_least("dataset.test_samples", self.test_samples, 1)
+
+    @property
+    def model_classes(self) -> int:
+        """The classes that a model tells apart."""
+        return self.num_classes if self.classes is None else len(self.classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +161,7 @@ class TrainConfig:
     resume: str | None
     dry_run: bool
     checkpoint: CheckpointConfig
-    model: AmoebaNetConfig
+    model: ModelConfig
     dataset: ImagesConfig
     optimizer: RMSPropConfig
     learning_rate: PaperLearningRateConfig

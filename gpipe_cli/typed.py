@@ -29,8 +29,8 @@ def settings(kind: type) -> list[str]:
     keys: list[str] = []
     for name, hint in get_type_hints(kind).items():
         keys.append(name)
-        if _is_group(hint):
-            keys += [f"{name}.{inner}" for inner in settings(hint)]
+        for option in _groups(hint):
+            keys += [key for inner in settings(option) if (key := f"{name}.{inner}") not in keys]
     return keys
 
 
@@ -96,6 +96,8 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
     """`value` as `kind`; `key` is where it stands, `keys` are all that could have been meant."""
     if value == "???":
         raise ValueError(f"{key}=???: a value is required; give {key}=...")
+    if len(options := _groups(kind)) > 1:
+        return _convert(_option(options, value), value, key, keys)
     if get_origin(kind) in (UnionType, Union):  # only `... | None` occurs; with a Literal it is a Union
         (present,) = (option for option in get_args(kind) if option is not NoneType)
         return None if value is None else _convert(present, value, key, keys)
@@ -103,6 +105,10 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
         if isinstance(value, dict):
             return _group(kind, value, key, keys)
         allowed = f"is a group of settings; set one of them, e.g. {key}.{fields(kind)[0].name}=..."
+    elif get_origin(kind) is dict:
+        if isinstance(value, dict):
+            return value
+        allowed = f"must be a group of settings; for example {key}={{width:64}}"
     elif get_origin(kind) is Literal:
         if isinstance(value, str) and value in get_args(kind):
             return value
@@ -139,6 +145,21 @@ def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) ->
         if field.name not in values and field.default is MISSING:
             raise ValueError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
     return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
+
+
+def _groups(kind: Any) -> list[Any]:
+    """The dataclasses among which a setting chooses: none for a plain value, several for a union of them."""
+    options = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
+    return [option for option in options if _is_group(option)]
+
+
+def _option(options: Sequence[Any], value: Any) -> Any:
+    """The one of several dataclasses whose first setting, a Literal, is what `value` has there; or the one that takes
+    any text."""
+    name = value.get("name") if isinstance(value, dict) else None
+    hints = {option: get_type_hints(option)["name"] for option in options}
+    named = [option for option, hint in hints.items() if name in get_args(hint)]
+    return (named or [option for option, hint in hints.items() if hint is str] or list(options))[0]
 
 
 def _is_group(kind: Any) -> bool:

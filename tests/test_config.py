@@ -61,7 +61,9 @@ def test_every_dataset_composes(dataset: str) -> None:
 
 def test_every_yaml_file_of_a_group_is_one_of_its_choices() -> None:
     for file in (ROOT / "conf").glob("*/*.yaml"):
-        assert yaml.safe_load(file.read_text())["name"] == file.stem  # resuming a run relies on it
+        assert yaml.safe_load(file.read_text())["name"] == {"timm": "???"}.get(
+            file.stem, file.stem
+        )  # resuming a run relies on it
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda file: file.name)

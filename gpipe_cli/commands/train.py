@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import arranged, compose, preparing, read, sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
+from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         output = line.overrides.get("output")
         saved = load(find_run("resume", str(line.overrides["resume"]), str(output or "outputs")))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
-        chosen = {group: getattr(saved, group).name for group in GROUPS if group not in line.overrides}
+        chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
         arguments = [*arguments, *(f"{group}={name}" for group, name in chosen.items())]
     sweep.register_launcher()
     received: list[DictConfig | sweep.Run] = []

@@ -5,23 +5,37 @@ The weights of a layer come from the run's seed and the layer's global name, so 
 that seeds once per process starts with other weights for every number of partitions.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.randomness import seed_generator, seed_of_name
+from gpipe_cli.pipeline.randomness import mix, seed_generator, seed_of_name
 
 
 def materialize(
-    model: nn.Sequential, first_layer: int, layers: int, *, run_seed: int, device: torch.device
+    model: nn.Sequential,
+    first_layer: int,
+    layers: int,
+    *,
+    run_seed: int,
+    device: torch.device,
+    whole: Callable[[], nn.Sequential] | None = None,
 ) -> nn.Sequential:
     """`layers` layers of `model` from number `first_layer` on, initialised, on `device`, under their global names.
 
     `model` stands on the meta device; the layers that are taken leave it and become real. Initial values are drawn on
-    the CPU, so that they are the same on every kind of device.
+    the CPU, so that they are the same on every kind of device. A model whose layers cannot initialise themselves is
+    built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that.
     Raises ValueError for a layer that cannot initialise itself.
     """
-    chosen = list(model.named_children())[first_layer : first_layer + layers]
     stage = nn.Sequential()
+    if whole is not None:
+        seed_generator(torch.device("cpu"), mix(run_seed))
+        for name, layer in list(whole().named_children())[first_layer : first_layer + layers]:
+            stage.add_module(name, layer.to(device))
+        return stage
+    chosen = list(model.named_children())[first_layer : first_layer + layers]
     for name, layer in chosen:
         layer.to_empty(device="cpu")
         seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))

@@ -16,6 +16,7 @@ from gpipe_cli.pipeline.materialize import materialize
 from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.pipeline.transport import HandOver
+from gpipe_cli.training.build import real_model
 from gpipe_cli.training.ema import WeightAverage
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.optimizer import build_optimizer
@@ -109,7 +110,14 @@ def build_engine(
     stages: dict[int, Stage] = {}
     for index in layout.stages_of(process):
         first, device = layout.first_layers[index], torch.device(layout.devices[index])
-        module = materialize(model, first, len(layout.layer_names[index]), run_seed=config.seed, device=device)
+        module = materialize(
+            model,
+            first,
+            len(layout.layer_names[index]),
+            run_seed=config.seed,
+            device=device,
+            whole=real_model(config),
+        )
         stages[index] = Stage(
             index,
             module.to(memory_format=memory_format).train(),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.config import TrainConfig
+from gpipe_cli.model_settings import AmoebaNetConfig, CustomConfig, ResNetConfig, TimmConfig
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription
@@ -140,5 +141,12 @@ def describe(
 
 def _model_name(config: TrainConfig) -> str:
     """As the paper writes it: AmoebaNet-D (18, 256)."""
-    model = config.model
-    return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
+    match config.model:
+        case AmoebaNetConfig() as model:
+            return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
+        case ResNetConfig() as model:
+            return f"ResNet-{model.depth}"
+        case CustomConfig() as model:
+            return model.target
+        case TimmConfig() as model:
+            return f"{model.name} (timm)"

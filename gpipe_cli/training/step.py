@@ -135,7 +135,7 @@ def _objective(
         targets.to(engine.last_device, non_blocking=True),
         sizes,
         label_smoothing=label_smoothing,
-        auxiliary_weight=config.model.auxiliary_weight,
+        auxiliary_weight=getattr(config.model, "auxiliary_weight", 0.0),  # other models have no such head
     )
 
 

@@ -1,0 +1,43 @@
+"""Law 1 for the models that are not ours: timm's, and a user's own; K changes no bit of what is learned."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
+
+MODELS = {
+    "resnet": ["model=resnet", "model.depth=18", "model.dropout=0.2", "model.drop_path=0.2"],
+    "vit": ["model=timm", "model.name=vit_tiny_patch16_224", "dataset.image_size=32", "model.drop_path=0.2"],
+    "efficientnet": ["model=timm", "model.name=test_efficientnet", "dataset.image_size=32", "model.drop_path=0.2"],
+    "convnext": ["model=timm", "model.name=test_convnext", "dataset.image_size=32", "model.drop_path=0.2"],
+    "custom": ["model=custom", "model.target=custom_models:small", "model.arguments={width: 5}"],
+}
+COMMON = [*TINY[2:], "max_steps=2", "executor=in_process", "ema_decay=0.9", "gradient_clipping=1"]
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("model", MODELS)
+def test_partitions_do_not_matter(model: str, recompute: str, tmp_path: Path) -> None:
+    settings = [*COMMON, *MODELS[model]]
+    train_here(configure(*settings, "partitions=1", "recompute=never"), tmp_path / "whole")
+    train_here(configure(*settings, "partitions=3", f"recompute={recompute}"), tmp_path / "cut")
+    whole = final_tensors(tmp_path / "whole")
+    assert_same_tensors(final_tensors(tmp_path / "cut"), whole)
+    assert all(tensor.isfinite().all() for tensor in whole.values())
+
+
+def test_the_seed_decides_a_custom_models_initial_values(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("one", 3), ("same", 3), ("other", 4)):
+        train_here(configure(*COMMON, *MODELS["custom"], f"seed={seed}", "max_steps=1"), tmp_path / name)
+        found.append(final_tensors(tmp_path / name)["model/1.shift"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_chosen_classes_are_all_that_a_model_tells_apart(tmp_path: Path) -> None:
+    settings = ["model=custom", "model.target=custom_models:small", "dataset.classes=[9,5,6,7]", "dataset.image_size=8"]
+    heard = train_here(configure(*settings, *TINY[8:], "max_steps=1", "executor=in_process"), tmp_path)
+    ready = dict(heard)["ready"]
+    assert 0.35 * 1437 < ready["train_samples"] < 0.45 * 1437
