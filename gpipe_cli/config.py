@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.model_settings import ModelConfig
+from gpipe_cli.optimizer_settings import LearningRateConfig, OptimizerConfig
 from gpipe_cli.typed import above_zero, at_least, one_line, share, show, typed
 
 T = TypeVar("T")
@@ -100,36 +101,6 @@ class ImagesConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RMSPropConfig:
-    name: Literal["rmsprop"]
-    decay: float
-    momentum: float
-    epsilon: float
-    weight_decay: float
-
-    def __post_init__(self) -> None:
-        share("optimizer.decay", self.decay)
-        share("optimizer.momentum", self.momentum)
-        above_zero("optimizer.epsilon", self.epsilon)
-        at_least("optimizer.weight_decay", self.weight_decay, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class PaperLearningRateConfig:
-    name: Literal["paper"]
-    per_sample: float  # times batch_size: the initial learning rate
-    decay: float
-    every_epochs: float
-    warmup_epochs: float
-
-    def __post_init__(self) -> None:
-        above_zero("learning_rate.per_sample", self.per_sample)
-        above_zero("learning_rate.decay", self.decay, most=1)
-        above_zero("learning_rate.every_epochs", self.every_epochs)
-        at_least("learning_rate.warmup_epochs", self.warmup_epochs, 0)
-
-
-@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """What `gpipe train` was told. `conf/train.yaml` explains every setting.
 
@@ -163,8 +134,8 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     model: ModelConfig
     dataset: ImagesConfig
-    optimizer: RMSPropConfig
-    learning_rate: PaperLearningRateConfig
+    optimizer: OptimizerConfig
+    learning_rate: LearningRateConfig
 
     def __post_init__(self) -> None:
         for key in ("partitions", "micro_batches", "batch_size", "epochs", "evaluate_every_epochs", "max_steps"):

@@ -11,12 +11,12 @@ import torch
 from timm.optim.rmsprop_tf import RMSpropTF
 from torch import nn
 
-from gpipe_cli.config import RMSPropConfig
+from gpipe_cli.optimizer_settings import AdafactorConfig, AdamConfig, OptimizerConfig, RMSPropConfig, SGDConfig
 
 Named = Mapping[str, nn.Parameter]
 
 
-def build_optimizer(config: RMSPropConfig, parameters: Named) -> torch.optim.Optimizer | None:
+def build_optimizer(config: OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
     """The optimizer of one stage; None if nothing of it can be trained.
 
     The L2 penalty is added to the gradient, and spares biases and batch norm (all that is a vector), as the reference's
@@ -29,13 +29,21 @@ def build_optimizer(config: RMSPropConfig, parameters: Named) -> torch.optim.Opt
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return RMSpropTF(
-        [group for group in groups if group["params"]],
-        lr=0.0,  # set before every step
-        alpha=config.decay,
-        momentum=config.momentum,
-        eps=config.epsilon,
-    )
+    groups = [group for group in groups if group["params"]]
+    match config:  # the learning rate is set before every step
+        case RMSPropConfig():
+            made: torch.optim.Optimizer = RMSpropTF(
+                groups, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
+            )
+            return made
+        case SGDConfig():
+            return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, nesterov=config.nesterov)
+        case AdamConfig():
+            kind = torch.optim.AdamW if config.decoupled else torch.optim.Adam
+            return kind(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon)
+        case AdafactorConfig():
+            # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
+            return torch.optim.Adafactor(groups, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -51,6 +59,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer | None, parameters: Named) 
         f"{name}/{key}": torch.as_tensor(value)
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None  # SGD without momentum
     }
 
 
@@ -72,6 +81,8 @@ def load_optimizer_state(
             if tensor.dim() == 0:
                 # a step count: torch keeps it as a tensor on the CPU, older timm as a plain number
                 state[key] = tensor.clone()
+            elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
+                state[key] = tensor.to(parameter.device, copy=True)
             else:
                 state[key] = torch.empty_like(parameter).copy_(tensor)
 

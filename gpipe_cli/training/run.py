@@ -18,6 +18,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.loading import load_images
+from gpipe_cli.optimizer_settings import LearningRateConfig
 from gpipe_cli.pipeline.schedule import Action
 from gpipe_cli.training.build import build_model, open_data
 from gpipe_cli.training.checkpoint import (
@@ -113,13 +114,13 @@ def train(
         step, samples = progress.step, batches.size(epoch, position)
         images = next(loaders.training) if loaders is not None else None
         targets = training.targets[batches.indices(epoch, position)] if training is not None else torch.empty(0)
-        rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size)
+        rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
         result = train_step(config, engine, team, step, rate, samples, images, targets)
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
         if team.leads:
             totals, norm, memory = result.read()
-            _refuse_nonsense(totals.loss, norm, step, epoch, rate)
+            _refuse_nonsense(totals.loss, norm, step, epoch, rate, config.learning_rate)
             report("step", {"step": step + 1, "epoch": epoch + 1, "position": position + 1, "samples": samples,
                             "seconds": time.perf_counter() - began, "loss": totals.loss / samples,
                             "cross_entropy": totals.cross_entropy / samples, "top1": totals.top1 / samples,
@@ -214,12 +215,14 @@ class DivergedError(RuntimeError):
     """The loss or a gradient is not a number any more."""
 
 
-def _refuse_nonsense(loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
+def _refuse_nonsense(
+    loss: float, norm: float, step: int, epoch: int, rate: float, settings: LearningRateConfig
+) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise DivergedError(
             f"step {step + 1} (epoch {epoch + 1}): the loss is {loss} and the gradient norm {norm}; it has diverged "
-            f"at learning rate {rate:g}; use a smaller learning_rate.per_sample, a longer learning_rate.warmup_epochs, "
-            "or gradient_clipping=10"
+            f"at learning rate {rate:g}; use a smaller learning_rate.{settings.scale}, a longer warm-up, or "
+            "gradient_clipping=10"
         )
 
 

@@ -1,8 +1,13 @@
-"""The paper's learning rate in closed form."""
+"""The learning rates in closed form."""
 
 import pytest
 
-from gpipe_cli.config import PaperLearningRateConfig
+from gpipe_cli.optimizer_settings import (
+    ConstantLearningRateConfig,
+    CosineLearningRateConfig,
+    InverseSqrtLearningRateConfig,
+    PaperLearningRateConfig,
+)
 from gpipe_cli.training.learning_rate import learning_rate
 
 
@@ -37,3 +42,28 @@ def test_it_grows_with_the_mini_batch_and_remembers_nothing() -> None:
     forwards = [learning_rate(config(2.4, 1), step, 10, 32) for step in range(100)]
     backwards = [learning_rate(config(2.4, 1), step, 10, 32) for step in reversed(range(100))]
     assert forwards == backwards[::-1]
+
+
+def test_the_inverse_square_root() -> None:
+    """Vaswani et al.: both branches of the minimum meet at the peak, which is the last step of the warm-up."""
+    settings = InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.2, warmup_steps=40)
+    for step in range(500):
+        expected = 0.2 * 40**0.5 * min((step + 1) * 40**-1.5, (step + 1) ** -0.5)
+        assert learning_rate(settings, step, 10, 8, 500) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
+    settings = CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1)
+    rates = [learning_rate(settings, step, 10, 8, 100) for step in range(101)]
+    assert rates[:20] == pytest.approx([0.4 * (step + 1) / 20 for step in range(20)])
+    assert rates[20] == pytest.approx(0.4)
+    assert rates[60] == pytest.approx(0.5 * (0.4 + 0.04))
+    assert rates[100] == pytest.approx(0.04)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+
+
+def test_a_constant_is_one() -> None:
+    settings = ConstantLearningRateConfig("constant", peak=0.3, warmup_epochs=0.5)
+    rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.3 * (step + 1) / 5 for step in range(5)])
+    assert set(rates[5:]) == {0.3}

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.config import RMSPropConfig
+from gpipe_cli.optimizer_settings import (
+    AdafactorConfig,
+    AdamConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    SGDConfig,
+)
 from gpipe_cli.training.optimizer import (
     build_optimizer,
     gradients_of,
@@ -73,6 +79,56 @@ def test_torchs_own_is_another_one() -> None:
     train(layers, optimizer, range(1))
     weights = next(layers.parameters()), next(other.parameters())
     assert (weights[0] - weights[1]).abs().max() > 1e-3
+
+
+OTHERS = [
+    SGDConfig("sgd", momentum=0.9, nesterov=True, weight_decay=1e-3),
+    SGDConfig("sgd", momentum=0.0, nesterov=False, weight_decay=0),
+    AdamConfig("adam", beta1=0.9, beta2=0.98, epsilon=1e-9, weight_decay=1e-2, decoupled=True),
+    AdamConfig("adam", beta1=0.9, beta2=0.98, epsilon=1e-9, weight_decay=1e-2, decoupled=False),
+    AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0),
+]
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: settings.name)
+def test_others_are_the_librarys_and_spare_vectors_the_penalty(settings: OptimizerConfig) -> None:
+    """Against the library's optimizer given two groups by hand."""
+    made, by_hand = module(), module()
+    optimizer = build_optimizer(settings, dict(made.named_parameters()))
+    assert optimizer is not None
+    matrices = [p for p in by_hand.parameters() if p.ndim > 1]
+    vectors = [p for p in by_hand.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    match settings:
+        case SGDConfig():
+            other = torch.optim.SGD(groups, lr=0, momentum=settings.momentum, nesterov=settings.nesterov)
+        case AdamConfig():
+            kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
+            other = kind(groups, lr=0, betas=(0.9, 0.98), eps=1e-9)
+        case _:
+            other = torch.optim.Adafactor(groups, lr=0, beta2_decay=-0.8, d=1.0)
+    before = [p.detach().clone() for p in made.parameters()]
+    train(made, optimizer, range(3))
+    train(by_hand, other, range(3))
+    for p, q, old in zip(made.parameters(), by_hand.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, old)
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: settings.name)
+def test_every_optimizers_state_comes_back(settings: OptimizerConfig) -> None:
+    """Adafactor keeps rows and columns, whose shapes are not the parameter's."""
+    whole, again = module(), module()
+    names, copies = dict(whole.named_parameters()), dict(again.named_parameters())
+    optimizer, other = build_optimizer(settings, names), build_optimizer(settings, copies)
+    assert optimizer is not None
+    assert other is not None
+    train(whole, optimizer, range(3))
+    again.load_state_dict(whole.state_dict())
+    load_optimizer_state(other, copies, {n: t.clone() for n, t in optimizer_state(optimizer, names).items()})
+    train(whole, optimizer, range(3, 5))
+    train(again, other, range(3, 5))
+    assert all(torch.equal(names[name], copies[name]) for name in names)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
