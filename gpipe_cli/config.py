@@ -13,12 +13,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.model_settings import ModelConfig
+from gpipe_cli.dataset_settings import DatasetConfig, ImagesConfig, TextConfig
+from gpipe_cli.model_settings import (
+    AmoebaNetConfig,
+    CustomConfig,
+    ModelConfig,
+    ResNetConfig,
+    TimmConfig,
+    TransformerLMConfig,
+    TransformerNMTConfig,
+)
 from gpipe_cli.optimizer_settings import LearningRateConfig, OptimizerConfig
 from gpipe_cli.typed import above_zero, at_least, one_line, share, show, typed
 
 T = TypeVar("T")
 
+Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
@@ -42,65 +52,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class AugmentationConfig:
-    random_resized_crop: tuple[float, float] | None  # least and most share of the area
-    horizontal_flip: bool
-    cutout: int  # pixels of a side
-    shift: int  # pixels
-
-    def __post_init__(self) -> None:
-        key, crop = "dataset.augmentation.random_resized_crop", self.random_resized_crop
-        if crop is not None and not 0 < crop[0] <= crop[1] <= 1:
-            raise ValueError(f"{key}={show(crop)}: must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
-        at_least("dataset.augmentation.cutout", self.cutout, 0)
-        at_least("dataset.augmentation.shift", self.shift, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ImagesConfig:
-    """A set of images. The settings with a default are those that only some sets have; their YAML says which."""
-
-    name: Literal[
-        "digits", "cifar10", "cifar100", "image_folder", "synthetic_images",
-        "imagenet", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap",
-    ]  # fmt: skip
-    image_size: int  # pixels of a side
-    num_classes: int
-    augmentation: AugmentationConfig
-    root: str | None = None
-    download: bool = False
-    partial: bool = False
-    classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
-    train_samples: int | None = None
-    test_samples: int | None = None
-
-    def __post_init__(self) -> None:
-        at_least("dataset.image_size", self.image_size, 8)
-        at_least("dataset.num_classes", self.num_classes, 2)
-        synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
-        for key, value, belongs in (
-            ("root", self.root, on_disk),
-            ("train_samples", self.train_samples, synthetic),
-            ("test_samples", self.test_samples, synthetic),
-        ):
-            if value is None and belongs:
-                raise ValueError(f"dataset.{key}=null: dataset={self.name} needs a value; give dataset.{key}=...")
-            if value is not None and not belongs:
-                raise ValueError(f"dataset.{key}={show(value)}: dataset={self.name} has no such setting; leave it out")
-        if self.download and self.name not in ("cifar10", "cifar100", "oxford_pets", "food101", "fgvc_aircraft"):
-            raise ValueError(f"dataset.download=true: dataset={self.name} cannot be downloaded; leave it out")
-        if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
-            raise ValueError(f"dataset.partial=true: dataset={self.name} has no such setting; leave it out")
-        at_least("dataset.train_samples", self.train_samples, 1)
-        at_least("dataset.test_samples", self.test_samples, 1)
-
-    @property
-    def model_classes(self) -> int:
-        """The classes that a model tells apart."""
-        return self.num_classes if self.classes is None else len(self.classes)
-
-
-@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """What `gpipe train` was told. `conf/train.yaml` explains every setting.
 
@@ -114,7 +65,9 @@ class TrainConfig:
     recompute: Literal["always", "except_last", "never"]
     executor: Executor
     partition: PartitionConfig
-    batch_size: int  # N, the whole mini-batch
+    preset: str | None
+    batch_size: int | None  # N, the whole mini-batch
+    batch_tokens: int | None  # in its place, for text
     epochs: int
     max_steps: int | None
     seed: int
@@ -133,12 +86,14 @@ class TrainConfig:
     dry_run: bool
     checkpoint: CheckpointConfig
     model: ModelConfig
-    dataset: ImagesConfig
+    dataset: DatasetConfig
     optimizer: OptimizerConfig
     learning_rate: LearningRateConfig
 
     def __post_init__(self) -> None:
-        for key in ("partitions", "micro_batches", "batch_size", "epochs", "evaluate_every_epochs", "max_steps"):
+        for key in (
+            "partitions", "micro_batches", "batch_size", "batch_tokens", "epochs", "evaluate_every_epochs", "max_steps",
+        ):  # fmt: skip
             at_least(key, getattr(self, key), 1)
         at_least("threads", self.threads, 1)
         for key in ("seed", "gradient_clipping", "data_workers"):
@@ -146,11 +101,56 @@ class TrainConfig:
         share("label_smoothing", self.label_smoothing)
         share("ema_decay", self.ema_decay)
         above_zero("timeout_seconds", self.timeout_seconds)
-        if self.micro_batches > self.batch_size:
+        self._check_task()
+        if self.batch_size is not None and self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a mini-batch has only batch_size={self.batch_size} samples; "
                 f"use micro_batches={self.batch_size} or fewer, or batch_size={self.micro_batches} or more"
             )
+
+    @property
+    def task(self) -> Task:
+        """What is learned: the model and the data set agree on it."""
+        if isinstance(self.dataset, ImagesConfig):
+            return "classification"
+        if isinstance(self.model, TransformerNMTConfig) or self.dataset.name in ("cldr", "parallel_text"):
+            return "translation"
+        return "language_model"
+
+    def _check_task(self) -> None:
+        """Raises ValueError if the model cannot learn from the data set."""
+        given = f"model={self.model.name}: "
+        name = f"dataset={self.dataset.name}"
+        match self.model, self.dataset:
+            case ((AmoebaNetConfig() | ResNetConfig() | TimmConfig()), TextConfig()):
+                raise ValueError(f"{given}takes images, and {name} is text; use model=transformer_lm")
+            case ((TransformerLMConfig() | TransformerNMTConfig()), ImagesConfig()):
+                better = "python_docs" if isinstance(self.model, TransformerLMConfig) else "cldr"
+                raise ValueError(f"{given}takes text, and {name} has images; use dataset={better}")
+            case TransformerLMConfig(), TextConfig(name="cldr" | "parallel_text"):
+                raise ValueError(f"{given}continues text, and {name} has pairs; use model=transformer_nmt")
+            case TransformerNMTConfig(), TextConfig(name="python_docs" | "text_files"):
+                raise ValueError(
+                    f"{given}translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
+                )
+        if self.batch_tokens is not None and self.task == "classification":
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens}: images have no tokens; leave it out and use batch_size"
+            )
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            both = "both are given" if self.batch_size else "neither is given"
+            remedy = "batch_tokens=null or batch_size=null" if self.batch_size else "batch_size=32"
+            raise ValueError(
+                f"batch_size={show(self.batch_size)}, batch_tokens={show(self.batch_tokens)}: {both}, and one of them "
+                f"says how large a mini-batch is; add {remedy}"
+            )
+        if self.batch_tokens is not None and self.learning_rate.name == "paper":
+            raise ValueError(
+                f"learning_rate=paper: is so much per sample, and batch_tokens={self.batch_tokens} counts tokens; "
+                "use learning_rate=inverse_sqrt"
+            )
+        if self.task != "classification" and isinstance(self.model, CustomConfig) and self.model.length is None:
+            raise ValueError("model.length=null: text needs the most tokens of a sequence; give model.length=...")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,7 @@ class EvaluateSettings:
     partitions: int | None
     micro_batches: int | None
     batch_size: int | None
+    batch_tokens: int | None
     executor: Executor | None
     device: Device | None
     memory_format: MemoryFormat | None

@@ -54,6 +54,10 @@ class CustomConfig:
     name: Literal["custom"]
     target: str  # package.module:function
     arguments: dict[str, Any] | None
+    length: int | None  # tokens, for text
+
+    def __post_init__(self) -> None:
+        at_least("model.length", self.length, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,52 @@ class TimmConfig:
         share("model.drop_path", self.drop_path)
 
 
-ModelConfig = AmoebaNetConfig | ResNetConfig | CustomConfig | TimmConfig
+@dataclass(frozen=True, slots=True)
+class TransformerLMConfig:
+    """Table 1's Transformer-L."""
+
+    name: Literal["transformer_lm"]
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    length: int
+    dropout: float
+    attention_dropout: float
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "width", "hidden", "heads", "length"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+        share("model.dropout", self.dropout)
+        share("model.attention_dropout", self.attention_dropout)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerNMTConfig:
+    """Section 5's T(L, H, A)."""
+
+    name: Literal["transformer_nmt"]
+    layers: int
+    hidden: int
+    heads: int
+    width: int
+    head_width: int
+    length: int
+    dropout: float
+    attention_dropout: float
+    depth_scaled: bool
+    logit_clip: float
+    shared_embedding: bool
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "width", "head_width", "length"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+        share("model.dropout", self.dropout)
+        share("model.attention_dropout", self.attention_dropout)
+        at_least("model.logit_clip", self.logit_clip, 0)
+
+
+ModelConfig = AmoebaNetConfig | ResNetConfig | TransformerLMConfig | TransformerNMTConfig | CustomConfig | TimmConfig
 
 
 def choice_of(config: Any) -> str:

@@ -14,16 +14,18 @@ MOST_LINES = 300
 
 # Every room and the rooms of the package that it may import; a file at the top is a room of its own. `typed` knows
 # nothing of any other and may be used by whoever checks settings.
+SETTINGS = {"dataset_settings", "model_settings", "optimizer_settings"}
 ALLOWED = {
     "__init__": set(),
     "__main__": {"cli"},
     "cli": {"commands", "typed"},
     "typed": set(),
-    "config": {"model_settings", "optimizer_settings", "typed"},
+    "config": {*SETTINGS, "typed"},
+    "dataset_settings": {"typed"},
     "model_settings": {"typed"},
     "optimizer_settings": {"typed"},
     "commands": {"config", "model_settings", "training", "reporting", "typed"},
-    "training": {"config", "model_settings", "optimizer_settings", "pipeline", "models", "data", "reporting"},
+    "training": {"config", *SETTINGS, "typed", "pipeline", "models", "data", "reporting"},
     "pipeline": set(),
     "models": set(),
     "data": set(),
@@ -36,6 +38,7 @@ ANSWERS_AT_ONCE = {
     "__main__.py",
     "cli.py",
     "config.py",
+    "dataset_settings.py",
     "model_settings.py",
     "optimizer_settings.py",
     "typed.py",

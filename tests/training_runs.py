@@ -13,7 +13,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from gpipe_cli.config import TrainConfig, from_tree, to_yaml
-from gpipe_cli.pipeline.schedule import Action
+from gpipe_cli.pipeline.executor import Watch
 from gpipe_cli.training.checkpoint import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.layout import make_layout
 from gpipe_cli.training.run import train
@@ -51,7 +51,7 @@ def configure(*settings: str) -> TrainConfig:
         return from_tree(TrainConfig, compose("train", list(settings)))
 
 
-def train_here(config: TrainConfig, folder: Path, watch: Callable[[Action], None] = lambda action: None) -> list[Any]:
+def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, samples, lengths: None) -> list[Any]:
     """Train in this process, all stages of it; returns what it reported."""
     folder.mkdir(parents=True, exist_ok=True)
     heard: list[Any] = []

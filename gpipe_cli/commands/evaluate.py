@@ -44,6 +44,10 @@ def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
         value = getattr(settings, field.name)
         if value is not None and field.name not in ("run", "checkpoint", "output", "partition", "dataset"):
             OmegaConf.update(base, field.name, value)
+    # what says how large a mini-batch is replaces the other one that could
+    for given, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
+        if getattr(settings, given) is not None and getattr(settings, other) is None:
+            OmegaConf.update(base, other, None)
     if settings.partition.balance is not None:
         OmegaConf.update(base, "partition.balance", list(settings.partition.balance), merge=False)
     if settings.dataset.root is not None:

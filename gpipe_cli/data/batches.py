@@ -6,7 +6,7 @@ last stage (targets) agree without a message, and a resumed run goes on with exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,10 @@ from gpipe_cli.data.seeds import seed_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batches", "Catalogue", "MiniBatches"]
+__all__ = ["Batches", "Catalogue", "Key", "MiniBatches", "Split"]
+
+Key = tuple[int, int]
+"""(epoch, index): which sample, and how it is varied this time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,28 @@ class Catalogue:
     lengths: Tensor | None = None  # int32 (n, d): tokens of each sample along each dimension that varies
     groups: Tensor | None = None  # int32 (n,): the language of each sample, for temperature sampling
     fixed_lengths: tuple[int, ...] = ()  # where all samples are alike: the window of a language model
+
+
+class Split(Protocol):
+    """The training or the test split of images or text; picklable, because loader workers get a copy.
+
+    Inputs and targets are asked for separately, because the first and the last stage may live in different processes.
+    """
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """What mini-batches are made from."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """What the first layer is given of the samples `keys`, (n, ...) each; sentences are padded to `lengths`."""
+        ...
+
+    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """What must be found: int64 (n,) classes, or (n, last of lengths) tokens, IGNORED where there is nothing."""
+        ...
 
 
 class Batches(Protocol):

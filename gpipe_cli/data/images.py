@@ -6,12 +6,13 @@ last stage only the targets, and they may live in different processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipe_cli.data.augmentation import Augmentation, build_transform
+from gpipe_cli.data.batches import Catalogue, Key
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Samples, choose_classes, read_cifar, read_digits, read_folders, read_noise
 from gpipe_cli.data.seeds import seed_of, seeded
@@ -20,10 +21,7 @@ from gpipe_cli.data.sources import Source
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ImageSplit", "Key", "open_images"]
-
-Key = tuple[int, int]
-"""(epoch, index): which image, and how it is varied this time."""
+__all__ = ["ImageSplit", "open_images"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +46,21 @@ class ImageSplit:
     def num_classes(self) -> int:
         """How many classes there are; targets are 0 .. num_classes - 1."""
         return len(self.class_names)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """How many there are; images have no length."""
+        return Catalogue(len(self))
+
+    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+        """One float32 (n, 3, image_size, image_size)."""
+        import torch
+
+        return (torch.stack([self[key] for key in keys]),)
+
+    def targets_of(self, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
+        """int64 (n,): classes."""
+        return self.targets[indices]
 
     def __getitem__(self, key: Key) -> Tensor:
         epoch, index = key

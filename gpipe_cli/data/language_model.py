@@ -52,7 +52,7 @@ class TextSplit:
 
         return (self._windows(torch.tensor([index for _, index in keys]), lengths, first=0, padding=PAD),)
 
-    def targets(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the token after each input."""
         return self._windows(indices, lengths, first=1, padding=IGNORED)
 

@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.images import ImageSplit, Key
+from gpipe_cli.data.batches import Batches, Key, Split
 from gpipe_cli.data.photographs import DECODED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ImageBatches", "default_workers", "load_images"]
+__all__ = ["LoadedBatches", "default_workers", "load_batches"]
+
+
+Keys = tuple[list[Key], tuple[int, ...]]
 
 
 def default_workers(name: str, cores: int) -> int:
@@ -38,17 +40,17 @@ def default_workers(name: str, cores: int) -> int:
     return max(1, min(cores, 8)) if name in DECODED else 1
 
 
-def load_images(
-    split: ImageSplit,
-    mini_batches: MiniBatches,
+def load_batches(
+    split: Split,
+    mini_batches: Batches,
     start_epoch: int,
     start_position: int,
     epochs: int,
     workers: int,
     pin_memory: bool = False,
     start_method: str = "forkserver",
-) -> ImageBatches:
-    """Start loading the image batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
+) -> LoadedBatches:
+    """Start loading the mini-batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
 
     workers: processes, started here; 0 loads in this process, each batch when it is asked for. pin_memory: page-locked
     batches, for asynchronous copies to a GPU. start_method: "fork" starts workers at once and is for a process that has
@@ -59,20 +61,20 @@ def load_images(
     if workers < 0:
         raise ValueError(f"data_workers={workers}: must be 0 (load in the training process) or more")
     assert mini_batches.samples == len(split), (mini_batches.samples, len(split))
-    return ImageBatches(
+    return LoadedBatches(
         split, _Keys(mini_batches, start_epoch, start_position, epochs), workers, pin_memory, start_method
     )
 
 
-class ImageBatches:
-    """Iterator over float32 (N, 3, S, S); close it, or use it as a context manager, to end its workers.
+class LoadedBatches:
+    """Iterator over what the first stage is given, a tuple of (N, ...) each.
+
+    Close it, or use it as a context manager, to end its workers.
 
     `next` raises ValueError, in one line that names the file, where an image cannot be read; loading then has ended.
     """
 
-    def __init__(
-        self, split: ImageSplit, keys: Iterable[list[Key]], workers: int, pin_memory: bool, start_method: str
-    ) -> None:
+    def __init__(self, split: Split, keys: Iterable[Keys], workers: int, pin_memory: bool, start_method: str) -> None:
         import torch
         from torch.utils.data import DataLoader
 
@@ -93,10 +95,10 @@ class ImageBatches:
         )
         self._batches: Iterator[Any] | None = iter(loader)
 
-    def __iter__(self) -> ImageBatches:
+    def __iter__(self) -> LoadedBatches:
         return self
 
-    def __next__(self) -> Tensor:
+    def __next__(self) -> tuple[Tensor, ...]:
         if self._batches is None:
             raise StopIteration
         try:
@@ -110,7 +112,7 @@ class ImageBatches:
         if isinstance(batch, _Unreadable):
             self.close()
             raise ValueError(batch.message)
-        return batch
+        return tuple(batch)
 
     def close(self) -> None:
         """End the workers and wait for them; harmless when repeated."""
@@ -120,7 +122,7 @@ class ImageBatches:
         if shut_down is not None:
             shut_down()
 
-    def __enter__(self) -> ImageBatches:
+    def __enter__(self) -> LoadedBatches:
         return self
 
     def __exit__(
@@ -131,16 +133,17 @@ class ImageBatches:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The (epoch, index) keys of each mini-batch, from the starting point to the end of the run."""
+    """The (epoch, index) keys of each mini-batch and what it is padded to, up to the end of the run."""
 
-    mini_batches: MiniBatches
+    mini_batches: Batches
     start_epoch: int
     start_position: int
     epochs: int
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[Keys]:
         for epoch, position in self.mini_batches.stream(self.start_epoch, self.start_position, self.epochs):
-            yield [(epoch, index) for index in self.mini_batches.indices(epoch, position).tolist()]
+            keys = [(epoch, index) for index in self.mini_batches.indices(epoch, position).tolist()]
+            yield keys, self.mini_batches.lengths(epoch, position)
 
 
 @dataclass(frozen=True)
@@ -152,15 +155,13 @@ class _Unreadable:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """The data set as the DataLoader sees it: a list of keys in, a mini-batch of images out."""
+    """The data set as the DataLoader sees it: a list of keys in, a mini-batch out."""
 
-    split: ImageSplit
+    split: Split
 
-    def __getitem__(self, keys: list[Key]) -> Tensor | _Unreadable:
-        import torch
-
+    def __getitem__(self, keys: Keys) -> tuple[Tensor, ...] | _Unreadable:
         try:
-            return torch.stack([self.split[key] for key in keys])
+            return self.split.inputs(*keys)
         except ValueError as error:
             return _Unreadable(str(error))
 

@@ -48,7 +48,7 @@ class SyntheticText:
         begin = torch.full((len(keys), 1), BEGIN)
         return sequences[:, : self.length], torch.cat([begin, sequences[:, self.length : -1]], dim=1)
 
-    def targets(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the next tokens; all of them count."""
         assert lengths == self.catalogue.fixed_lengths, (lengths, self.catalogue.fixed_lengths)
         return self._sequences(indices.tolist())[:, -self.length :]

@@ -44,7 +44,7 @@ class TextData(Protocol):
         """int64 (n, length) for each of `lengths`: what the model sees of the samples `keys`, each (epoch, index)."""
         ...
 
-    def targets(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, last of lengths): what it must predict; IGNORED where there is nothing."""
         ...
 

@@ -69,7 +69,7 @@ class PairSplit:
         # The end is there to be predicted; nothing comes after it. No text encodes to its id.
         return self.sources.padded(indices, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
 
-    def targets(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, T): the token after each of the targets so far."""
         return self.answers.padded(indices, lengths[1], IGNORED)
 

@@ -5,6 +5,7 @@ transport differs. There is no other path: training with one partition and evalu
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -12,6 +13,8 @@ from gpipe_cli.pipeline.micro_batch import Tensors, split_all
 from gpipe_cli.pipeline.schedule import Action, Keep, Kind, Schedule, keeps, linearize
 from gpipe_cli.pipeline.stage import Objective, Stage
 from gpipe_cli.pipeline.transport import PeerLostError, Transport
+
+Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 
 
 class ActionFailedError(RuntimeError):
@@ -26,8 +29,8 @@ class ActionFailedError(RuntimeError):
 class Executor:
     """Performs schedules on the `stages` (by index) that live in this process, out of `partitions` in all.
 
-    `watch` is called with every action before it is performed: for a supervisor that must say what a killed process was
-    doing. The same schedule is analysed once and not per step.
+    `watch` is called with every action, its samples and the lengths of the mini-batch before it is performed: for a
+    supervisor that must say what a killed process was doing. The same schedule is analysed once and not per step.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class Executor:
         stages: Mapping[int, Stage],
         partitions: int,
         transport: Transport,
-        watch: Callable[[Action], None] = lambda action: None,
+        watch: Watch = lambda action, samples, lengths: None,
     ) -> None:
         self._stages, self._transport, self._watch = stages, transport, watch
         self._last = partitions - 1
@@ -62,7 +65,7 @@ class Executor:
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None)
         for action, keep in actions:
-            self._watch(action)
+            self._watch(action, sizes[action.micro_batch], lengths)
             self._perform(action, keep, pieces)
         for stage in self._stages.values():
             stage.finish_step()

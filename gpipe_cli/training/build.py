@@ -7,11 +7,25 @@ from torch import nn
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.augmentation import Augmentation
-from gpipe_cli.data.images import ImageSplit, open_images
-from gpipe_cli.model_settings import AmoebaNetConfig, CustomConfig, ResNetConfig, TimmConfig
+from gpipe_cli.data.batches import Split
+from gpipe_cli.data.images import open_images
+from gpipe_cli.data.text import open_text
+from gpipe_cli.data.vocabulary import PAD
+from gpipe_cli.dataset_settings import ImagesConfig, TextConfig
+from gpipe_cli.model_settings import (
+    AmoebaNetConfig,
+    CustomConfig,
+    ModelConfig,
+    ResNetConfig,
+    TimmConfig,
+    TransformerLMConfig,
+    TransformerNMTConfig,
+)
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
 from gpipe_cli.models.timm_models import build_timm, resnet
+from gpipe_cli.models.transformer_lm import transformer_lm
+from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor
 
 
@@ -28,13 +42,19 @@ def real_model(config: TrainConfig) -> Callable[[], nn.Sequential] | None:
     timm's models, and those of users, set their initial values while they are built: every process builds all of it,
     from the same seed, and keeps its own layers.
     """
-    if isinstance(config.model, AmoebaNetConfig):
+    if isinstance(config.model, (AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig)):
         return None
     return lambda: _model(config, real=True)
 
 
 def _model(config: TrainConfig, *, real: bool) -> nn.Sequential:
     model, dataset = config.model, config.dataset
+    if isinstance(model, CustomConfig):
+        return build_custom(model.target, model.arguments or {})
+    return _reads_text(model, dataset) if isinstance(dataset, TextConfig) else _sees_images(model, dataset, real=real)
+
+
+def _sees_images(model: ModelConfig, dataset: ImagesConfig, *, real: bool) -> nn.Sequential:
     match model:
         case AmoebaNetConfig():
             return amoebanet(
@@ -58,8 +78,6 @@ def _model(config: TrainConfig, *, real: bool) -> nn.Sequential:
                 dropout=model.dropout,
                 drop_path=model.drop_path,
             )
-        case CustomConfig():
-            return build_custom(model.target, model.arguments or {})
         case TimmConfig():
             return build_timm(
                 model.name,
@@ -70,18 +88,85 @@ def _model(config: TrainConfig, *, real: bool) -> nn.Sequential:
                 pretrained=model.pretrained and real,
                 weights=model.weights if real else None,
             )
+    raise AssertionError(f"{model.name} was let through to images")
+
+
+def _reads_text(model: ModelConfig, dataset: TextConfig) -> nn.Sequential:
+    match model:
+        case TransformerLMConfig():
+            return transformer_lm(
+                layers=model.layers,
+                width=model.width,
+                hidden=model.hidden,
+                heads=model.heads,
+                vocabulary=dataset.vocabulary,
+                length=model.length,
+                dropout=model.dropout,
+                attention_dropout=model.attention_dropout,
+            )
+        case TransformerNMTConfig():
+            return transformer_nmt(
+                layers=model.layers,
+                hidden=model.hidden,
+                heads=model.heads,
+                width=model.width,
+                head_width=model.head_width,
+                vocabulary=dataset.vocabulary,
+                length=model.length,
+                dropout=model.dropout,
+                attention_dropout=model.attention_dropout,
+                depth_scaled=model.depth_scaled,
+                logit_clip=model.logit_clip,
+                shared_embedding=model.shared_embedding,
+                pad=PAD,
+            )
+    raise AssertionError(f"{model.name} was let through to text")
 
 
 def model_inputs(config: TrainConfig) -> Boundary:
-    """What the first layer is given: images (N, 3, S, S)."""
-    size = config.dataset.image_size
-    return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
+    """What the first layer is given: images (N, 3, S, S), tokens (N, S), or sources (N, S) and targets so far (N, T)"""
+    if isinstance(config.dataset, ImagesConfig):
+        size = config.dataset.image_size
+        return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
+    dimensions = len(greatest_lengths(config))
+    # number i is as long as length number i says, and does not depend on the others
+    grows = [tuple((0, int(other == own)) for other in range(dimensions)) for own in range(dimensions)]
+    return tuple(BoundaryTensor((0, 0), (1, 0), torch.int64, False, per_length) for per_length in grows)
 
 
-def open_data(config: TrainConfig) -> tuple[ImageSplit, ImageSplit]:
+def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
+    """The most tokens of what the first layer is given; () for images."""
+    if isinstance(config.dataset, ImagesConfig):
+        return ()
+    length = config.model.length  # type: ignore[union-attr]  # models of images were refused
+    assert length is not None
+    return (length,) * (2 if config.task == "translation" else 1)
+
+
+def outputs_of(config: TrainConfig) -> int:
+    """Among how many classes, or tokens, the model chooses."""
+    dataset = config.dataset
+    return dataset.model_classes if isinstance(dataset, ImagesConfig) else dataset.vocabulary
+
+
+def open_data(config: TrainConfig) -> tuple[Split, Split]:
     """The training and the test split. Raises ValueError, one line, for a folder that is missing, empty or
     different."""
     dataset = config.dataset
+    if isinstance(dataset, TextConfig):
+        return open_text(
+            dataset.name,
+            root=dataset.root,
+            length=greatest_lengths(config)[0],
+            vocabulary=dataset.vocabulary,
+            direction=dataset.direction or "",
+            seed=config.seed,
+            cache=dataset.cache,
+            drop_long=dataset.drop_long,
+            pairs=config.task == "translation",
+            train_samples=dataset.train_samples or 0,
+            test_samples=dataset.test_samples or 0,
+        )
     augmentation = Augmentation(
         dataset.augmentation.random_resized_crop,
         dataset.augmentation.horizontal_flip,

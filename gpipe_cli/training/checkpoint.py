@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-FORMAT = 1
+FORMAT = 2
 _PREFIX = "step_"
 
 
@@ -32,9 +32,11 @@ class Progress:
     epoch: int
     position: int
     seed: int
-    batch_size: int
+    batch_size: int | None
+    batch_tokens: int | None
+    steps_per_epoch: int  # 0: the data was not open yet
     ema_updates: int
-    best_top1: float | None
+    best_score: float | None  # top-1, or of text the loss with a minus: more is better
     best_step: int | None
 
 

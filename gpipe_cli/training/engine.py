@@ -1,6 +1,6 @@
 """The part of the pipeline that lives in this process, with what training adds to it: optimizers and averages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from torch import nn
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.models.drop_path import set_progress
-from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.executor import Executor, Watch
 from gpipe_cli.pipeline.links import Links
 from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.schedule import Action, Kind
+from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.pipeline.transport import HandOver
 from gpipe_cli.training.build import real_model
@@ -103,7 +103,7 @@ def build_engine(
     process: int,
     groups: Groups | None,
     model: nn.Sequential,
-    watch: Callable[[Action], None],
+    watch: Watch,
 ) -> Engine:
     """Make the stages of process number `process` real; `model` stands on the meta device."""
     memory_format = MEMORY_FORMATS[layout.memory_format]

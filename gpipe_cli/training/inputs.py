@@ -1,66 +1,150 @@
-"""What a process reads: images where the first stage lives, targets where the last one does, sizes everywhere."""
+"""What a process reads: inputs where the first stage lives, targets where the last one does, the catalogue everywhere.
+
+A catalogue says how many samples a split has and how long they are. From it, the seed and the settings every process
+makes the same mini-batches, so that none has to be told their sizes.
+"""
 
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from gpipe_cli.config import TrainConfig
-from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.images import ImageSplit
-from gpipe_cli.data.loading import ImageBatches, default_workers, load_images
+from gpipe_cli.data.batches import Batches, Catalogue, MiniBatches, Split
+from gpipe_cli.data.language_model import TextSplit
+from gpipe_cli.data.loading import LoadedBatches, default_workers, load_batches
+from gpipe_cli.data.text import unigram_perplexity
+from gpipe_cli.data.token_batches import TokenBatches
+from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.pipeline.layer_cost import run_shapes
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
-from gpipe_cli.training.build import model_inputs
+from gpipe_cli.training.build import greatest_lengths, model_inputs, open_data
 from gpipe_cli.training.checkpoint import Progress
-from gpipe_cli.training.layout import usable_cores
+from gpipe_cli.training.layout import Layout, usable_cores
+from gpipe_cli.training.team import Team
 
 # Forking a process that has no threads yet is safe and takes milliseconds; elsewhere than on Linux libraries object.
 START_METHOD = "fork" if sys.platform == "linux" else "forkserver"
 
 
-class Loaders:
-    """Two loaders for the whole run, prefetching across epochs: one of training images, one of all coming
-    evaluations."""
+@dataclass(frozen=True)
+class Reading:
+    """A split as one process needs it: samples only where the first or the last stage lives, mini-batches everywhere.
 
-    def __init__(self, config: TrainConfig, training: ImageSplit, test: ImageSplit, start: Progress) -> None:
-        workers = workers_of(config)
-        batches = training_batches(config, len(training))
-        pin = config.device != "cpu" and torch.cuda.device_count() > 0
-        self.training: ImageBatches = load_images(
-            training,
-            batches,
-            start.epoch,
-            start.position,
-            config.epochs,
-            workers,
-            pin_memory=pin,
-            start_method=START_METHOD,
-        )
-        test_batches = MiniBatches(len(test), config.batch_size, config.seed, shuffle=False)
-        self.test: ImageBatches = load_images(test, test_batches, 0, 0, config.epochs + 1, workers, pin, START_METHOD)
+    `loaded` yields what the first stage is given; None where that lives elsewhere.
+    """
+
+    split: Split | None
+    batches: Batches
+    loaded: LoadedBatches | None
+
+    def inputs(self) -> tuple[torch.Tensor, ...] | None:
+        """What the first stage is given of the next mini-batch."""
+        return None if self.loaded is None else next(self.loaded)
+
+    def targets(self, epoch: int, position: int) -> torch.Tensor | None:
+        """What the last stage must find in a mini-batch."""
+        if self.split is None:
+            return None
+        return self.split.targets_of(self.batches.indices(epoch, position), self.batches.lengths(epoch, position))
 
     def close(self) -> None:
-        self.training.close()
-        self.test.close()
+        if self.loaded is not None:
+            self.loaded.close()
 
 
-def training_batches(config: TrainConfig, samples: int) -> MiniBatches:
-    """The mini-batches of a training set. Raises ValueError if it is smaller than one."""
-    if config.batch_size > samples:
-        raise ValueError(
-            f"batch_size={config.batch_size}: the training set has only {samples} samples; use {samples} or fewer"
+class Data:
+    """What a process has opened before it joins the others, and the two readings that it has afterwards."""
+
+    def __init__(self, config: TrainConfig, layout: Layout, process: int, start: Progress | None) -> None:
+        """Open the data where the first or the last stage lives, and start loading: training from `start` on, or the
+        test set alone.
+
+        Loader processes are forked here, before this process has threads, connections or a CUDA context.
+        """
+        stages = layout.stages_of(process)
+        self._config, self._first = config, 0 in stages
+        self._splits: tuple[Split, Split] | None = None
+        self._loaded: list[LoadedBatches | None] = [None, None]
+        if self._first or layout.partitions - 1 in stages:  # stages in between never see a sample
+            self._splits = open_data(config)
+        if self._splits is not None and self._first:
+            train, test = self._splits
+            workers = workers_of(config)
+            pin = config.device != "cpu" and torch.cuda.device_count() > 0
+            if start is not None:
+                batches = training_batches(config, train.catalogue)
+                begin = start.epoch, start.position, config.epochs
+                self._loaded[0] = load_batches(train, batches, *begin, workers, pin, START_METHOD)
+            evaluations = 1 if start is None else config.epochs + 1
+            batches = test_batches(config, test.catalogue)
+            self._loaded[1] = load_batches(test, batches, 0, 0, evaluations, workers, pin, START_METHOD)
+
+    def share(self, team: Team) -> tuple[Reading, Reading]:
+        """The training and the test set, once the processes can talk: those that have none hear of its samples."""
+        known = tuple(split.catalogue for split in self._splits) if self._splits and self._first else None
+        train, test = next(catalogues for catalogues in team.collect(known) if catalogues is not None)
+        splits = self._splits or (None, None)
+        return (
+            Reading(splits[0], training_batches(self._config, train), self._loaded[0]),
+            Reading(splits[1], test_batches(self._config, test), self._loaded[1]),
         )
-    return MiniBatches(samples, config.batch_size, config.seed, shuffle=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What the banner says of the data; asked where the first stage lives."""
+        assert self._splits is not None
+        train, test = self._splits
+        facts: dict[str, Any] = {"train_samples": len(train), "test_samples": len(test)}
+        if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
+            facts |= {"vocabulary": train.vocabulary_size, "unigram_perplexity": unigram_perplexity(train, test)}
+        if isinstance(train, PairSplit) and isinstance(test, PairSplit):
+            facts["languages"] = len(train.languages)
+            if train.dropped or test.dropped:
+                left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
+                facts["notes"] = (("left out", left_out),)
+        return facts
 
 
-def refuse_single_samples(config: TrainConfig, model: nn.Sequential, batches: MiniBatches) -> None:
+def training_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:
+    """The mini-batches of a training set. Raises ValueError if it is smaller than one."""
+    if config.batch_size is not None and config.batch_size > catalogue.samples:
+        raise ValueError(
+            f"batch_size={config.batch_size}: the training set has only {catalogue.samples} samples; "
+            f"use {catalogue.samples} or fewer"
+        )
+    return _batches(config, catalogue, shuffle=True)
+
+
+def test_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:
+    """The mini-batches of a test set: every sample once, in the same order each time."""
+    return _batches(config, catalogue, shuffle=False)
+
+
+def _batches(config: TrainConfig, catalogue: Catalogue, *, shuffle: bool) -> Batches:
+    if config.task == "classification":
+        assert config.batch_size is not None
+        return MiniBatches(catalogue.samples, config.batch_size, config.seed, shuffle=shuffle)
+    return TokenBatches(
+        catalogue,
+        batch_size=config.batch_size,
+        batch_tokens=config.batch_tokens,
+        seed=config.seed,
+        shuffle=shuffle,
+        temperature=getattr(config.dataset, "temperature", None) if shuffle else None,
+    )
+
+
+def refuse_single_samples(config: TrainConfig, model: nn.Sequential, batches: Batches) -> None:
     """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1."""
+    if config.batch_size is None:
+        return
     last = batches.size(0, batches.steps_per_epoch - 1)
     for samples in {config.batch_size, last}:
         if micro_batch_sizes(samples, config.micro_batches)[-1] == 1:
             try:
-                run_shapes(model, model_inputs(config))
+                run_shapes(model, model_inputs(config), greatest_lengths(config))
             except ValueError as error:
                 raise ValueError(
                     f"micro_batches={config.micro_batches}: a mini-batch of {samples} samples has micro-batches of one "
@@ -72,12 +156,6 @@ def workers_of(config: TrainConfig) -> int:
     """Loader processes: what was asked for, or what suits the data set."""
     if config.data_workers is not None:
         return config.data_workers
+    if config.task != "classification":
+        return 0  # a batch of text is a few look-ups, less than it takes to hand it over
     return default_workers(config.dataset.name, usable_cores())
-
-
-def test_targets_of(test: ImageSplit | None, batches: MiniBatches, epoch: int, last: bool) -> list[torch.Tensor]:
-    """The targets of every test mini-batch; where the last stage is elsewhere, only their number matters."""
-    positions = range(batches.steps_per_epoch)
-    if test is not None and last:
-        return [test.targets[batches.indices(epoch, position)] for position in positions]
-    return [torch.empty(batches.size(epoch, position)) for position in positions]

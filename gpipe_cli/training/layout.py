@@ -14,7 +14,7 @@ from torch import nn
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.layer_cost import Boundary, trace_layers
 from gpipe_cli.pipeline.partition import check_balance, partition
-from gpipe_cli.training.build import build_model, model_inputs
+from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs, outputs_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Layout:
     parameters: tuple[int, ...]
     cost: tuple[float, ...]  # of one sample, forward and backward: LayerCost.work
     inputs: Boundary  # of the first stage
+    lengths: tuple[int, ...]  # the greatest that sentences are padded to
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
@@ -63,8 +64,10 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
     """Cut the model and place the parts. Raises ValueError, one line, for what cannot be cut or placed."""
     model = build_model(config) if model is None else model
     inputs = model_inputs(config)
-    costs = trace_layers(model, inputs, training=True)
-    shapes = trace_layers(model, inputs, training=False)
+    lengths = greatest_lengths(config)
+    costs = trace_layers(model, inputs, training=True, lengths=lengths)
+    shapes = trace_layers(model, inputs, training=False, lengths=lengths)
+    _check_outputs(config, shapes[-1].outputs)
     balance = config.partition.balance
     if balance is None:
         balance = partition([cost.work for cost in costs], config.partitions)
@@ -79,6 +82,7 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
         parameters=tuple(sum(cost.parameters for cost in part) for part in parts),
         cost=tuple(sum(cost.work for cost in part) for part in parts),
         inputs=inputs,
+        lengths=lengths,
         training_boundaries=tuple(costs[end - 1].outputs for end in ends[:-1]),
         evaluation_boundaries=tuple(shapes[end - 1].outputs for end in ends[:-1]),
         parameter_tensors=tuple(sum(tensors[end - size : end]) for size, end in zip(balance, ends, strict=True)),
@@ -87,6 +91,20 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
         threads=config.threads or max(1, usable_cores() // processes),
         memory_format=_memory_format(config, devices[0]),
     )
+
+
+def _check_outputs(config: TrainConfig, outputs: Boundary) -> None:
+    """Raises ValueError if the last layer of somebody's own model does not return logits for this data set."""
+    samples, classes = 2, outputs_of(config)
+    wanted = (samples, *greatest_lengths(config)[-1:], classes)
+    found = outputs[0].shape(samples, greatest_lengths(config))
+    if found != wanted:
+        what = "classes" if config.task == "classification" else "tokens in its vocabulary"
+        target = getattr(config.model, "target", config.model.name)
+        raise ValueError(
+            f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "
+            f"{classes} {what}: {wanted} is needed; mend the model's last layer"
+        )
 
 
 def usable_cores() -> int:
@@ -137,4 +155,4 @@ def _memory_format(config: TrainConfig, device: str) -> str:
     if config.memory_format != "auto":
         return config.memory_format
     # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/side_by_side.py)
-    return "channels_last"
+    return "channels_last" if config.task == "classification" else "contiguous"

@@ -12,7 +12,7 @@ from gpipe_cli.optimizer_settings import (
 
 
 def learning_rate(
-    config: LearningRateConfig, step: int, steps_per_epoch: int, batch_size: int, total_steps: int = 1
+    config: LearningRateConfig, step: int, steps_per_epoch: int, batch_size: int | None, total_steps: int = 1
 ) -> float:
     """The learning rate of step number `step`, counted from 0 over the whole run of `total_steps`.
 
@@ -22,6 +22,7 @@ def learning_rate(
     """
     match config:
         case PaperLearningRateConfig():
+            assert batch_size is not None  # nothing per sample where mini-batches are counted in tokens
             initial = config.per_sample * batch_size
             warm_up_steps = round(config.warmup_epochs * steps_per_epoch)
             # whole steps: 3 epochs are exactly 3 * steps_per_epoch steps; a quotient of floats could fall just short

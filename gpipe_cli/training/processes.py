@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 from gpipe_cli.config import EvaluateConfig, TrainConfig, to_yaml
-from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.layout import Layout, make_layout, torchrun_world
@@ -161,14 +160,12 @@ class _Crew:
             if code is not None and code < 0
             else f"ended with code {code}"
         )
-        number, stage, micro_batch = self._watched[WATCHED * process : WATCHED * (process + 1)]
+        number, stage, micro_batch, samples, *lengths = self._watched[WATCHED * process : WATCHED * (process + 1)]
         doing = "before its first action"
         if number:
             kind = tuple(Kind)[number - 1]
-            sizes = micro_batch_sizes(self._config.batch_size, self._config.micro_batches)
-            samples = sizes[min(micro_batch, len(sizes) - 1)]
             inputs = layout.training_boundaries[stage - 1] if stage > 0 else layout.inputs
-            shapes = [tensor.shape(samples) for tensor in inputs]
+            shapes = [tensor.shape(samples, lengths[: len(layout.lengths)]) for tensor in inputs]
             doing = f"in {stage}{kind.value}{micro_batch} (input {', '.join(map(str, shapes))})"
         hint = (
             "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""

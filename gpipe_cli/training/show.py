@@ -7,7 +7,14 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.config import TrainConfig
-from gpipe_cli.model_settings import AmoebaNetConfig, CustomConfig, ResNetConfig, TimmConfig
+from gpipe_cli.model_settings import (
+    AmoebaNetConfig,
+    CustomConfig,
+    ResNetConfig,
+    TimmConfig,
+    TransformerLMConfig,
+    TransformerNMTConfig,
+)
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription
@@ -105,6 +112,10 @@ def describe(
     first_step: int = 0,
     steps_per_epoch: int | None = None,
     gpu_names: tuple[str, ...] = (),
+    vocabulary: int | None = None,
+    languages: int | None = None,
+    unigram_perplexity: float | None = None,
+    notes: tuple[tuple[str, str], ...] = (),
 ) -> RunDescription:
     """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
     every = sum(layout.cost)
@@ -120,7 +131,16 @@ def describe(
         train_samples=train_samples,
         test_samples=test_samples,
         partitions=partitions,
-        micro_batch_sizes=micro_batch_sizes(config.batch_size, config.micro_batches),
+        micro_batch_sizes=micro_batch_sizes(config.batch_size, config.micro_batches) if config.batch_size else (),
+        micro_batches=config.micro_batches,
+        batch_tokens=config.batch_tokens,
+        task=config.task,
+        preset=config.preset,
+        vocabulary=vocabulary,
+        languages=languages,
+        length=layout.lengths[0] if layout.lengths else None,
+        unigram_perplexity=unigram_perplexity,
+        notes=notes,
         schedule=config.schedule,
         recompute=config.recompute,
         executor="distributed" if layout.distributed else "in_process",
@@ -152,6 +172,10 @@ def _model_name(config: TrainConfig) -> str:
             return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
         case ResNetConfig() as model:
             return f"ResNet-{model.depth}"
+        case TransformerLMConfig() as model:
+            return f"Transformer-{model.layers}"
+        case TransformerNMTConfig() as model:
+            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})"
         case CustomConfig() as model:
             return model.target
         case TimmConfig() as model:

@@ -6,21 +6,24 @@ know it gets from the team.
 
 import resource
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 import torch
 
 from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.schedule import Schedule, build, check, forward_only
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.loss import Classification, Totals
+from gpipe_cli.training.inputs import Reading
+from gpipe_cli.training.loss import CrossEntropy, Totals
 from gpipe_cli.training.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.training.team import Gathered, Team, gradient_norm
 
-_SUMS = 4  # loss, cross entropy, top-1, top-5; then the peak memory of each stage, and the norms of the parameters
+# elements, loss, cross entropy, top-1, top-5; then the peak memory of each stage, and the norms of the parameters
+_SUMS = 5
 
 
 @lru_cache
@@ -40,7 +43,6 @@ def evaluation_schedule(partitions: int, micro_batches: int) -> Schedule:
 class StepResult:
     """What is known of a step; the same in every process once `read` has been called."""
 
-    samples: int
     partitions: int
     gathered: Gathered
 
@@ -49,9 +51,10 @@ class StepResult:
         parts = self.gathered.wait()
         # what a process does not know is zero in its vector: only the last stage has seen the loss
         known = torch.stack(parts)[:, : _SUMS + self.partitions].sum(dim=0).tolist()
-        loss, cross_entropy, top1, top5 = known[:_SUMS]
+        elements, loss, cross_entropy, top1, top5 = known[:_SUMS]
         norm = gradient_norm([part[_SUMS + self.partitions :] for part in parts])
-        return Totals(self.samples, loss, cross_entropy, top1, top5), norm, [int(value) for value in known[_SUMS:]]
+        totals = Totals(int(elements), loss, cross_entropy, top1, top5)
+        return totals, norm, [int(value) for value in known[_SUMS:]]
 
 
 def train_step(
@@ -60,32 +63,29 @@ def train_step(
     team: Team,
     step: int,
     rate: float,
-    samples: int,
-    images: torch.Tensor | None,
-    targets: torch.Tensor,
+    data: Reading,
+    epoch: int,
+    position: int,
 ) -> StepResult:
-    """One mini-batch: forward and backward through the pipeline, then every stage's optimizer with learning rate
-    `rate`.
-
-    `images` (N, 3, S, S) where the first stage lives, `targets` (N,) everywhere.
-    """
-    sizes = micro_batch_sizes(samples, config.micro_batches)
+    """Mini-batch `position` of `epoch`: forward and backward through the pipeline, then every stage's optimizer with
+    learning rate `rate`."""
+    sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
     schedule = training_schedule(config.schedule, engine.layout.partitions, len(sizes), config.recompute)
-    objective = _objective(config, engine, targets, sizes, config.label_smoothing)
-    engine.executor.run(schedule, step, sizes, _placed(engine, images), objective)
+    objective = _objective(config, engine, data, epoch, position, sizes, config.label_smoothing)
+    lengths = data.batches.lengths(epoch, position)
+    engine.executor.run(schedule, step, sizes, _placed(engine, data.inputs()), objective, lengths)
 
     partitions = engine.layout.partitions
     numbers = torch.zeros(_SUMS + partitions + engine.layout.most_parameter_tensors, dtype=torch.float64)
     if objective is not None:
-        totals = objective.totals()
-        numbers[:_SUMS] = torch.tensor([totals.loss, totals.cross_entropy, totals.top1, totals.top5])
+        numbers[:_SUMS] = torch.tensor(astuple(objective.totals()), dtype=torch.float64)
     for k in engine.stages:
         numbers[_SUMS + k] = peak_memory_bytes(torch.device(engine.layout.devices[k]))
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
     if gradients:
         norms = torch.cat(_stacked(torch._foreach_norm(gradients)))
         numbers[_SUMS + partitions : _SUMS + partitions + len(gradients)] = norms
-    result = StepResult(samples, partitions, team.gather(numbers))
+    result = StepResult(partitions, team.gather(numbers))
     if config.gradient_clipping:
         _, norm, _ = result.read()
         if norm > config.gradient_clipping:
@@ -100,49 +100,50 @@ def train_step(
     return result
 
 
-def evaluate(
-    config: TrainConfig,
-    engine: Engine,
-    team: Team,
-    images: Iterable[torch.Tensor] | None,
-    targets: Sequence[torch.Tensor],
-) -> Totals:
-    """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy.
-
-    `images` yields the mini-batches where the first stage lives; `targets` lists theirs everywhere.
-    """
-    batches = iter(images) if images is not None else None
+def evaluate(config: TrainConfig, engine: Engine, team: Team, data: Reading) -> Totals:
+    """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
-    for batch_targets in targets:
-        sizes = micro_batch_sizes(len(batch_targets), config.micro_batches)
+    for position in range(data.batches.steps_per_epoch):
+        sizes = micro_batch_sizes(data.batches.size(0, position), config.micro_batches)
         schedule = evaluation_schedule(engine.layout.partitions, len(sizes))
-        objective = _objective(config, engine, batch_targets, sizes, 0.0)
-        batch = None if batches is None else next(batches)
-        engine.executor.run(schedule, 0, sizes, _placed(engine, batch), objective)
+        objective = _objective(config, engine, data, 0, position, sizes, 0.0)
+        lengths = data.batches.lengths(0, position)
+        engine.executor.run(schedule, 0, sizes, _placed(engine, data.inputs()), objective, lengths)
         if objective is not None:
             total += objective.totals()
-    numbers = torch.tensor([total.samples, total.cross_entropy, total.top1, total.top5], dtype=torch.float64)
-    samples, cross_entropy, top1, top5 = torch.stack(team.gather(numbers).wait()).sum(dim=0).tolist()
-    return Totals(int(samples), cross_entropy, cross_entropy, top1, top5)
+    numbers = torch.tensor(astuple(total), dtype=torch.float64)
+    elements, *sums = torch.stack(team.gather(numbers).wait()).sum(dim=0).tolist()
+    return Totals(int(elements), *sums)
 
 
 def _objective(
-    config: TrainConfig, engine: Engine, targets: torch.Tensor, sizes: Sequence[int], label_smoothing: float
-) -> Classification | None:
+    config: TrainConfig,
+    engine: Engine,
+    data: Reading,
+    epoch: int,
+    position: int,
+    sizes: Sequence[int],
+    label_smoothing: float,
+) -> CrossEntropy | None:
     if not engine.has_last:
         return None
-    return Classification(
-        targets.to(engine.last_device, non_blocking=True),
+    targets = data.targets(epoch, position)
+    assert targets is not None
+    return CrossEntropy(
+        targets,
         sizes,
         label_smoothing=label_smoothing,
         auxiliary_weight=getattr(config.model, "auxiliary_weight", 0.0),  # other models have no such head
+        device=engine.last_device,
     )
 
 
-def _placed(engine: Engine, images: torch.Tensor | None) -> Tensors | None:
-    if images is None:
+def _placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
+    if inputs is None:
         return None
-    return (images.to(engine.first_device, non_blocking=True, memory_format=engine.memory_format),)
+    return tuple(
+        in_layout(tensor.to(engine.first_device, non_blocking=True), engine.memory_format) for tensor in inputs
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

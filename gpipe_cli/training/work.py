@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from gpipe_cli.config import TrainConfig
     from gpipe_cli.training.layout import Layout
 
-WATCHED = 3  # numbers per process that say what it is doing: kind (1 F, 2 R, 3 B, 0 nothing yet), stage, micro-batch
+# Numbers per process that say what it is doing: kind (1 F, 2 R, 3 B, 0 nothing yet), stage, micro-batch, its samples,
+# and what they are padded to along up to two dimensions.
+WATCHED = 6
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,10 +35,9 @@ def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> No
     _settle(job.layout)
     base = WATCHED * job.process
 
-    def watch(action: Action) -> None:
-        watched[base] = _KIND_NUMBERS[action.kind]
-        watched[base + 1] = action.stage
-        watched[base + 2] = action.micro_batch
+    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+        numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
+        watched[base : base + len(numbers)] = numbers
 
     def report(kind: str, message: dict[str, Any]) -> None:
         connection.send((kind, message))

@@ -23,7 +23,7 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length:
     assert split.catalogue.fixed_lengths == (length,)
     indices = torch.arange(len(split))
     (inputs,) = split.inputs([(7, index) for index in indices.tolist()], (length,))
-    targets = split.targets(indices, (length,))
+    targets = split.targets_of(indices, (length,))
     assert inputs.shape == targets.shape == (len(split), length)
     assert inputs.dtype == targets.dtype == torch.int64
     real = targets != IGNORED
@@ -36,7 +36,7 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length:
 def test_windows_in_any_order() -> None:
     split = TextSplit(torch.arange(50, dtype=torch.int32), 4, NO_VOCABULARY)
     assert split.inputs([(0, 3), (5, 0)], (4,))[0].tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
-    assert split.targets(torch.tensor([3, 0, 12]), (4,)).tolist() == [
+    assert split.targets_of(torch.tensor([3, 0, 12]), (4,)).tolist() == [
         [13, 14, 15, 16],
         [1, 2, 3, 4],
         [49, *[IGNORED] * 3],
@@ -77,7 +77,7 @@ def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     most = int(str(error.value).partition("use model.length=")[2].split()[0])
     _, test = open_documents(DOCUMENTS, ["north sea"], length=most, vocabulary=285, cache=tmp_path)
     assert len(test) == 1
-    assert (test.targets(torch.tensor([0]), (most,)) != IGNORED).all()
+    assert (test.targets_of(torch.tensor([0]), (most,)) != IGNORED).all()
     with pytest.raises(ValueError, match=rf"^model\.length={most + 1}: "):
         open_documents(DOCUMENTS, ["north sea"], length=most + 1, vocabulary=285, cache=tmp_path)
 

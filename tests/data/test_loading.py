@@ -18,7 +18,7 @@ from PIL import Image
 from gpipe_cli.data.augmentation import Augmentation
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit, open_images
-from gpipe_cli.data.loading import default_workers, load_images
+from gpipe_cli.data.loading import default_workers, load_batches
 
 EVERYTHING = Augmentation(random_resized_crop=(0.2, 1.0), horizontal_flip=True, cutout=3, shift=2)
 
@@ -39,17 +39,19 @@ def open_folder(root: Path) -> tuple[ImageSplit, ImageSplit]:
     return open_images("image_folder", root=root, image_size=12, num_classes=2, seed=3, augmentation=EVERYTHING)
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ...]]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for (a,), (b,) in zip(one, other, strict=True))
 
 
 def test_batches_are_the_samples_of_the_mini_batches(folder: Path) -> None:
     train, _ = open_folder(folder)
     mini_batches = MiniBatches(len(train), 4, seed=1, shuffle=True)
-    loaded = list(load_images(train, mini_batches, 0, 0, 2, workers=0))
-    assert [tuple(batch.shape) for batch in loaded] == [(n, 3, 12, 12) for n in (4, 4, 3, 4, 4, 3)]  # short last ones
-    for batch, (epoch, position) in zip(loaded, mini_batches.stream(0, 0, 2), strict=True):
-        for image, index in zip(batch, mini_batches.indices(epoch, position).tolist(), strict=True):
+    loaded = list(load_batches(train, mini_batches, 0, 0, 2, workers=0))
+    assert [tuple(images.shape) for (images,) in loaded] == [
+        (n, 3, 12, 12) for n in (4, 4, 3, 4, 4, 3)
+    ]  # short last ones
+    for (images,), (epoch, position) in zip(loaded, mini_batches.stream(0, 0, 2), strict=True):
+        for image, index in zip(images, mini_batches.indices(epoch, position).tolist(), strict=True):
             assert torch.equal(image, train[epoch, index])
 
 
@@ -58,8 +60,8 @@ def test_workers_change_nothing_and_end_with_the_run(folder: Path, workers: int)
     train, _ = open_folder(folder)
     mini_batches = MiniBatches(len(train), 4, seed=1, shuffle=True)
     state = torch.get_rng_state()
-    expected = list(load_images(train, mini_batches, 0, 0, 3, workers=0))
-    batches = load_images(train, mini_batches, 0, 0, 3, workers=workers)
+    expected = list(load_batches(train, mini_batches, 0, 0, 3, workers=0))
+    batches = load_batches(train, mini_batches, 0, 0, 3, workers=workers)
     assert len(multiprocessing.active_children()) == workers
     assert same(list(batches), expected)
     assert multiprocessing.active_children() == []
@@ -70,16 +72,16 @@ def test_workers_change_nothing_and_end_with_the_run(folder: Path, workers: int)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_stream_is_the_tail_of_the_whole(folder: Path, workers: int) -> None:
     train, _ = open_folder(folder)
-    whole = list(load_images(train, MiniBatches(len(train), 4, seed=1, shuffle=True), 0, 0, 3, workers=0))
+    whole = list(load_batches(train, MiniBatches(len(train), 4, seed=1, shuffle=True), 0, 0, 3, workers=0))
     resumed = MiniBatches(len(train), 4, seed=1, shuffle=True)
-    assert same(list(load_images(train, resumed, 1, 2, 3, workers=workers)), whole[5:])
+    assert same(list(load_batches(train, resumed, 1, 2, 3, workers=workers)), whole[5:])
 
 
 def test_evaluation_is_one_pass_in_order() -> None:
     _, test = open_images("digits", image_size=8, num_classes=10, seed=0, augmentation=EVERYTHING)
     mini_batches = MiniBatches(len(test), 100, seed=0, shuffle=False)
-    with load_images(test, mini_batches, 0, 0, 1, workers=1) as batches:
-        images = torch.cat(list(batches))
+    with load_batches(test, mini_batches, 0, 0, 1, workers=1) as batches:
+        images = torch.cat([images for (images,) in batches])
     torch.testing.assert_close(images, test.source.images * 2 - 1)  # type: ignore[attr-defined]
 
 
@@ -89,9 +91,10 @@ def test_broken_image_reaches_the_consumer_as_one_line(folder: Path, workers: in
     path.write_bytes(path.read_bytes()[:200])
     train, _ = open_folder(folder)
     mini_batches = MiniBatches(len(train), 2, seed=0, shuffle=False)  # the file is sample 8, so in batch 4
-    batches = load_images(train, mini_batches, 0, 0, 1, workers=workers)
+    batches = load_batches(train, mini_batches, 0, 0, 1, workers=workers)
     for _ in range(4):
-        assert next(batches).shape == (2, 3, 12, 12)
+        (images,) = next(batches)
+        assert images.shape == (2, 3, 12, 12)
     with pytest.raises(ValueError, match=r"^image file '[^\n]*train/b/3\.jpg': cannot be read [^\n]*$"):
         next(batches)
     assert multiprocessing.active_children() == []
@@ -100,7 +103,7 @@ def test_broken_image_reaches_the_consumer_as_one_line(folder: Path, workers: in
 def test_closing_early_ends_the_workers(folder: Path) -> None:
     train, _ = open_folder(folder)
     mini_batches = MiniBatches(len(train), 1, seed=0, shuffle=True)
-    with load_images(train, mini_batches, 0, 0, 1000, workers=2) as batches:
+    with load_batches(train, mini_batches, 0, 0, 1000, workers=2) as batches:
         next(batches)
         assert len(multiprocessing.active_children()) == 2
     assert multiprocessing.active_children() == []
@@ -112,7 +115,7 @@ def test_closing_early_ends_the_workers(folder: Path) -> None:
 def test_a_worker_that_dies_is_an_error_not_a_wait(folder: Path) -> None:
     train, _ = open_folder(folder)
     mini_batches = MiniBatches(len(train), 1, seed=0, shuffle=True)
-    with load_images(train, mini_batches, 0, 0, 10**6, workers=1) as batches:
+    with load_batches(train, mini_batches, 0, 0, 10**6, workers=1) as batches:
         next(batches)
         (worker,) = multiprocessing.active_children()
         assert worker.pid is not None
@@ -126,11 +129,11 @@ CONSUMER = """
 import sys, time
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import open_images
-from gpipe_cli.data.loading import load_images
+from gpipe_cli.data.loading import load_batches
 
 if __name__ == "__main__":
     train, _ = open_images("synthetic_images", image_size=8, num_classes=2, seed=0, train_samples=64, test_samples=1)
-    batches = load_images(train, MiniBatches(64, 4, 0, True), 0, 0, 10**6, workers=2)
+    batches = load_batches(train, MiniBatches(64, 4, 0, True), 0, 0, 10**6, workers=2)
     next(batches)
     print("loading", flush=True)
     time.sleep(600)
@@ -169,4 +172,4 @@ def test_default_workers() -> None:
 def test_negative_workers_are_refused(folder: Path) -> None:
     train, _ = open_folder(folder)
     with pytest.raises(ValueError, match=r"^data_workers=-1: "):
-        load_images(train, MiniBatches(len(train), 4, 0, True), 0, 0, 1, workers=-1)
+        load_batches(train, MiniBatches(len(train), 4, 0, True), 0, 0, 1, workers=-1)

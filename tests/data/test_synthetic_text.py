@@ -22,7 +22,7 @@ def test_targets_are_the_next_tokens() -> None:
     assert train.catalogue.samples == 40
     assert train.catalogue.fixed_lengths == (16,)
     (inputs,) = train.inputs([(0, index) for index in range(40)], (16,))
-    targets = train.targets(torch.arange(40), (16,))
+    targets = train.targets_of(torch.arange(40), (16,))
     assert inputs.shape == targets.shape == (40, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -35,7 +35,7 @@ def test_pairs_begin_with_begin() -> None:
     train, _ = make(pairs=True)
     assert train.catalogue.fixed_lengths == (16, 16)
     sources, so_far = train.inputs([(0, 4), (0, 2)], (16, 16))
-    targets = train.targets(torch.tensor([4, 2]), (16, 16))
+    targets = train.targets_of(torch.tensor([4, 2]), (16, 16))
     assert sources.shape == so_far.shape == targets.shape == (2, 16)
     assert so_far[:, 0].tolist() == [BEGIN, BEGIN]
     assert torch.equal(so_far[:, 1:], targets[:, :-1])

@@ -41,7 +41,7 @@ def test_python_docs(tmp_path: Path) -> None:
     batches = TokenBatches(train.catalogue, batch_size=8, batch_tokens=None, seed=0, shuffle=True, temperature=None)
     indices, lengths = batches.indices(0, 0), batches.lengths(0, 0)
     (inputs,) = train.inputs([(0, index) for index in indices.tolist()], lengths)
-    assert inputs.shape == train.targets(indices, lengths).shape == (8, 128)
+    assert inputs.shape == train.targets_of(indices, lengths).shape == (8, 128)
     # A model of single tokens is far better than chance, and far from good.
     assert 50 < unigram_perplexity(train, test) < 500
 
@@ -73,7 +73,7 @@ def test_parallel_text_in_token_batches(tmp_path: Path) -> None:
     for epoch, position in batches.stream(0, 0, 2):
         indices, lengths = batches.indices(epoch, position), batches.lengths(epoch, position)
         sources, so_far = train.inputs([(epoch, index) for index in indices.tolist()], lengths)
-        targets = train.targets(indices, lengths)
+        targets = train.targets_of(indices, lengths)
         assert (sources.shape[1], so_far.shape[1]) == lengths
         assert len(indices) * max(lengths) <= 200
         assert int((targets != IGNORED).sum()) == int(train.catalogue.lengths[indices, 1].sum())
@@ -88,7 +88,7 @@ def test_cldr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(train) > 8000
     assert train.vocabulary_size == 2000
     index = next(i for i in range(len(test)) if test.languages[int(test.pairs.groups[i])] == "en-ja")
-    targets = test.targets(torch.tensor([index]), (40, 40))[0]
+    targets = test.targets_of(torch.tensor([index]), (40, 40))[0]
     assert test.vocabulary.decode(targets[targets != IGNORED].tolist()) == test.texts(index)[1]
     (sources, _) = test.inputs([(0, index)], (40, 40))
     assert sources[0, 0] == test.vocabulary.symbol("<2ja>")

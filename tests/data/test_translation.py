@@ -68,7 +68,7 @@ def test_tokens_of_a_mini_batch(splits: tuple[PairSplit, PairSplit]) -> None:
     vocabulary, indices = train.vocabulary, [3, 100, 17]
     wide, high = (int(length) + 2 for length in train.catalogue.lengths[indices].amax(dim=0))
     sources, so_far = train.inputs([(9, index) for index in indices], (wide, high))
-    targets = train.targets(torch.tensor(indices), (wide, high))
+    targets = train.targets_of(torch.tensor(indices), (wide, high))
     assert sources.dtype == so_far.dtype == targets.dtype == torch.int64
     assert sources.shape == (3, wide)
     assert so_far.shape == targets.shape == (3, high)
@@ -88,7 +88,7 @@ def test_texts_and_predicted_tokens(splits: tuple[PairSplit, PairSplit]) -> None
     assert test.texts(3) == ("eight eight", "huit huit")
     assert test.catalogue.lengths is not None
     lengths = tuple(test.catalogue.lengths.amax(dim=0).tolist())
-    targets = test.targets(torch.arange(4), lengths)
+    targets = test.targets_of(torch.arange(4), lengths)
     assert torch.equal(test.predicted(), targets[targets != IGNORED])
 
 

@@ -55,7 +55,7 @@ def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
         for k, module in enumerate(modules)
     }
     watched: list[Action] = []
-    return Executor(stages, 3, HandOver([CPU] * 3), watched.append), watched
+    return Executor(stages, 3, HandOver([CPU] * 3), lambda action, *_: watched.append(action)), watched
 
 
 @pytest.mark.parametrize(

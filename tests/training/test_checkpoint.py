@@ -38,7 +38,7 @@ def tensors(step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def progress(step: int, best: int | None = None) -> Progress:
-    return Progress(step, step // 3, step % 3, 7, 8, step, None if best is None else 0.5, best)
+    return Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
@@ -109,8 +109,8 @@ def test_a_damaged_index_and_a_strange_format_are_refused(tmp_path: Path) -> Non
     (checkpoint / "index.json").write_text(index[: len(index) // 2])
     with pytest.raises(ValueError, match=r"index.json cannot be read"):
         read_progress(checkpoint)
-    (checkpoint / "index.json").write_text(index.replace('"format": 1', '"format": 99'))
-    with pytest.raises(ValueError, match="has format 99, this version reads format 1"):
+    (checkpoint / "index.json").write_text(index.replace('"format": 2', '"format": 99'))
+    with pytest.raises(ValueError, match="has format 99, this version reads format 2"):
         read_progress(checkpoint)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes, split
-from gpipe_cli.training.loss import Classification, Totals
+from gpipe_cli.training.loss import CrossEntropy, Totals
 
 N, CLASSES = 11, 7
 
@@ -21,7 +21,7 @@ def run(micro_batches: int, smoothing: float, weight: float, *, auxiliary: bool)
     logits, extra, targets = batch()
     outputs = (logits, extra) if auxiliary else (logits,)
     sizes = micro_batch_sizes(N, micro_batches)
-    objective = Classification(targets, sizes, label_smoothing=smoothing, auxiliary_weight=weight)
+    objective = CrossEntropy(targets, sizes, label_smoothing=smoothing, auxiliary_weight=weight)
     total = torch.zeros(())
     for m, parts in enumerate(zip(*(split(output, sizes) for output in outputs), strict=True)):
         loss = objective.loss(m, parts)
@@ -54,7 +54,7 @@ def test_what_is_counted() -> None:
     _, totals = run(4, 0.1, 0.4, auxiliary=True)
     logits, extra, targets = batch()
     order = logits.argsort(dim=1, descending=True).tolist()
-    assert totals.samples == N
+    assert totals.elements == N
     assert totals.top1 == sum(row[0] == target for row, target in zip(order, targets.tolist(), strict=True))
     assert totals.top5 == sum(target in row[:5] for row, target in zip(order, targets.tolist(), strict=True))
     assert 0 < totals.top1 < totals.top5 < N
@@ -66,7 +66,7 @@ def test_what_is_counted() -> None:
 
 def test_fewer_than_five_classes_count_for_top5() -> None:
     targets = torch.tensor([0, 1, 2])
-    objective = Classification(targets, (3,), label_smoothing=0, auxiliary_weight=0)
+    objective = CrossEntropy(targets, (3,), label_smoothing=0, auxiliary_weight=0)
     logits = (torch.randn(3, 3),)
     objective.observe(0, logits, objective.loss(0, logits))
     assert objective.totals().top5 == 3
