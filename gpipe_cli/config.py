@@ -28,6 +28,8 @@ from gpipe_cli.typed import above_zero, at_least, one_line, share, show, typed
 
 T = TypeVar("T")
 
+TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
+
 Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -74,6 +76,9 @@ class TrainConfig:
     gradient_clipping: float  # 0: off
     label_smoothing: float
     ema_decay: float  # 0: off
+    init_from: str | None
+    init_head: Literal["auto", "keep", "new"]
+    freeze: tuple[str, ...] | None  # shell patterns; which names there are is checked against the model
     evaluate_every_epochs: int
     device: Device
     memory_format: MemoryFormat
@@ -102,10 +107,23 @@ class TrainConfig:
         share("ema_decay", self.ema_decay)
         above_zero("timeout_seconds", self.timeout_seconds)
         self._check_task()
+        self._check_fine_tuning()
         if self.batch_size is not None and self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a mini-batch has only batch_size={self.batch_size} samples; "
                 f"use micro_batches={self.batch_size} or fewer, or batch_size={self.micro_batches} or more"
+            )
+
+    def _check_fine_tuning(self) -> None:
+        """Raises ValueError for a setting that means nothing without `init_from`."""
+        if self.init_from is not None:
+            return
+        if self.init_head != "auto":
+            raise ValueError(f"init_head={self.init_head}: no weights are taken, as init_from=null; give init_from=...")
+        has_weights = isinstance(self.model, TimmConfig) and (self.model.pretrained or self.model.weights is not None)
+        if TAKEN in (self.freeze or ()) and not has_weights:
+            raise ValueError(
+                f"freeze={show(self.freeze)}: nothing is taken, as init_from=null; give init_from=..., or name layers"
             )
 
     @property
@@ -123,7 +141,8 @@ class TrainConfig:
         name = f"dataset={self.dataset.name}"
         match self.model, self.dataset:
             case ((AmoebaNetConfig() | ResNetConfig() | TimmConfig()), TextConfig()):
-                raise ValueError(f"{given}takes images, and {name} is text; use model=transformer_lm")
+                better = "transformer_nmt" if self.dataset.name in ("cldr", "parallel_text") else "transformer_lm"
+                raise ValueError(f"{given}takes images, and {name} is text; use model={better}")
             case ((TransformerLMConfig() | TransformerNMTConfig()), ImagesConfig()):
                 better = "python_docs" if isinstance(self.model, TransformerLMConfig) else "cldr"
                 raise ValueError(f"{given}takes text, and {name} has images; use dataset={better}")

@@ -57,7 +57,7 @@ class CustomConfig:
     length: int | None  # tokens, for text
 
     def __post_init__(self) -> None:
-        at_least("model.length", self.length, 1)
+        at_least("model.length", self.length, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,9 @@ class TransformerLMConfig:
     attention_dropout: float
 
     def __post_init__(self) -> None:
-        for key in ("layers", "width", "hidden", "heads", "length"):
+        for key in ("layers", "width", "hidden", "heads"):
             at_least(f"model.{key}", getattr(self, key), 1)
+        at_least("model.length", self.length, 2)
         share("model.dropout", self.dropout)
         share("model.attention_dropout", self.attention_dropout)
 
@@ -113,8 +114,9 @@ class TransformerNMTConfig:
     shared_embedding: bool
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "width", "head_width", "length"):
+        for key in ("layers", "hidden", "heads", "width", "head_width"):
             at_least(f"model.{key}", getattr(self, key), 1)
+        at_least("model.length", self.length, 2)
         share("model.dropout", self.dropout)
         share("model.attention_dropout", self.attention_dropout)
         at_least("model.logit_clip", self.logit_clip, 0)

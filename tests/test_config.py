@@ -116,6 +116,11 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("partitions=0", "partitions=0: must be 1 or more; use partitions=1"),
         ("threads=0", "threads=0: must be 1 or more"),
         ("dry_run=1", "dry_run=1: must be true or false"),
+        ("init_head=keep", "init_head=keep: no weights are taken, as init_from=null; give init_from=..."),
+        ("init_from=x init_head=old", "init_head=old: must be one of auto, keep, new"),
+        ("freeze=[taken]", "freeze=[taken]: nothing is taken, as init_from=null; give init_from=..., or name layers"),
+        ("freeze=[1]", "freeze=1: must be a text"),
+        ("freeze=stem", "freeze=stem: must be a list"),
         ("output=3", "output=3: must be a text"),
         ("label_smoothing=nan", "label_smoothing=nan: must be a finite number"),
         ("label_smoothing=1", "label_smoothing=1.0: must be 0 or more and below 1"),
@@ -169,6 +174,22 @@ def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     assert config.model == replace(saved.model, dropout=0.1)
     assert config.resume == "run"
     assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
+
+
+def test_fine_tuning_survives_yaml_and_a_resumption(tmp_path: Path) -> None:
+    saved = train("init_from=outputs/a", "freeze=[stem,'cell_0*',taken]", "init_head=new")
+    assert saved.freeze == ("stem", "cell_0*", "taken")
+    assert load(save(saved, tmp_path / "run")) == saved
+    config = resumed(saved, tree("resume=run", "freeze=null"), ["resume", "freeze"])
+    assert (config.init_from, config.init_head, config.freeze) == ("outputs/a", "new", None)
+    assert resumed(saved, tree("resume=run"), ["resume"]).freeze == saved.freeze
+
+
+def test_weights_of_timm_count_as_taken() -> None:
+    timm = ["model=timm", "model.name=resnet18", "freeze=[taken]"]
+    assert train(*timm, "model.pretrained=true").freeze == ("taken",)
+    with pytest.raises(ValueError, match="nothing is taken"):
+        train(*timm)
 
 
 def test_resume_with_another_choice_takes_the_whole_group() -> None:

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from gpipe_cli.typed import nearest, one_line, settings, unknown
 
-FOLDERS = ("run", "resume", "run_folder", "output", "dataset.root")
+FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     for group in GROUPS:
         if not isinstance(choice := line.overrides.get(group, ""), str):
             raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
+    for key in ("init_from", "init_head"):
+        if line.overrides.get("resume") is not None and (value := line.overrides.get(key)) is not None:
+            raise ValueError(f"{key}={show(value)}: the run that is resumed has its weights already; leave {key} out")
     saved = None
     if isinstance(line.overrides.get("resume"), str) and "resume" not in line.swept:
         output = line.overrides.get("output")
@@ -55,13 +58,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(config: TrainConfig) -> int:
+    takes_weights = config.init_from is not None and config.resume is None
+    if takes_weights:
+        find_run("init_from", str(config.init_from), config.output)
     folder = make_run_folder(config, datetime.now())
     try:
         if not config.dry_run:
             start_importing()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
+            from gpipe_cli.training.fine_tuning import check_init_from
             from gpipe_cli.training.processes import launch  # torch comes with it
 
+        if takes_weights:  # known from names and shapes, also to a dry run
+            check_init_from(config)
         return launch(config, folder)
     finally:  # refused or interrupted before anything ran, then nothing is left behind
         with contextlib.suppress(OSError):  # it is not empty

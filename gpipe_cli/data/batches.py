@@ -15,7 +15,9 @@ from gpipe_cli.data.seeds import seed_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batches", "Catalogue", "Key", "MiniBatches", "Split"]
+__all__ = ["SPLITS", "Batches", "Catalogue", "Key", "MiniBatches", "Split"]
+
+SPLITS = {"train": "training", "test": "test"}  # as messages call them
 
 Key = tuple[int, int]
 """(epoch, index): which sample, and how it is varied this time."""

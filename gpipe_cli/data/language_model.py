@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.data.batches import Catalogue
+from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cached_tensors, digest_of
 from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, train_vocabulary
 
@@ -84,8 +84,8 @@ def open_documents(
     for split, stream in streams.items():
         if len(stream) <= length:
             raise ValueError(
-                f"model.length={length}: the {split} text has only {len(stream)} tokens, and a window needs one more "
-                f"than its length; use model.length={len(stream) - 1} or less, or a longer text"
+                f"model.length={length}: the {SPLITS[split]} text has only {len(stream)} tokens, and a window needs "
+                f"one more than its length; use model.length={len(stream) - 1} or less, or a longer text"
             )
     return TextSplit(streams["train"], length, pieces), TextSplit(streams["test"], length, pieces)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.data.batches import Catalogue
+from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cached_tensors, digest_of
 from gpipe_cli.data.pairs import Pairs, target_language
 from gpipe_cli.data.ragged import Ragged
@@ -115,7 +115,8 @@ def open_pairs(
     for key, kept in zip(whole, shortened, strict=True):
         if len(kept) == 0:
             raise ValueError(
-                f"model.length={length}: every {key} pair is longer; use a larger model.length, or shorter sentences"
+                f"model.length={length}: every {SPLITS[key]} pair is longer; use a larger model.length, or "
+                "shorter sentences"
             )
     return shortened[0], shortened[1]
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe_cli.pipeline.frozen import keep_mark
+
 
 class BatchStatistics:
     """The slots of all batch norms of one stage: for each micro-batch one flat tensor (2, channels of all norms).
@@ -149,6 +151,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.running_mean, self.running_var = original.running_mean, original.running_var
         self.num_batches_tracked = original.num_batches_tracked
         self.training = original.training
+        keep_mark(self, original)
         # timm's `BatchNormAct2d` is a batch norm that also drops and activates: without these, another model
         self.drop, self.act = getattr(original, "drop", None), getattr(original, "act", None)
         self._statistics = statistics

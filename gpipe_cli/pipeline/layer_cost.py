@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gpipe_cli.pipeline.frozen import set_training
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
 
 # FLOP/s over bytes/s of common hardware in float32: 10 for a CPU core, 13 for a P100 (9.3 TFLOP/s, 732 GB/s), 14 for an
@@ -94,8 +95,9 @@ def trace_layers(
     """The cost and the boundary of every layer of a model on the meta device.
 
     `inputs` describe what the first layer gets; with `training=False` the backward is left out. `lengths` are the
-    greatest ones that sentences are padded to: costs are those of such a sample. Raises ValueError if a layer does not
-    accept what the one before it returns.
+    greatest ones that sentences are padded to: costs are those of such a sample. What is frozen costs no more than is
+    done: no gradients of weights, and no backward at all where nothing before it is trained. Raises ValueError if a
+    layer does not accept what the one before it returns.
     """
     first, second = _TRACED_SIZES
     small = _trace(model, inputs, first, lengths, training)
@@ -214,7 +216,7 @@ def _trace(
     mode: bool | None = None,
 ) -> list[_Traced]:
     """Run forward and, with `training`, backward; `mode` puts the model in training mode without a backward."""
-    model.train(training if mode is None else mode)
+    set_training(model, training if mode is None else mode)
     value: Tensors = tuple(
         torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs
     )

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.pipeline.deferred_batch_norm import BatchStatistics, defer_batch_norms
+from gpipe_cli.pipeline.frozen import set_training
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
@@ -50,7 +51,9 @@ class Stage:
     `first_layer`.
 
     `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
-    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
+    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage. A stage that
+    has nothing to train, and nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do
+    no work.
     """
 
     def __init__(
@@ -78,6 +81,13 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         defer_batch_norms(module, self._statistics)
         self._layers = list(module.named_children())
+        self._goes_back = any(tensor.has_gradient for tensor in inputs) or any(
+            parameter.requires_grad for parameter in module.parameters()
+        )
+
+    def set_training(self, training: bool) -> None:
+        """Training or evaluation mode; what is frozen stays in evaluation mode."""
+        set_training(self.module, training)
 
     def begin_step(self, step: int, objective: Objective | None) -> None:
         """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the
@@ -87,6 +97,7 @@ class Stage:
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
+        keep = keep if self._goes_back else Keep.NOTHING
         self._statistics.open(micro_batch)
         try:
             with torch.set_grad_enabled(keep is Keep.GRAPH):
@@ -103,6 +114,8 @@ class Stage:
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
+        if not self._goes_back:
+            return
         saved = self._saved[micro_batch]
         assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
         with torch.enable_grad():
@@ -114,6 +127,8 @@ class Stage:
 
         `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
         """
+        if not self._goes_back:
+            return (None,) * len(self._inputs)
         saved = self._saved.pop(micro_batch)
         assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"
         if self._objective is not None:

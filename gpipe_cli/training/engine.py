@@ -11,6 +11,7 @@ from torch import nn
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.executor import Executor, Watch
+from gpipe_cli.pipeline.frozen import freeze
 from gpipe_cli.pipeline.links import Links
 from gpipe_cli.pipeline.materialize import materialize
 from gpipe_cli.pipeline.schedule import Kind
@@ -85,7 +86,7 @@ class Engine:
 
     def _switch(self, *, training: bool) -> None:
         for stage in self.stages.values():
-            stage.module.train(training)
+            stage.set_training(training)
         if self.links is not None:
             layout, stage_index = self.layout, next(iter(self.stages))
             boundaries = layout.training_boundaries if training else layout.evaluation_boundaries
@@ -105,7 +106,10 @@ def build_engine(
     model: nn.Sequential,
     watch: Watch,
 ) -> Engine:
-    """Make the stages of process number `process` real; `model` stands on the meta device."""
+    """Make the stages of process number `process` real; `model` stands on the meta device.
+
+    What the layout says is frozen gets no optimizer; a stage that is frozen as a whole has none.
+    """
     memory_format = MEMORY_FORMATS[layout.memory_format]
     stages: dict[int, Stage] = {}
     for index in layout.stages_of(process):
@@ -118,15 +122,17 @@ def build_engine(
             device=device,
             whole=real_model(config),
         )
+        freeze(module, layout.frozen)
         stages[index] = Stage(
             index,
-            module.to(memory_format=memory_format).train(),
+            module.to(memory_format=memory_format),
             first_layer=first,
             inputs=layout.training_boundaries[index - 1] if index else (),
             device=device,
             run_seed=config.seed,
             memory_format=memory_format,
         )
+        stages[index].set_training(True)
     links = None
     if groups is not None:
         links = Links(

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.frozen import Frozen, freeze
 from gpipe_cli.pipeline.layer_cost import Boundary, trace_layers
 from gpipe_cli.pipeline.partition import check_balance, partition
 from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs, outputs_of
+from gpipe_cli.training.freezing import find_frozen
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Layout:
 
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
+    trained: tuple[int, ...]  # as many of these parameters are not frozen
+    frozen: Frozen
     cost: tuple[float, ...]  # of one sample, forward and backward: LayerCost.work
     inputs: Boundary  # of the first stage
     lengths: tuple[int, ...]  # the greatest that sentences are padded to
@@ -65,6 +69,8 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
     model = build_model(config) if model is None else model
     inputs = model_inputs(config)
     lengths = greatest_lengths(config)
+    frozen = find_frozen(config, model)
+    freeze(model, frozen)
     costs = trace_layers(model, inputs, training=True, lengths=lengths)
     shapes = trace_layers(model, inputs, training=False, lengths=lengths)
     _check_outputs(config, shapes[-1].outputs)
@@ -75,11 +81,14 @@ def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layo
     ends = list(accumulate(balance))
     parts = [costs[end - size : end] for size, end in zip(balance, ends, strict=True)]
     tensors = [sum(1 for _ in layer.parameters()) for layer in model.children()]
+    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in model.children()]
     devices, distributed = _place(config)
     processes = config.partitions if distributed else 1
     return Layout(
         layer_names=tuple(tuple(cost.name for cost in part) for part in parts),
         parameters=tuple(sum(cost.parameters for cost in part) for part in parts),
+        trained=tuple(sum(trained[end - size : end]) for size, end in zip(balance, ends, strict=True)),
+        frozen=frozen,
         cost=tuple(sum(cost.work for cost in part) for part in parts),
         inputs=inputs,
         lengths=lengths,

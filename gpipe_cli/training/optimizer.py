@@ -66,7 +66,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer | None, parameters: Named) 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer | None, parameters: Named, saved: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_state` gave; a parameter without saved state starts fresh."""
+    """Put back what `optimizer_state` gave; a parameter without saved state starts fresh, a frozen one has none."""
     if optimizer is None:
         return
     keys: dict[str, dict[str, torch.Tensor]] = {}
@@ -74,7 +74,7 @@ def load_optimizer_state(
         name, _, key = path.rpartition("/")
         keys.setdefault(name, {})[key] = tensor
     for name, parameter in parameters.items():
-        if name not in keys:
+        if name not in keys or not parameter.requires_grad:
             continue
         state = optimizer.state[parameter]
         for key, tensor in keys[name].items():

@@ -17,6 +17,7 @@ import torch
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.optimizer_settings import LearningRateConfig
 from gpipe_cli.pipeline.executor import Watch
+from gpipe_cli.pipeline.frozen import freeze
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import (
     Progress,
@@ -25,6 +26,7 @@ from gpipe_cli.training.checkpoint import (
     read_progress,
 )
 from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.inputs import Data, refuse_single_samples
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
@@ -61,12 +63,14 @@ def train(
     batches = training.batches
     start = _same_data(config, start, batches.steps_per_epoch)
     model = build_model(config)
+    freeze(model, layout.frozen)
     refuse_single_samples(config, model, batches)
     engine = build_engine(config, layout, process, groups, model, watch)
     if config.resume is not None:
         restore(
             engine, find_checkpoint(Path(config.resume), "last", "resume"), f"resume={config.resume}", optimizer=True
         )
+    notes = fine_tune(config, engine, team, model)
     progress, text = start, config.task != "classification"
     total_steps = config.epochs * batches.steps_per_epoch
     end_step = min(total_steps, config.max_steps or total_steps)
@@ -79,7 +83,9 @@ def train(
     if config.resume is not None and team.leads:
         adopt(Path(config.resume), folder)
     if team.leads:
-        report("ready", {**data.facts(), "first_step": progress.step, "steps_per_epoch": batches.steps_per_epoch,
+        facts = data.facts()
+        facts["notes"] = (*facts.get("notes", ()), *notes)
+        report("ready", {**facts, "first_step": progress.step, "steps_per_epoch": batches.steps_per_epoch,
                          "gpu_names": _gpu_names(layout)})  # fmt: skip
 
     def save() -> None:
@@ -137,9 +143,14 @@ def train(
 
 
 def score(
-    config: TrainConfig, checkpoint: Path, layout: Layout, process: int, join: Join, report: Report,
+    config: TrainConfig,
+    checkpoint: Path,
+    layout: Layout,
+    process: int,
+    join: Join,
+    report: Report,
     watch: Watch,
-) -> None:  # fmt: skip
+) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the sums."""
     data = Data(config, layout, process, start=None)
     team, groups = join()

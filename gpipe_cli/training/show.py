@@ -19,6 +19,7 @@ from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
+from gpipe_cli.training.fine_tuning import frozen_facts
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 
@@ -97,7 +98,7 @@ class ShowNothing:
 def show_dry_run(config: TrainConfig, text: str, layout: Layout, folder: Path) -> None:
     """The banner and result.json of a run that is not started: shapes only, no data, no memory."""
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-    reporter = Reporter(folder, describe(config, text, layout))
+    reporter = Reporter(folder, describe(config, text, layout, notes=frozen_facts(layout)))
     reporter.banner()
     reporter.finish("dry_run")
 

@@ -88,7 +88,7 @@ def train_step(
     result = StepResult(partitions, team.gather(numbers))
     if config.gradient_clipping:
         _, norm, _ = result.read()
-        if norm > config.gradient_clipping:
+        if gradients and norm > config.gradient_clipping:
             torch._foreach_mul_(gradients, config.gradient_clipping / norm)
     for k, optimizer in engine.optimizers.items():
         if optimizer is not None:

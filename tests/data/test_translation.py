@@ -125,7 +125,7 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     assert [short.texts(index) for index in range(len(short))] == [whole.texts(index) for index in kept]
     assert torch.equal(short.catalogue.lengths, whole.catalogue.lengths[kept])  # type: ignore[index,arg-type]
     assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
-    with pytest.raises(ValueError, match=r"^model\.length=2: every train pair is longer; [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):
         open_tiny(tmp_path, length=2, drop_long=True)
 
 

@@ -6,8 +6,11 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from engine_runs import Case, Pool, assert_same_bits, run_in_process
+from engine_runs import Case, Pool, assert_same_bits, run_in_process, tricky_model
+from frozen_runs import run_frozen
 
+from gpipe_cli.pipeline.frozen import Frozen
+from gpipe_cli.pipeline.materialize import materialize
 from gpipe_cli.pipeline.schedule import RECOMPUTE, SCHEDULES
 
 
@@ -77,3 +80,29 @@ def test_fewer_samples_than_micro_batches(pools: dict[int, Pool]) -> None:
     whole = run_in_process(replace(case, partitions=1))
     assert_same_bits(pools[3].run(case), whole)
     assert_same_bits(run_in_process(case), whole)
+
+
+# of the six layers: the first two; one in the middle; batch norms inside layers and weights, but no whole layer
+FROZEN = {
+    "prefix": Frozen(modules=("spread", "a")),
+    "middle": Frozen(modules=("b",)),
+    "inside": Frozen(modules=("a.norm", "c.norm"), parameters=("b.left.weight", "head.logits.bias")),
+    "both": Frozen(modules=("spread", "a", "c"), parameters=("b.right.weight",)),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_no_cut_matters_where_layers_are_frozen(frozen: str) -> None:
+    """Also where a whole stage has nothing to train; and what is frozen ends as it began, buffers too."""
+    for schedule in SCHEDULES:
+        whole = run_frozen(Case(schedule=schedule, balance=(6,)), FROZEN[frozen])
+        for cuts in [*combinations(range(1, 6), 1), *combinations(range(1, 6), 2), (1, 2, 4)]:
+            balance = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
+            for recompute in RECOMPUTE:
+                case = Case(schedule=schedule, partitions=len(balance), balance=balance, recompute=recompute)
+                assert_same_bits(run_frozen(case, FROZEN[frozen]), whole)
+    began = materialize(tricky_model(), 0, 6, run_seed=7, device=torch.device("cpu")).state_dict()
+    names = (*FROZEN[frozen].modules, *FROZEN[frozen].parameters)
+    for name, tensor in began.items():
+        expected = name in names or any(name.startswith(f"{module}.") for module in names)
+        assert torch.equal(whole[f"final {name}"], tensor) == expected, name

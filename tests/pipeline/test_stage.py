@@ -1,15 +1,18 @@
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.frozen import Frozen, freeze
 from gpipe_cli.pipeline.layer_cost import BoundaryTensor
 from gpipe_cli.pipeline.micro_batch import Tensors
 from gpipe_cli.pipeline.schedule import Keep
 from gpipe_cli.pipeline.stage import Stage
 
 FEATURES = BoundaryTensor((0, 3, 4, 4), (1, 0, 0, 0), torch.float32, True)
+NOTHING_FROZEN = Frozen()
 MASK = BoundaryTensor((0,), (1,), torch.int64, False)
 
 
@@ -27,12 +30,13 @@ class Body(nn.Module):
         return nn.functional.dropout(self.norm(self.conv(x)), 0.5, self.training) * mask[:, None, None, None], mask
 
 
-def stage() -> tuple[Stage, Body]:
+def stage(frozen: Frozen = NOTHING_FROZEN, features: BoundaryTensor = FEATURES) -> tuple[Stage, Body]:
     body = Body()
     module = nn.Sequential(OrderedDict(body=body))
-    return Stage(
-        1, module, first_layer=4, inputs=(FEATURES, MASK), device=torch.device("cpu"), run_seed=3
-    ), body  # fmt: skip
+    freeze(module, frozen)
+    made = Stage(1, module, first_layer=4, inputs=(features, MASK), device=torch.device("cpu"), run_seed=3)
+    made.set_training(True)
+    return made, body
 
 
 def inputs(m: int) -> Tensors:
@@ -124,3 +128,59 @@ def test_the_layer_at_work_is_known() -> None:
     with pytest.raises(RuntimeError):
         made.forward(1, (torch.ones(3, 9, 4, 4), inputs(0)[1]), Keep.NOTHING)
     assert made.layer_name == "body"
+
+
+def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None:
+    made, body = stage(Frozen(modules=("body",)))
+    body.norm.running_mean.fill_(0.5)
+    before = {name: tensor.clone() for name, tensor in body.state_dict().items()}
+    for mode in (True, False, True):  # an evaluation between two steps undoes nothing
+        made.set_training(mode)
+    made.begin_step(0, None)
+    x = inputs(0)[0]
+    outputs = made.forward(0, inputs(0), Keep.GRAPH)
+    (gradient, none) = made.backward(0, GRADIENT)
+    made.finish_step()
+    scale = (1 + body.norm.eps) ** -0.5
+    expected = (body.conv(x) - 0.5) * scale * torch.tensor([1, 2, 1])[:, None, None, None]
+    torch.testing.assert_close(outputs[0], expected)
+    weight = body.conv.weight.sum(dim=0) * scale
+    torch.testing.assert_close(gradient, (weight * torch.tensor([1, 2, 1]).view(3, 1, 1, 1)).expand_as(x))
+    assert none is None
+    assert all(parameter.grad is None for parameter in body.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in body.state_dict().items())
+
+
+def test_a_frozen_parameter_is_not_a_frozen_layer() -> None:
+    made, body = stage(Frozen(parameters=("body.conv.weight",)))
+    made.begin_step(0, None)
+    made.forward(0, inputs(0), Keep.GRAPH)
+    made.backward(0, GRADIENT)
+    made.finish_step()
+    assert [name for name, p in body.named_parameters() if p.grad is None] == ["conv.weight"]
+    assert body.norm.num_batches_tracked == 1
+
+
+def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
+    """Deferred batch norm takes the place of the module that was frozen, and is frozen too."""
+    made, body = stage(Frozen(modules=("body.norm",)))
+    made.begin_step(0, None)
+    outputs = made.forward(0, inputs(0), Keep.GRAPH)
+    made.backward(0, GRADIENT)
+    made.finish_step()
+    assert body.norm.num_batches_tracked == 0
+    assert (outputs[0] == 0).any(), "the dropout beside it still drops"
+    assert [name for name, p in body.named_parameters() if p.grad is None] == ["norm.weight", "norm.bias"]
+
+
+@pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
+def test_a_stage_that_nothing_comes_back_through_only_runs_forward(keep: Keep) -> None:
+    """Nothing to train in it or before it: no graph, nothing kept, no second forward."""
+    made, body = stage(Frozen(modules=("body",)), replace(FEATURES, has_gradient=False))
+    made.begin_step(0, None)
+    assert not made.forward(0, inputs(0), keep)[0].requires_grad
+    if keep is Keep.INPUT:
+        made.recompute(0)
+    assert made.backward(0, (None, None)) == (None, None)
+    made.finish_step()
+    assert body.calls == 1

@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(*settings: str) -> Engine:
     config = configure(*SETTINGS, *settings)
-    return build_engine(config, make_layout(config), 0, None, build_model(config), lambda action: None)
+    return build_engine(config, make_layout(config), 0, None, build_model(config), lambda action, samples, lengths: None)
 
 
 @pytest.mark.parametrize("partitions", [1, 3, 7])

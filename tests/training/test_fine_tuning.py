@@ -1,0 +1,362 @@
+"""Runs that begin with the weights of another one, and layers that are not trained: what is taken, and the laws."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.reporting.result import read_result
+from gpipe_cli.training.build import build_model
+from gpipe_cli.training.checkpoint import find_checkpoint, read_index
+from gpipe_cli.training.classifier import classifier_of
+from gpipe_cli.training.engine import Engine, build_engine
+from gpipe_cli.training.fine_tuning import find_taking, fine_tune, frozen_facts
+from gpipe_cli.training.freezing import find_frozen
+from gpipe_cli.training.layout import make_layout
+from gpipe_cli.training.restore import state_of_stage
+from gpipe_cli.training.team import Team
+
+DIGITS = [
+    "model.normal_cells=3", "model.filters=4", "model.drop_path=0.3", "dataset.image_size=16", "batch_size=8",
+    "micro_batches=3", "data_workers=0", "threads=1", "device=cpu", "ema_decay=0.9", "gradient_clipping=0.5",
+    "max_steps=3", "learning_rate.warmup_epochs=0",
+]  # fmt: skip
+FIRST, SECOND = "dataset.classes=[0,1,2,3,4]", "dataset.classes=[5,6,7,8,9]"
+HERE = "executor=in_process"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps on the digits 0 to 4, in two partitions."""
+    folder = tmp_path_factory.mktemp("source")
+    train_here(configure(*DIGITS, FIRST, HERE, "partitions=2"), folder)
+    return folder
+
+
+def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, str]]:
+    """The pipeline before its first step, all that it holds by name, and the lines of its banner."""
+    config = configure(*settings, HERE)
+    model = build_model(config)
+    engine = build_engine(config, make_layout(config), 0, None, model, lambda action, samples, lengths: None)
+    notes = dict(fine_tune(config, engine, Team(0, 1), model))
+    state: dict[str, torch.Tensor] = {}
+    for stage in engine.stages:
+        state |= state_of_stage(engine, stage)
+    return engine, {name: tensor.clone() for name, tensor in state.items()}, notes
+
+
+def refused(config: TrainConfig) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the line is compared by the caller)
+        find_taking(config, build_model(config))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("partitions", [1, 3, 7])
+def test_all_but_the_classifier_is_taken(partitions: int, source: Path) -> None:
+    """The averages of weights and statistics, and the counts that have none; for any cut. The rest is as the seed has
+    it."""
+    settings = [*DIGITS, SECOND, "seed=3"]
+    engine, state, notes = begun(*settings, f"partitions={partitions}", f"init_from={source}")
+    _, fresh, nothing = begun(*settings, "partitions=1")
+    theirs = final_tensors(source)
+    averages = {name for name in theirs if name.startswith("ema/")}
+    for name in (name for name in state if name.startswith("model/")):
+        average = name.replace("model/", "ema/", 1)
+        expected = fresh[name] if "/classifier." in name else theirs[average if average in averages else name]
+        assert torch.equal(state[name], expected), name
+        if average in averages:
+            assert torch.equal(state[average], state[name]), average
+    assert not torch.equal(state["model/stem.0.weight"], fresh["model/stem.0.weight"])
+    assert state["model/stem.1.num_batches_tracked"] == 3
+    assert not any(name.startswith("optimizer/") for name in state)
+    assert {average.updates for average in engine.averages.values()} == {0}
+    assert notes == {
+        "taken": f"6 layers from {source} (best, step 3, averaged weights)",
+        "new": "1 layer: classifier",
+    }
+    assert nothing == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        (FIRST, True),
+        (SECOND, False),
+        ("dataset.classes=[0,1,2,4,3]", False),
+        (f"{FIRST} init_head=new", False),
+        (f"{SECOND} init_head=keep", True),
+    ],
+)
+def test_the_classifier_is_kept_where_the_classes_are_the_same(settings: str, kept: bool, source: Path) -> None:
+    _, state, notes = begun(*DIGITS, *settings.split(), f"init_from={source}", "seed=3")
+    theirs = final_tensors(source)["ema/classifier.logits.weight"]
+    assert torch.equal(state["model/classifier.logits.weight"], theirs) == kept
+    assert notes["new"] == ("nothing, the classifier is that run's" if kept else "1 layer: classifier")
+
+
+def test_a_run_without_averages_gives_its_weights(tmp_path: Path) -> None:
+    train_here(configure(*DIGITS, FIRST, HERE, "ema_decay=0"), tmp_path)
+    _, state, notes = begun(*DIGITS, FIRST, f"init_from={tmp_path}")
+    theirs = final_tensors(tmp_path)
+    for name in (name for name in theirs if name.startswith("model/")):
+        assert torch.equal(state[name], theirs[name]), name
+    assert notes["taken"] == f"7 layers from {tmp_path} (best, step 3)"
+
+
+def test_what_is_refused_is_said_in_one_line(source: Path, tmp_path: Path) -> None:
+    given = [*DIGITS, SECOND, f"init_from={source}"]
+    other = "step_00000003 is of another model"
+    assert refused(configure(*given, "model.normal_cells=6")) == (
+        f"init_from={source}: {other} (only here: cell_03, cell_04, cell_05; only there: none); "
+        "give the model's settings as they were there"
+    )
+    line = refused(configure("model=resnet", "model.depth=18", f"init_from={source}"))
+    assert f"{other} (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only there: cell_00, " in line
+    line = refused(configure(*given, "model.filters=8", "model.normal_cells=3"))
+    assert f"{other} (only here: " in line or "has shape" in line
+    line = refused(configure(*given[:-2], "dataset.classes=[1,2,3]", given[-1], "init_head=keep"))
+    assert line == (
+        f"init_head=keep: classifier.logits.bias has shape (5,) in {source} and (3,) here; "
+        "use init_head=new, or the same classes"
+    )
+    (tmp_path / "config.yaml").write_text((source / "config.yaml").read_text())
+    line = refused(configure(*DIGITS, SECOND, f"init_from={tmp_path}"))
+    assert line.startswith(f"init_from={tmp_path}: the run has written no checkpoint")
+
+
+def test_a_second_classifier_may_be_on_one_side_only(source: Path, tmp_path: Path) -> None:
+    """AmoebaNet's auxiliary head: its logits are a classifier, what is below them is not."""
+    # in mini-batches of 7 no micro-batch has a single sample, which its batch norm would refuse
+    auxiliary = [*DIGITS, "dataset.image_size=24", "batch_size=7", "model.auxiliary_head=true"]
+    train_here(configure(*auxiliary, FIRST, HERE), tmp_path)
+    _, state, notes = begun(*auxiliary, SECOND, f"init_from={tmp_path}")
+    theirs = final_tensors(tmp_path)
+    assert torch.equal(state["model/auxiliary_head.features.1.weight"], theirs["ema/auxiliary_head.features.1.weight"])
+    assert not torch.equal(state["model/auxiliary_head.logits.weight"], theirs["ema/auxiliary_head.logits.weight"])
+    assert notes["taken"].startswith("6 layers and part of auxiliary_head from ")
+    assert notes["new"] == "1 layer: classifier; auxiliary_head.logits"
+    _, _, notes = begun(*DIGITS, SECOND, "dataset.image_size=24", f"init_from={tmp_path}")
+    assert notes["new"] == "1 layer: classifier"
+    _, _, notes = begun(*auxiliary, FIRST, f"init_from={source}")
+    assert notes["new"] == "1 layer: auxiliary_head"
+
+
+@pytest.mark.parametrize(
+    ("model", "classifier"),
+    [
+        ("model=resnet model.depth=18", {"head.fc"}),
+        ("model=timm model.name=test_efficientnet", {"head.classifier"}),
+        ("model=timm model.name=vit_tiny_patch16_224 dataset.image_size=32", {"head.head"}),
+        ("model=timm model.name=test_convnext", {"head.head.fc"}),
+        ("model=amoebanet", {"classifier.logits"}),
+        ("model=amoebanet model.auxiliary_head=true", {"classifier.logits", "auxiliary_head.logits"}),
+        ("model=transformer_lm dataset=synthetic_text", {"softmax.logits"}),
+        ("model=transformer_nmt dataset=synthetic_text model.shared_embedding=false", {"softmax.logits"}),
+        ("model=custom model.target=custom_models:small", {"7"}),
+    ],
+)
+def test_the_classifier_of_each_family(model: str, classifier: set[str]) -> None:
+    config = configure("~presets", *model.split())
+    names = classifier_of(config, build_model(config))
+    assert names == {f"{module}.{name}" for module in classifier for name in ("weight", "bias")}
+
+
+TEXT = [
+    "~presets", "model=transformer_lm", "dataset=synthetic_text", "dataset.train_samples=24", "dataset.test_samples=6",
+    "model.layers=3", "model.width=8", "model.hidden=12", "model.heads=2", "model.length=10", "batch_size=8",
+    "micro_batches=3", "threads=1", "device=cpu", "max_steps=2", "ema_decay=0.9",
+]  # fmt: skip
+
+
+def test_a_vocabulary_must_be_the_same(tmp_path: Path) -> None:
+    train_here(configure(*TEXT, "dataset.vocabulary=40", HERE), tmp_path)
+    _, state, notes = begun(*TEXT, "dataset.vocabulary=40", f"init_from={tmp_path}", "init_head=new")
+    assert notes["new"] == "softmax.logits"
+    assert torch.equal(state["model/embedding.weight"], final_tensors(tmp_path)["ema/embedding.weight"])
+    assert refused(configure(*TEXT, "dataset.vocabulary=41", f"init_from={tmp_path}")) == (
+        f"init_from={tmp_path}: embedding.weight has shape (40, 8) there and (41, 8) here: with another vocabulary "
+        "every token means something else; use dataset.vocabulary=40 and the same text"
+    )
+
+
+def frozen(*settings: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    settings = settings if "model=timm" in settings else (*TINY, *settings)
+    config = configure(*settings)
+    found = find_frozen(config, build_model(config))
+    return found.modules, found.parameters
+
+
+def test_patterns_name_layers_modules_and_parameters() -> None:
+    assert frozen() == frozen("freeze=[]") == ((), ())
+    assert frozen("freeze=[stem,'cell_0[12]']") == (("stem", "cell_01", "cell_02"), ())
+    assert frozen("freeze=[stem.1,stem]") == (("stem",), ()), "the module inside goes without saying"
+    assert frozen("freeze=[stem.1,'stem.?.weight',classifier.logits.bias]") == (
+        ("stem.1",),
+        ("stem.0.weight", "classifier.logits.bias"),
+    )
+    everything_else = ("stem", "cell_00", "reduction_0", "cell_01", "reduction_1", "cell_02")
+    assert set(frozen("freeze=[taken]", "init_from=x")[0]) == {*everything_else}
+    head = frozen("freeze=[taken]", "init_from=x", *TINY[2:], "model=timm", "model.name=test_efficientnet")[0]
+    assert {name for name in head if name.startswith("head")} == {"head.conv_head", "head.bn2"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("[stemm]", "freeze=[stemm]: no layer, module or parameter is called stemm; did you mean stem?"),
+        ("['cel_*']", "freeze=[cel_*]: no layer, module or parameter is called cel_*; "),
+        ("['*']", "freeze=[*]: nothing is left to train; leave some layers out, at least classifier, the last"),
+        ("['*.weight','*.bias']", "freeze=[*.weight,*.bias]: nothing is left to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(setting: str, line: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (compared below)
+        make_layout(configure(*TINY, f"freeze={setting}"))
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_frozen_prefix_sends_nothing_back_and_has_no_optimizer() -> None:
+    settings = [*TINY, "partitions=3", "partition.balance=[2,2,3]"]
+    layout = make_layout(configure(*settings, "freeze=[stem,cell_00,cell_01]"))
+    assert [[tensor.has_gradient for tensor in edge] for edge in layout.training_boundaries] == [
+        [False, False],
+        [True, True],
+    ]
+    assert layout.trained[0] == 0 < layout.trained[1] < layout.parameters[1]
+    whole = make_layout(configure(*settings))
+    assert whole.trained == whole.parameters == layout.parameters
+    assert [cost < 0.5 * other for cost, other in zip(layout.cost, whole.cost, strict=True)] == [True, False, False]
+    engine, state, notes = begun(*settings, "freeze=[stem,cell_00,cell_01]", "ema_decay=0.9")
+    assert [optimizer is None for optimizer in engine.optimizers.values()] == [True, False, False]
+    assert any(name.startswith("ema/stem.") for name in state)
+    assert notes["frozen"].startswith("3 of 7 layers, ")
+    assert notes["frozen"].endswith(" parameters; stage 0 has nothing to train")
+    assert frozen_facts(whole) == ()
+
+
+def test_an_evaluation_does_not_thaw_what_is_frozen() -> None:
+    engine, _, _ = begun(*TINY, "partitions=2", "freeze=[stem,cell_01.operations]")
+    layers = {name: layer for stage in engine.stages.values() for name, layer in stage.module.named_children()}
+    for _ in range(2):
+        inside = {module.training for module in layers["cell_01"].operations.modules()}
+        assert (layers["stem"].training, inside) == (False, {False})
+        assert (layers["cell_00"].training, layers["cell_01"].training) == (True, True)
+        with engine.evaluating(averages=False):
+            assert not any(module.training for layer in layers.values() for module in layer.modules())
+
+
+def of_kind(heard: list[Any], wanted: str) -> list[dict[str, Any]]:
+    return [message for kind, message in heard if kind == wanted]
+
+
+@pytest.mark.parametrize("freeze", ["[taken]", "[stem,cell_00,cell_02]", "[reduction_0,'cell_0*.1.*','*.bias']"])
+def test_the_laws_hold_for_fine_tuning(freeze: str, source: Path, tmp_path: Path) -> None:
+    """K does not matter, nor an interruption with another K, in this process or in several; and what is frozen stays,
+    averages and statistics too."""
+    settings = [*DIGITS, SECOND, f"init_from={source}", f"freeze={freeze}", "max_steps=4"]
+    heard = train_here(configure(*settings, HERE, "partitions=1"), tmp_path / "whole")
+    whole = final_tensors(tmp_path / "whole")
+    train_here(configure(*settings, HERE, "partitions=3", "recompute=always"), tmp_path / "three")
+    assert_same_tensors(final_tensors(tmp_path / "three"), whole)
+    with pytest.MonkeyPatch.context() as patch:
+        run = [*settings, "executor=distributed"]
+        assert command(patch, "train", *run, "partitions=3", "max_steps=2", f"run_folder={tmp_path / 'a'}") == 0
+        resume = [f"resume={tmp_path / 'a'}", f"run_folder={tmp_path / 'b'}", "partitions=2", "max_steps=4"]
+        assert command(patch, "train", *resume) == 0
+    assert_same_tensors(final_tensors(tmp_path / "b"), whole)
+    assert [label for label, _ in of_kind(heard, "ready")[0]["notes"]] == ["taken", "new", "frozen"]
+
+    _, before, _ = begun(*settings, "partitions=1")
+    found = find_frozen(configure(*settings), build_model(configure(*settings)))
+    inside = tuple(f"{module}." for module in found.modules)
+    moved = [name for name in before if not torch.equal(before[name], whole[name])]
+    still = [name for name in moved if (path := name.partition("/")[2]).startswith(inside) or path in found.parameters]
+    assert not still, still[:5]
+    assert any(name.startswith("model/classifier.") for name in moved)
+    assert before.keys() == {name for name in whole if not name.startswith("optimizer/")}, "all tensors are there"
+    assert not any(name.startswith(tuple(f"optimizer/{module}" for module in inside)) for name in whole)
+    assert any(step["gradient_norm"] > 0.5 for step in of_kind(heard, "step")), "clipping never acted"
+
+
+IMAGES = [*TINY[2:], "max_steps=2", "ema_decay=0.9", "gradient_clipping=1"]
+MODELS = {
+    "resnet": [*IMAGES, "model=resnet", "model.depth=18", "model.dropout=0.2", "freeze=[stem,'layer1_*',layer3_0]"],
+    "vit": [*IMAGES, "model=timm", "model.name=vit_tiny_patch16_224", "dataset.image_size=32", "model.drop_path=0.2",
+            "freeze=[stem,blocks_0,blocks_5,'*norm1*']"],
+    "auxiliary": [*TINY, "max_steps=2", "model.auxiliary_head=true", "freeze=[stem,auxiliary_head,classifier]"],
+    "language_model": [*TEXT, "dataset.vocabulary=40", "freeze=[embedding,layer_001]"],
+    "translation": [*TEXT, "model=transformer_nmt", "model.head_width=4", "dataset.vocabulary=40",
+                    "freeze=[embedding,encoder_00,encoder_02,decoder_01]"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_partitions_do_not_matter_for_any_model_with_frozen_layers(model: str, tmp_path: Path) -> None:
+    settings = [*MODELS[model], HERE]
+    train_here(configure(*settings, "partitions=1", "recompute=never"), tmp_path / "whole")
+    whole = final_tensors(tmp_path / "whole")
+    for partitions in (3, 4):
+        folder = tmp_path / str(partitions)
+        train_here(configure(*settings, f"partitions={partitions}", "recompute=always"), folder)
+        assert_same_tensors(final_tensors(folder), whole)
+    assert all(tensor.isfinite().all() for tensor in whole.values())
+
+
+def test_layers_can_be_thawed_when_a_run_goes_on(source: Path, tmp_path: Path) -> None:
+    """And frozen: what has no gradient any more has no optimizer state either."""
+    settings = [*DIGITS, SECOND, f"init_from={source}", HERE]
+    train_here(configure(*settings, "freeze=[stem]", "max_steps=1"), tmp_path / "first")
+    resumed = [*settings, f"resume={tmp_path / 'first'}", "max_steps=2"]
+    train_here(configure(*resumed, "freeze=[cell_00]"), tmp_path / "second")
+    first, second = final_tensors(tmp_path / "first"), final_tensors(tmp_path / "second")
+    for layer, thawed in (("stem", True), ("cell_00", False)):
+        assert any(name.startswith(f"optimizer/{layer}.") for name in first) != thawed
+        assert any(name.startswith(f"optimizer/{layer}.") for name in second) == thawed
+        names = [name for name in first if name.startswith(f"model/{layer}.") and name.endswith("weight")]
+        assert any(not torch.equal(first[name], second[name]) for name in names) == thawed
+
+
+def test_the_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What is wrong: one line, exit code 2, no folder left. What is right: said in the banner."""
+    run = tmp_path / "run"
+
+    def gpipe(*arguments: str) -> tuple[int, str]:
+        code = command(monkeypatch, "train", *DIGITS, f"run_folder={run}", *arguments)
+        captured = capsys.readouterr()
+        return code, captured.err if code else captured.out
+
+    for arguments, line in (
+        ((f"init_from={tmp_path}",), "init_from="),
+        ((f"init_from={source}", "model.normal_cells=6"), f"init_from={source}: step_00000003 is of another model"),
+        ((f"init_from={source}", "model.normal_cells=6", "dry_run=true"), f"init_from={source}: step_0000000"),
+        ((f"init_from={source}", f"resume={source}"), f"init_from={source}: the run that is resumed has its weights"),
+        (("freeze=['*']",), "freeze=[*]: nothing is left to train"),
+    ):
+        code, said = gpipe(*arguments)
+        assert (code, len(said.splitlines())) == (2, 1), said
+        assert said.startswith(f"gpipe train: {line}")
+        assert not run.exists()
+    code, said = gpipe(SECOND, f"init_from={source}", "freeze=[taken]", "partitions=2", "max_steps=1")
+    assert code == 0
+    assert f"\ntaken        6 layers from {source} (best, step 3, averaged weights)\n" in said
+    assert "\nnew          1 layer: classifier\n" in said
+    assert "; stage 0 has nothing to train\n" in said
+    assert read_result(run)["config"]["init_from"] == str(source)
+
+
+def test_a_run_remembers_no_more_than_where_it_came_from(source: Path, tmp_path: Path) -> None:
+    """Evaluated or resumed, it does not look at the other run again, which may be gone."""
+    settings = [*DIGITS, SECOND, f"init_from={source}", "freeze=[taken]", HERE]
+    train_here(configure(*settings, "max_steps=1"), tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(text.replace(str(source), str(tmp_path / "gone")))
+    with pytest.MonkeyPatch.context() as patch:
+        assert command(patch, "evaluate", f"run={tmp_path / 'run'}", "partitions=2") == 0
+        resume = [f"resume={tmp_path / 'run'}", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
+        assert command(patch, "train", *resume) == 0
+    assert read_index(find_checkpoint(tmp_path / "on", "last", "run"))["step"] == 2
