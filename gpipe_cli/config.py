@@ -173,11 +173,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How a test set is translated."""
+
+    beam: int
+    sentences: int | None
+    length_penalty: float
+
+    def __post_init__(self) -> None:
+        at_least("decode.beam", self.beam, 1)
+        at_least("decode.sentences", self.sentences, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluateConfig:
     """What `gpipe evaluate` was told: `training` is the run's own configuration with the given settings replaced."""
 
     run: str
     checkpoint: Literal["best", "last"]
+    decode: DecodeConfig
     training: TrainConfig
 
 
@@ -192,6 +206,7 @@ class EvaluateSettings:
 
     run: str
     checkpoint: Literal["best", "last"]
+    decode: DecodeConfig
     partitions: int | None
     micro_batches: int | None
     batch_size: int | None

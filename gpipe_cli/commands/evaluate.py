@@ -42,7 +42,7 @@ def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
         OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if value is not None and field.name not in ("run", "checkpoint", "output", "partition", "dataset"):
+        if value is not None and field.name not in ("run", "checkpoint", "decode", "output", "partition", "dataset"):
             OmegaConf.update(base, field.name, value)
     # what says how large a mini-batch is replaces the other one that could
     for given, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
@@ -52,4 +52,4 @@ def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
         OmegaConf.update(base, "partition.balance", list(settings.partition.balance), merge=False)
     if settings.dataset.root is not None:
         OmegaConf.update(base, "dataset.root", settings.dataset.root)
-    return EvaluateConfig(settings.run, settings.checkpoint, from_tree(TrainConfig, base))
+    return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, from_tree(TrainConfig, base))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpipe_cli.config import EvaluateConfig, TrainConfig, to_yaml
+from gpipe_cli.config import DecodeConfig, EvaluateConfig, TrainConfig, to_yaml
 from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.layout import Layout, make_layout, torchrun_world
@@ -34,10 +34,10 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
     Raises ValueError, one line, for what the user can mend before anything has run.
     """
     if isinstance(config, EvaluateConfig):
-        training = config.training
+        training, decode = config.training, config.decode
         checkpoint = find_checkpoint(folder, config.checkpoint, "run")
     else:
-        training, checkpoint = config, None
+        training, checkpoint, decode = config, None, None
     layout = make_layout(training)
     text = to_yaml(training)
     if checkpoint is None and training.dry_run:
@@ -53,7 +53,7 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="gpipe_") as meeting, _interruptible() as interrupt:
         crew = _Crew(training, layout)
         try:
-            crew.start(text, folder, checkpoint, Path(meeting) / "rendezvous", interrupt)
+            crew.start(text, folder, checkpoint, decode, Path(meeting) / "rendezvous", interrupt)
             failure = crew.watch(show, interrupt)
         except KeyboardInterrupt:
             crew.stop()
@@ -88,7 +88,15 @@ class _Crew:
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
 
-    def start(self, text: str, folder: Path, checkpoint: Path | None, meeting: Path, interrupt: "_Interrupt") -> None:
+    def start(
+        self,
+        text: str,
+        folder: Path,
+        checkpoint: Path | None,
+        decode: DecodeConfig | None,
+        meeting: Path,
+        interrupt: "_Interrupt",
+    ) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         config, layout, context = self._config, self._layout, self._context
         outside = torchrun_world()
@@ -96,7 +104,7 @@ class _Crew:
         rendezvous = None if layout.processes == 1 else f"file://{meeting}" if outside in (None, 1) else "env://"
         for process in mine:
             ours, theirs = context.Pipe()
-            job = Work(config, text, layout, folder, process, rendezvous, checkpoint)
+            job = Work(config, text, layout, folder, process, rendezvous, checkpoint, decode)
             worker = context.Process(target=begin, args=(job, theirs, self._watched), name=f"gpipe-{process}")
             self._connections[process], self._processes[process] = ours, worker
             worker.start()

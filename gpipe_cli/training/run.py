@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.config import DecodeConfig, TrainConfig
 from gpipe_cli.optimizer_settings import LearningRateConfig
 from gpipe_cli.pipeline.executor import Watch
 from gpipe_cli.pipeline.frozen import freeze
@@ -33,6 +33,7 @@ from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.restore import restore, save_checkpoint
 from gpipe_cli.training.step import evaluate, train_step
 from gpipe_cli.training.team import Team
+from gpipe_cli.training.translations import translated_examples, translated_test_set
 from gpipe_cli.typed import show
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -115,6 +116,7 @@ def train(
         if over or (epoch_ends and (epoch + 1) % config.evaluate_every_epochs == 0):
             with engine.evaluating(averages=bool(engine.averages)):
                 totals = evaluate(config, engine, team, test)
+                examples = translated_examples(config, engine, team, test)
             loss, _, top1, top5 = totals.means
             score = -loss if text else top1
             best = progress.best_score is None or score > progress.best_score
@@ -124,7 +126,7 @@ def train(
                 report("evaluated", {"step": progress.step, "epoch": epoch + 1, "loss": loss, "top1": top1,
                                      "top5": None if text else top5, "tokens": totals.elements if text else None,
                                      "averaged": bool(engine.averages), "is_best": best,
-                                     "translations": []})  # fmt: skip
+                                     "translations": examples})  # fmt: skip
             if best:
                 save()
                 written = progress.step
@@ -144,6 +146,7 @@ def train(
 
 def score(
     config: TrainConfig,
+    decode: DecodeConfig,
     checkpoint: Path,
     layout: Layout,
     process: int,
@@ -162,6 +165,8 @@ def score(
     began = time.perf_counter()
     with engine.evaluating(averages=bool(engine.averages)):
         totals = evaluate(config, engine, team, test)
+        seconds = time.perf_counter() - began
+        translation = translated_test_set(config, decode, engine, team, test)
     test.close()
     if team.leads:
         text = config.task != "classification"
@@ -169,7 +174,8 @@ def score(
         report("evaluated", {"task": config.task, "samples": test.batches.samples, "loss": loss, "top1": top1,
                              "top5": None if text else top5, "tokens": totals.elements if text else None,
                              "unigram_perplexity": data.facts().get("unigram_perplexity"),
-                             "averaged": bool(engine.averages), "seconds": time.perf_counter() - began})  # fmt: skip
+                             "averaged": bool(engine.averages), "seconds": seconds,
+                             "translation": translation})  # fmt: skip
     engine.executor.settle()
     team.barrier()
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe_cli.config import TrainConfig
+    from gpipe_cli.config import DecodeConfig, TrainConfig
     from gpipe_cli.training.layout import Layout
 
 # Numbers per process that say what it is doing: kind (1 F, 2 R, 3 B, 0 nothing yet), stage, micro-batch, its samples,
@@ -35,6 +35,7 @@ class Work:
     process: int
     rendezvous: str | None
     checkpoint: Path | None
+    decode: "DecodeConfig | None"  # of an evaluation
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> No
         if job.checkpoint is None:
             train(job.config, job.config_yaml, job.layout, job.folder, job.process, join, report, watch)
         else:
-            score(job.config, job.checkpoint, job.layout, job.process, join, report, watch)
+            assert job.decode is not None
+            score(job.config, job.decode, job.checkpoint, job.layout, job.process, join, report, watch)
     except Exception as error:
         _tell(connection, job.process, error)
         connection.close()

@@ -25,7 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(*settings: str) -> Engine:
     config = configure(*SETTINGS, *settings)
-    return build_engine(config, make_layout(config), 0, None, build_model(config), lambda action, samples, lengths: None)
+    model = build_model(config)
+    return build_engine(config, make_layout(config), 0, None, model, lambda action, samples, lengths: None)
 
 
 @pytest.mark.parametrize("partitions", [1, 3, 7])

@@ -1,5 +1,6 @@
 """The laws for language models and translation: dropout and padding on, several lengths in a run, batches by tokens."""
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,40 @@ def test_resuming_on_other_data_is_refused(corpora: Path, tmp_path: Path) -> Non
     train_here(configure(*settings, "max_steps=2"), tmp_path / "before")
     with pytest.raises(ValueError, match=r"resume=.*: an epoch had \d+ steps there and has \d+ now, so the data"):
         train_here(configure(*settings, "model.length=6", f"resume={tmp_path / 'before'}"), tmp_path / "after")
+
+
+def test_an_evaluation_translates_the_same_whatever_the_partitions(
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert command(monkeypatch, "train", *settings_of("translation", corpora), f"run_folder={folder}") == 0
+    found = []
+    for change in (["partitions=1"], ["partitions=3", "micro_batches=2"], ["partitions=2", "batch_size=3"]):
+        assert command(monkeypatch, "evaluate", f"run={folder}", "decode.sentences=12", *change) == 0
+        found.append(read_result(folder, "evaluate.json")["translation"])
+    assert (found[0]["sentences"], found[0]["of"], found[0]["beam"]) == (12, 30, 4)
+    assert found[0]["chrf_copy"] > 0
+    assert len({example["source"] for example in found[0]["examples"]}) == 12
+    for other in found[1:]:
+        assert {**other, "seconds": 0} == {**found[0], "seconds": 0}
+    assert command(monkeypatch, "evaluate", f"run={folder}", "decode.sentences=0") == 0
+    assert read_result(folder, "evaluate.json")["translation"] is None
+
+
+def test_a_few_sentences_are_translated_at_each_evaluation(whole: tuple[list[str], Path, list[Any]]) -> None:
+    settings, _, heard = whole
+    evaluated = of_kind(heard, "evaluated")
+    if "model=transformer_lm" in settings:
+        assert [message["translations"] for message in evaluated] == [[], []]
+        return
+    first, second = (message["translations"] for message in evaluated)
+    assert len(first) == 8
+    assert [row["source"] for row in first] == [row["source"] for row in second]
+    assert all(row["reference"] == row["source"][::-1] for row in first)
+
+
+def test_a_language_model_learns_more_than_how_frequent_tokens_are(tmp_path: Path) -> None:
+    """On the text that everybody has, from the preset: two epochs of it."""
+    heard = train_here(configure("model=transformer_lm", "partitions=2", "executor=in_process", "epochs=2"), tmp_path)
+    perplexity = math.exp(of_kind(heard, "evaluated")[-1]["loss"])
+    assert perplexity < 0.6 * dict(heard)["ready"]["unigram_perplexity"]

@@ -1,0 +1,298 @@
+"""Tiny translation models with weights as they begin, pairs for them, and decoding in one process or several.
+
+The vocabulary has eight ids: the four special ones, the language, and the pieces of words written with a and b. With so
+few, every possible translation can be looked at.
+"""
+
+import datetime
+import io
+import math
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from training_runs import configure
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.data.pairs import Pairs
+from gpipe_cli.data.ragged import Ragged
+from gpipe_cli.data.translation import PairSplit
+from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
+from gpipe_cli.pipeline.executor import Watch
+from gpipe_cli.training.build import build_model
+from gpipe_cli.training.decode import Search, decode
+from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.layout import Layout, make_layout
+from gpipe_cli.training.team import Team
+
+LANGUAGE = UNKNOWN + 1
+FORBIDDEN = (PAD, BEGIN, UNKNOWN, LANGUAGE)
+PIECES = (5, 6, 7)
+LAYERS = 7  # of the model below, with one embedding for both languages
+SOURCES = ("ab", "b", "bbab ab", "a b a", "aa", "ba", "bb ab ba b", "a", "abba", "b b", "aab", "baa a")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to decode, and how."""
+
+    beam: int = 1
+    length_penalty: float = 0.6
+    batch_sentences: int = 64
+    micro_batches: int = 2
+    partitions: int = 1
+    limit: int = 12
+    seed: int = 0
+    shared_embedding: bool = True
+    indices: tuple[int, ...] = tuple(range(len(SOURCES)))
+
+    @property
+    def search(self) -> Search:
+        return Search(self.beam, self.length_penalty, self.batch_sentences)
+
+
+@lru_cache
+def tiny_vocabulary() -> Vocabulary:
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["ab a", "b ba"]),
+        model_writer=model,
+        vocab_size=8,
+        model_type="char",
+        pad_id=PAD,
+        bos_id=BEGIN,
+        eos_id=END,
+        unk_id=UNKNOWN,
+        control_symbols=["<2en>"],
+        normalization_rule_name="identity",
+        num_threads=1,
+        minloglevel=2,
+    )
+    vocabulary = Vocabulary(model.getvalue())
+    assert vocabulary.size == 8
+    assert vocabulary.symbol("<2en>") == LANGUAGE
+    return vocabulary
+
+
+@lru_cache
+def tiny_split() -> PairSplit:
+    """SOURCES in some language, to English; the references are never looked at."""
+    vocabulary = tiny_vocabulary()
+    texts = Ragged.of_texts(SOURCES)
+    tokens = [[LANGUAGE, *ids, END] for ids in vocabulary.encode(SOURCES)]
+    pairs = Pairs(texts, texts, torch.zeros(len(SOURCES), dtype=torch.int32), ("xx-en",))
+    return PairSplit(pairs, Ragged.of_tokens(tokens), Ragged.of_tokens([row[1:] for row in tokens]), vocabulary)
+
+
+@lru_cache
+def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> tuple[TrainConfig, Layout]:
+    """What the parent of a run decides, once for all its processes."""
+    config = configure(
+        "model=transformer_nmt",
+        "dataset=parallel_text",
+        "dataset.root=nowhere",
+        "dataset.vocabulary=8",
+        "model.layers=2",
+        "model.width=16",
+        "model.hidden=32",
+        "model.heads=2",
+        "model.head_width=8",
+        "model.length=40",
+        f"model.shared_embedding={str(shared_embedding).lower()}",
+        f"partitions={partitions}",
+        f"executor={executor}",
+        f"seed={seed}",
+        "ema_decay=0",
+        "device=cpu",
+        "threads=1",
+    )
+    return config, make_layout(config)
+
+
+def plan_of(case: Case, executor: str = "in_process") -> tuple[TrainConfig, Layout]:
+    return plan(case.partitions, case.seed, case.shared_embedding, executor)
+
+
+def engine_of(
+    planned: tuple[TrainConfig, Layout],
+    process: int = 0,
+    groups: Groups | None = None,
+    watch: Watch = lambda action, samples, lengths: None,
+) -> Engine:
+    """The stages of one process, with the weights they begin with, but larger."""
+    config, layout = planned
+    assert layout.distributed == (groups is not None)
+    engine = build_engine(config, layout, process, groups, build_model(config), watch)
+    with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
+        for parameters in engine.parameters.values():
+            for name, parameter in parameters.items():
+                if parameter.dim() == 2 and "embedding" not in name:
+                    parameter *= 2
+    return engine
+
+
+def decode_here(
+    case: Case,
+    watch: Watch = lambda action, samples, lengths: None,
+    prepare: Callable[[Engine], None] = lambda engine: None,
+) -> list[list[int]]:
+    """Decode in this process, all stages of it."""
+    engine = engine_of(plan_of(case), watch=watch)
+    prepare(engine)
+    return decoded_with(engine, Team(0, 1), case, tiny_split())
+
+
+def decoded_with(engine: Engine, team: Team, case: Case, split: PairSplit | None) -> list[list[int]]:
+    with engine.evaluating(averages=False):
+        return decode(engine, team, case.search, case.micro_batches, case.limit, split, case.indices)
+
+
+@lru_cache
+def _whole_model(seed: int, shared_embedding: bool) -> nn.Sequential:
+    return engine_of(plan(1, seed, shared_embedding, "in_process")).stages[0].module.eval()
+
+
+@lru_cache(100_000)
+def _log_probabilities(seed: int, shared_embedding: bool, index: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    with torch.no_grad():
+        inputs = torch.tensor([source_tokens(index)]), torch.tensor([[BEGIN, *tokens]])
+        scores = _whole_model(seed, shared_embedding)(inputs)[0, -1].log_softmax(dim=0).tolist()
+    return tuple(-math.inf if token in FORBIDDEN else score for token, score in enumerate(scores))
+
+
+def log_probabilities(case: Case, index: int, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Of every token, to follow `tokens` in the translation of pair `index`; minus infinity where it must not. The
+    model is run as one module, on this sentence alone."""
+    return _log_probabilities(case.seed, case.shared_embedding, index, tuple(tokens))
+
+
+def source_tokens(index: int) -> list[int]:
+    sources = tiny_split().sources
+    return sources.chosen(torch.tensor([index])).values.tolist()
+
+
+def by_length(score: float, length: int, penalty: float) -> float:
+    """Wu et al. 2016, equation 14, without the coverage penalty."""
+    return score / ((5 + length) ** penalty / (5 + 1) ** penalty)
+
+
+def most_tokens(case: Case, index: int) -> int:
+    return min(case.limit, 2 * len(source_tokens(index)) + 10)
+
+
+def best_of_all(case: Case, index: int) -> list[int]:
+    """Every translation that ends, scored one by one."""
+    known = {
+        tokens: log_probabilities(case, index, tokens)
+        for length in range(most_tokens(case, index))
+        for tokens in product(PIECES, repeat=length)
+    }
+
+    def score(tokens: tuple[int, ...]) -> float:
+        parts = [known[tokens[:at]][token] for at, token in enumerate((*tokens, END))]
+        return by_length(sum(parts), len(parts), case.length_penalty)
+
+    return list(max(known, key=score))
+
+
+def greedy(case: Case, index: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < most_tokens(case, index):
+        scores = log_probabilities(case, index, tokens)
+        best = scores.index(max(scores))
+        if best == END:
+            break
+        tokens.append(best)
+    return tokens
+
+
+def patient(case: Case, index: int) -> list[int]:
+    """Beam search sentence by sentence, that stops for nothing but enough endings and the limit."""
+    growing: list[tuple[float, list[int]]] = [(0.0, [])]
+    ended: list[tuple[float, list[int]]] = []
+    for length in range(1, most_tokens(case, index) + 1):
+        ranked = sorted(
+            (-(score + value), rank, token)
+            for rank, (score, tokens) in enumerate(growing)
+            for token, value in enumerate(log_probabilities(case, index, tokens))
+        )
+        ended += [
+            (by_length(-cost, length, case.length_penalty), growing[rank][1])
+            for cost, rank, token in ranked[: case.beam]
+            if token == END
+        ]
+        rest = [(-cost, [*growing[rank][1], token]) for cost, rank, token in ranked if token != END and cost < math.inf]
+        growing = rest[: case.beam]
+        if len(ended) >= case.beam:
+            break
+    return max(ended, key=lambda found: found[0])[1] if ended else growing[0][1]
+
+
+def serve(
+    rank: int, meeting: Path, works: Sequence[tuple[Case, tuple[TrainConfig, Layout]]], connection: Connection
+) -> None:
+    """One process of several, each with a stage: decodes case after case."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    partitions = works[0][0].partitions
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=partitions,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        control = dist.group.WORLD
+        assert control is not None
+        groups, team = Groups(dist.new_group(), dist.new_group(), control), Team(rank, partitions, control)
+        split = tiny_split() if rank in (0, partitions - 1) else None  # stages in between never see a sample
+        answers = []
+        for case, planned in works:
+            engine = engine_of(planned, rank, groups)
+            answers.append(decoded_with(engine, team, case, split))
+            engine.executor.settle()
+            team.barrier()
+        connection.send(answers)
+    except Exception:
+        connection.send(traceback.format_exc())
+    os._exit(0)
+
+
+def decode_distributed(cases: Sequence[Case], folder: Path) -> list[list[list[list[int]]]]:
+    """What each process found in each of the cases, all cut into as many partitions."""
+    works = [(case, plan_of(case, "distributed")) for case in cases]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "decode_runs"])
+    connections, processes = [], []
+    for rank in range(cases[0].partitions):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(rank, folder / "meet", works, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        connections.append(ours)
+        processes.append(process)
+    found = []
+    try:
+        for rank, connection in enumerate(connections):
+            if not connection.poll(120):
+                raise TimeoutError(f"process {rank} does not answer")
+            answer = connection.recv()
+            assert isinstance(answer, list), f"process {rank}:\n{answer}"
+            found.append(answer)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return found
