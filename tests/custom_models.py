@@ -26,3 +26,36 @@ def small(width: int = 6) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(width, 4),
     )
+
+
+class Recurrent(nn.Module):
+    """Returns a tensor and a tuple of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(24, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.lstm(x.flatten(1, 2))
+
+
+class LookUp(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return {}["x"]  # type: ignore[no-any-return]
+
+
+def reads_values() -> nn.Sequential:
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+    return nn.Sequential(*(nn.Dropout(rate) for rate in rates), nn.Flatten(), nn.LazyLinear(10))
+
+
+def returns_nested() -> nn.Sequential:
+    return nn.Sequential(Recurrent(), nn.Flatten(), nn.Linear(4, 10))
+
+
+def looks_up() -> nn.Sequential:
+    return nn.Sequential(LookUp(2, 2))
+
+
+def has_nothing() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.ReLU())

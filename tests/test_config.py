@@ -67,9 +67,9 @@ def test_every_yaml_file_of_a_group_is_one_of_its_choices() -> None:
     for file in (ROOT / "conf").glob("*/*.yaml"):
         if file.parent.name == "presets":  # of a model and a data set together
             continue
-        assert yaml.safe_load(file.read_text())["name"] == {"timm": "???"}.get(
-            file.stem, file.stem
-        )  # resuming a run relies on it
+        read = yaml.safe_load(file.read_text())
+        name = read.get("name") or read["model"]["name"]  # resuming a run relies on it
+        assert name == {"timm": "???"}.get(file.stem, file.stem)
 
 
 @pytest.mark.parametrize("file", EXPLAINING, ids=lambda file: file.name)

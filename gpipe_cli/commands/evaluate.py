@@ -8,7 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import arranged, compose, preparing, read
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
+from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.work import interruptible_import, start_importing
+from gpipe_cli.typed import show
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,13 +20,20 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: the user can mend it; one line.
     """
     arguments = arranged(arguments)
-    if read("evaluate", arguments).options["multirun"]:
+    line = read("evaluate", arguments)
+    if line.options["multirun"]:
         raise ValueError("-m: evaluate has no sweeps; call it once for each run")
     received: list[DictConfig] = []
     compose("evaluate", arguments, EvaluateSettings, received)
     if not received:
         return 0
     config = evaluation(from_tree(EvaluateSettings, received[0]))
+    for key in line.overrides:
+        if key.partition(".")[0] == "decode" and config.training.task != "translation":
+            raise ValueError(
+                f"{key}={show(line.overrides[key])}: nothing is translated by a run of "
+                f"model={choice_of(config.training.model)}; leave it out"
+            )
 
     start_importing()  # in a process beside this one, while this one imports torch itself
     with preparing():
@@ -50,6 +59,8 @@ def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
             OmegaConf.update(base, other, None)
     if settings.partition.balance is not None:
         OmegaConf.update(base, "partition.balance", list(settings.partition.balance), merge=False)
+    if OmegaConf.select(base, "model.weights") is not None or OmegaConf.select(base, "model.pretrained"):
+        OmegaConf.update(base, "model", {"weights": None, "pretrained": False})  # what it began with may be gone by now
     if settings.dataset.root is not None:
         OmegaConf.update(base, "dataset.root", settings.dataset.root)
     return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, from_tree(TrainConfig, base))

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -51,10 +51,18 @@ def main(arguments: Sequence[str]) -> int:
             sweep.show_table(runs)
     for tree in received:
         if isinstance(tree, DictConfig):
+            _one_batch_size(tree, line.overrides)
             config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides))
             with preparing():
                 return _train(config)
     return 1 if any(run.failed for run in runs) else 0
+
+
+def _one_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
+    """What says how large a mini-batch is takes the place of the default's or the preset's."""
+    for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
+        if given.get(key) is not None and other not in given:
+            OmegaConf.update(tree, other, None)
 
 
 def _train(config: TrainConfig) -> int:

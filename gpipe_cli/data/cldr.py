@@ -1,4 +1,4 @@
-"""Translation without a download: names in 249 languages, out of Unicode's Common Locale Data Repository.
+"""Translation without a download: names in 234 languages, out of Unicode's Common Locale Data Repository.
 
 The paper translates 102 languages into English from a corpus that is not public (Section 5). Babel carries the names of
 territories, languages, scripts and currencies in hundreds of languages, some with five times as many as others: short,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cached_tensors, digest_of
-from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, train_vocabulary
+from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, saved_vocabulary, train_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,16 +70,25 @@ class TextSplit:
 
 
 def open_documents(
-    train: Sequence[str], test: Sequence[str], *, length: int, vocabulary: int, cache: Path
+    train: Sequence[str],
+    test: Sequence[str],
+    *,
+    length: int,
+    vocabulary: int,
+    cache: Path,
+    pieces: bytes | None = None,
 ) -> tuple[TextSplit, TextSplit]:
-    """Learn `vocabulary` ids from the training documents, and encode both; kept in `cache`.
+    """Learn `vocabulary` ids from the training documents, or take those of `pieces`, and encode both; kept in `cache`.
 
     Raises ValueError for a vocabulary that the text does not support, and a text shorter than a window.
     """
-    pieces = train_vocabulary(_lines(train), vocabulary, word_prefix=False, cache=cache)
-    name = digest_of("documents", [len(train), len(test)], [*train, *test, pieces.model])
+    if pieces is None:
+        learned = train_vocabulary(_lines(train), vocabulary, word_prefix=False, cache=cache)
+    else:
+        learned = saved_vocabulary(pieces, vocabulary)
+    name = digest_of("documents", [len(train), len(test)], [*train, *test, learned.model])
     streams = cached_tensors(
-        cache, f"documents-{name}", lambda: {"train": _encode(train, pieces), "test": _encode(test, pieces)}
+        cache, f"documents-{name}", lambda: {"train": _encode(train, learned), "test": _encode(test, learned)}
     )
     for split, stream in streams.items():
         if len(stream) <= length:
@@ -87,7 +96,7 @@ def open_documents(
                 f"model.length={length}: the {SPLITS[split]} text has only {len(stream)} tokens, and a window needs "
                 f"one more than its length; use model.length={len(stream) - 1} or less, or a longer text"
             )
-    return TextSplit(streams["train"], length, pieces), TextSplit(streams["test"], length, pieces)
+    return TextSplit(streams["train"], length, learned), TextSplit(streams["test"], length, learned)
 
 
 def _lines(documents: Iterable[str]) -> list[str]:

@@ -3,9 +3,9 @@
 The paper's throughput assumes that the accelerators never wait for images. One DataLoader serves the whole run, across
 epochs: a loader per epoch would empty its queue at every border and the first step of each epoch would wait.
 
-Workers are started by a fork server, a fresh and single-threaded process: forking this process is not safe, it may
-hold Gloo threads with locks taken and an open CUDA context, which does not survive a fork. Spawning would be as safe,
-but every worker of every evaluation would import torch again (seconds); the fork server has imported it once.
+Workers are forked where the process has neither threads nor connections yet, or else started by a fork server, a fresh
+and single-threaded process: Gloo's threads may hold locks, and an open CUDA context does not survive a fork. Spawning
+would be as safe, but every worker would import torch again (seconds); the fork server has imported it once.
 """
 
 from __future__ import annotations

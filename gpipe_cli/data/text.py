@@ -66,13 +66,15 @@ def open_text(
     pairs: bool = False,
     train_samples: int = 0,
     test_samples: int = 0,
+    pieces: bytes | None = None,
 ) -> tuple[TextData, TextData]:
     """Open the data set `name` and return its training and its test split.
 
     root: folder of `text_files`; file or folder of `parallel_text`. length: tokens of a window, or the most of a
     source or a target. vocabulary: how many ids. direction: of `cldr`. seed: of `synthetic_text` only; the others are
     split once and for all. cache: where vocabularies and encoded text are kept (`cache_folder`). drop_long: leave out
-    pairs that are too long. pairs, train_samples, test_samples: of `synthetic_text`.
+    pairs that are too long. pairs, train_samples, test_samples: of `synthetic_text`. pieces: the vocabulary of an
+    earlier run, as SentencePiece stores it, in place of a new one.
 
     `python_docs` and `text_files` give a TextSplit each, `cldr` and `parallel_text` a PairSplit.
 
@@ -83,11 +85,14 @@ def open_text(
     match name:
         case "python_docs" | "text_files":
             documents = read_python_docs() if name == "python_docs" else read_text_files(_root(name, root))
-            return open_documents(*documents, length=length, vocabulary=vocabulary, cache=cache_folder(cache))
+            folder = cache_folder(cache)
+            return open_documents(*documents, length=length, vocabulary=vocabulary, cache=folder, pieces=pieces)
         case "cldr" | "parallel_text":
             folder = cache_folder(cache)
             found = read_cldr(direction, folder) if name == "cldr" else read_parallel_text(_root(name, root))
-            return open_pairs(*found, length=length, vocabulary=vocabulary, drop_long=drop_long, cache=folder)
+            return open_pairs(
+                *found, length=length, vocabulary=vocabulary, drop_long=drop_long, cache=folder, pieces=pieces
+            )
         case "synthetic_text":
             return make_synthetic_text(
                 length=length,

@@ -16,7 +16,7 @@ from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cached_tensors, digest_of
 from gpipe_cli.data.pairs import Pairs, target_language
 from gpipe_cli.data.ragged import Ragged
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, train_vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, saved_vocabulary, train_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +83,17 @@ class PairSplit:
 
 
 def open_pairs(
-    train: Pairs, test: Pairs, *, length: int, vocabulary: int, drop_long: bool, cache: Path
+    train: Pairs,
+    test: Pairs,
+    *,
+    length: int,
+    vocabulary: int,
+    drop_long: bool,
+    cache: Path,
+    pieces: bytes | None = None,
 ) -> tuple[PairSplit, PairSplit]:
-    """Learn `vocabulary` ids from both sides of the training pairs, and encode both splits; kept in `cache`.
+    """Learn `vocabulary` ids from both sides of the training pairs, or take those of `pieces`, and encode both splits;
+    kept in `cache`.
 
     length: the most tokens of a source or a target that the model takes, special ones included. drop_long: leave longer
     pairs out of their split and count them, instead of refusing them.
@@ -93,22 +101,30 @@ def open_pairs(
     Raises ValueError for a vocabulary that the text does not support, and for a pair that is too long.
     """
     symbols = [f"<2{code}>" for code in sorted({target_language(pair) for pair in train.languages})]
-    # Every text once: in a corpus with many languages the same English sentence comes back for each.
-    texts = dict.fromkeys([*train.sources.texts(), *train.references.texts()])
-    pieces = train_vocabulary(texts, vocabulary, symbols=symbols, word_prefix=True, cache=cache)
+    if pieces is None:
+        # Every text once: in a corpus with many languages the same English sentence comes back for each.
+        texts = dict.fromkeys([*train.sources.texts(), *train.references.texts()])
+        learned = train_vocabulary(texts, vocabulary, symbols=symbols, word_prefix=True, cache=cache)
+    else:
+        learned = saved_vocabulary(pieces, vocabulary)
+        if missing := [symbol for symbol in symbols if not learned.has_symbol(symbol)]:
+            raise ValueError(
+                f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "
+                f"({', '.join(symbol[2:-1] for symbol in missing[:4])}); leave them out, or train from the beginning"
+            )
     whole = {"train": train, "test": test}
-    name = digest_of("pairs", train.languages, [pieces.model, *_content(train), *_content(test)])
+    name = digest_of("pairs", train.languages, [learned.model, *_content(train), *_content(test)])
     tensors = cached_tensors(
         cache,
         f"pairs-{name}",
-        lambda: {key: part for split, pairs in whole.items() for key, part in _encode(split, pairs, pieces).items()},
+        lambda: {key: part for split, pairs in whole.items() for key, part in _encode(split, pairs, learned).items()},
     )
     splits = []
     for split, pairs in whole.items():
         sources, answers = (
             Ragged(tensors[f"{split}.{side}"], tensors[f"{split}.{side}.ends"]) for side in ("sources", "answers")
         )
-        splits.append(PairSplit(pairs, sources, answers, pieces))
+        splits.append(PairSplit(pairs, sources, answers, learned))
     if not drop_long:
         _check_lengths(splits, length)
     shortened = [_without_long(split, length) for split in splits]

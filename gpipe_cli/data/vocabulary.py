@@ -61,6 +61,10 @@ class Vocabulary:
         """The text of ids; padding, begin, end and symbols have none."""
         return str(self._processor.decode(list(ids)))
 
+    def has_symbol(self, name: str) -> bool:
+        """Whether it was trained with this symbol."""
+        return int(self._processor.piece_to_id(name)) != UNKNOWN
+
     def symbol(self, name: str) -> int:
         """The id of one of the symbols it was trained with."""
         number = int(self._processor.piece_to_id(name))
@@ -112,6 +116,20 @@ def train_vocabulary(
         )
     name = digest_of("vocabulary", [sentencepiece.__version__, options], lines)
     return Vocabulary(cached(cache, f"vocabulary-{name}", lambda: _train(lines, options)))
+
+
+def saved_vocabulary(model: bytes, size: int) -> Vocabulary:
+    """The vocabulary of an earlier run: with one learned anew from other text every token would mean something else.
+
+    Raises ValueError if it does not have `size` ids.
+    """
+    vocabulary = Vocabulary(model)
+    if vocabulary.size != size:
+        raise ValueError(
+            f"dataset.vocabulary={size}: the vocabulary of that run has {vocabulary.size} ids; "
+            f"use dataset.vocabulary={vocabulary.size}"
+        )
+    return vocabulary
 
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -23,7 +24,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     The current directory is put in front of Python's search path and stays there, for modules imported later.
 
     Raises ValueError, in one line, if there is no such function, if the arguments are not its own, or if what it
-    returns is not a sequence of layers. What the function itself raises is not touched.
+    returns is not a sequence of layers or has nothing to train, or if it fails on the meta device, on which the layers
+    are described. What it raises elsewhere is not touched.
     """
     if not _TARGET.fullmatch(target):
         raise ValueError(f"model.target={target}: not of the form package.module:function; use e.g. my_models:build")
@@ -40,7 +42,16 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
             "name a function that returns an nn.Sequential"
         )
     _check_arguments(target, function, arguments)
-    model = function(**arguments)
+    try:
+        model = function(**arguments)
+    except Exception as error:
+        if not torch.empty(0).is_meta:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"model.target={target}: fails when it is called on the meta device, where tensors have no values "
+            f"({reason}); no .item(), no tolist() and no loading of files there"
+        ) from error
     if not isinstance(model, nn.Sequential):
         raise ValueError(
             f"model.target={target}: returned an object of type {type(model).__name__}; "
@@ -48,6 +59,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         )
     if len(model) == 0:
         raise ValueError(f"model.target={target}: returned an nn.Sequential without layers; put at least one in it")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"model.target={target}: its layers have no parameters, there is nothing to train")
     return model
 
 

@@ -227,9 +227,12 @@ def _trace(
         with torch.set_grad_enabled(training), _Counter() as counter:
             try:
                 outputs = as_tuple(layer(as_value(value)))
-            except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            except Exception as error:  # somebody's own layer may raise anything
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in value)
-                raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {error}") from error
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {reason}") from error
+            if strange := [type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor)]:
+                raise ValueError(f"layer {name} returns a {strange[0]}; return a tensor or a tuple of tensors")
         traced.append(_Traced(value, outputs, counter.flops, counter.moved_bytes))
         value = outputs
     gradients: tuple[torch.Tensor | None, ...] = tuple(

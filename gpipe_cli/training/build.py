@@ -33,28 +33,34 @@ def build_model(config: TrainConfig) -> nn.Sequential:
     """The whole model on the meta device: layers with names and shapes, no memory. Raises ValueError for bad
     settings."""
     with torch.device("meta"):
-        return _model(config, real=False)
+        return _model(config, weights=False)
 
 
 def real_model(config: TrainConfig) -> Callable[[], nn.Sequential] | None:
     """How to build the whole model with values, where its layers cannot be initialised one by one; or None.
 
     timm's models, and those of users, set their initial values while they are built: every process builds all of it,
-    from the same seed, and keeps its own layers.
+    from the same seed, and keeps its own layers. Weights from elsewhere are for a run that begins: one that is resumed
+    has its own.
     """
     if isinstance(config.model, (AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig)):
         return None
-    return lambda: _model(config, real=True)
+    begins = config.resume is None and config.init_from is None
+    return lambda: _model(config, weights=begins)
 
 
-def _model(config: TrainConfig, *, real: bool) -> nn.Sequential:
+def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
     model, dataset = config.model, config.dataset
     if isinstance(model, CustomConfig):
         return build_custom(model.target, model.arguments or {})
-    return _reads_text(model, dataset) if isinstance(dataset, TextConfig) else _sees_images(model, dataset, real=real)
+    return (
+        _reads_text(model, dataset)
+        if isinstance(dataset, TextConfig)
+        else _sees_images(model, dataset, weights=weights)
+    )
 
 
-def _sees_images(model: ModelConfig, dataset: ImagesConfig, *, real: bool) -> nn.Sequential:
+def _sees_images(model: ModelConfig, dataset: ImagesConfig, *, weights: bool) -> nn.Sequential:
     match model:
         case AmoebaNetConfig():
             return amoebanet(
@@ -85,8 +91,8 @@ def _sees_images(model: ModelConfig, dataset: ImagesConfig, *, real: bool) -> nn
                 image_size=dataset.image_size,
                 dropout=model.dropout,
                 drop_path=model.drop_path,
-                pretrained=model.pretrained and real,
-                weights=model.weights if real else None,
+                pretrained=model.pretrained and weights,
+                weights=model.weights if weights else None,
             )
     raise AssertionError(f"{model.name} was let through to images")
 
@@ -149,9 +155,11 @@ def outputs_of(config: TrainConfig) -> int:
     return dataset.model_classes if isinstance(dataset, ImagesConfig) else dataset.vocabulary
 
 
-def open_data(config: TrainConfig) -> tuple[Split, Split]:
-    """The training and the test split. Raises ValueError, one line, for a folder that is missing, empty or
-    different."""
+def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:
+    """The training and the test split; `pieces` is the vocabulary of an earlier run, for text.
+
+    Raises ValueError, one line, for a folder that is missing, empty or different.
+    """
     dataset = config.dataset
     if isinstance(dataset, TextConfig):
         return open_text(
@@ -166,6 +174,7 @@ def open_data(config: TrainConfig) -> tuple[Split, Split]:
             pairs=config.task == "translation",
             train_samples=dataset.train_samples or 0,
             test_samples=dataset.test_samples or 0,
+            pieces=pieces,
         )
     augmentation = Augmentation(
         dataset.augmentation.random_resized_crop,

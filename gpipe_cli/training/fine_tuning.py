@@ -204,7 +204,11 @@ def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
     """What tells whether two data sets have the same classes: of one's own files also where they are."""
     own = dataset.name in ("image_folder", "text_files", "parallel_text")
     place = Path(dataset.root).resolve() if own and dataset.root is not None else None
-    classes = (dataset.num_classes, dataset.classes) if isinstance(dataset, ImagesConfig) else (dataset.vocabulary,)
+    classes = (
+        (dataset.num_classes, dataset.classes)
+        if isinstance(dataset, ImagesConfig)
+        else (dataset.vocabulary, dataset.direction)
+    )
     return (dataset.name, *classes, place)
 
 

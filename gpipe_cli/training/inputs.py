@@ -6,6 +6,7 @@ makes the same mini-batches, so that none has to be told their sizes.
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from gpipe_cli.training.build import greatest_lengths, model_inputs, open_data
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import Layout, usable_cores
 from gpipe_cli.training.team import Team
+
+VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 
 # Forking a process that has no threads yet is safe and takes milliseconds; elsewhere than on Linux libraries object.
 START_METHOD = "fork" if sys.platform == "linux" else "forkserver"
@@ -58,9 +61,11 @@ class Reading:
 class Data:
     """What a process has opened before it joins the others, and the two readings that it has afterwards."""
 
-    def __init__(self, config: TrainConfig, layout: Layout, process: int, start: Progress | None) -> None:
+    def __init__(
+        self, config: TrainConfig, layout: Layout, process: int, start: Progress | None, source: Path | None
+    ) -> None:
         """Open the data where the first or the last stage lives, and start loading: training from `start` on, or the
-        test set alone.
+        test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context.
         """
@@ -69,13 +74,14 @@ class Data:
         self._splits: tuple[Split, Split] | None = None
         self._loaded: list[LoadedBatches | None] = [None, None]
         if self._first or layout.partitions - 1 in stages:  # stages in between never see a sample
-            self._splits = open_data(config)
+            self._splits = open_data(config, _saved_vocabulary(config, source))
         if self._splits is not None and self._first:
             train, test = self._splits
             workers = workers_of(config)
             pin = config.device != "cpu" and torch.cuda.device_count() > 0
             if start is not None:
                 batches = training_batches(config, train.catalogue)
+                check_epochs(config, start, batches.steps_per_epoch)  # before loading begins at a place there is not
                 begin = start.epoch, start.position, config.epochs
                 self._loaded[0] = load_batches(train, batches, *begin, workers, pin, START_METHOD)
             evaluations = 1 if start is None else config.epochs + 1
@@ -105,6 +111,27 @@ class Data:
                 left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
                 facts["notes"] = (("left out", left_out),)
         return facts
+
+    def save_vocabulary(self, folder: Path) -> None:
+        """Leave in the run's folder what its tokens mean; asked where the first stage lives."""
+        assert self._splits is not None
+        if isinstance(self._splits[0], TextSplit | PairSplit):
+            (folder / VOCABULARY).write_bytes(self._splits[0].vocabulary.model)
+
+
+def _saved_vocabulary(config: TrainConfig, source: Path | None) -> bytes | None:
+    if source is None or config.task == "classification" or not (source / VOCABULARY).is_file():
+        return None
+    return (source / VOCABULARY).read_bytes()
+
+
+def check_epochs(config: TrainConfig, start: Progress, steps_per_epoch: int) -> None:
+    """Raises ValueError if an epoch of the run that is resumed had another number of steps."""
+    if start.steps_per_epoch not in (0, steps_per_epoch):
+        raise ValueError(
+            f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has {steps_per_epoch} now, "
+            "so the data is another; put back the data, and leave out the dataset's settings"
+        )
 
 
 def training_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:

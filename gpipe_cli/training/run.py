@@ -27,7 +27,7 @@ from gpipe_cli.training.checkpoint import (
 )
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.inputs import Data, refuse_single_samples
+from gpipe_cli.training.inputs import Data, check_epochs, refuse_single_samples
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.restore import restore, save_checkpoint
@@ -57,12 +57,14 @@ def train(
     DivergedError.
     """
     start = _starting_point(config)
-    data = Data(config, layout, process, start)
+    source = config.resume or config.init_from
+    data = Data(config, layout, process, start, Path(source) if source is not None else None)
     team, groups = join()
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
     training, test = data.share(team)
     batches = training.batches
-    start = _same_data(config, start, batches.steps_per_epoch)
+    check_epochs(config, start, batches.steps_per_epoch)
+    start = replace(start, steps_per_epoch=batches.steps_per_epoch)
     model = build_model(config)
     freeze(model, layout.frozen)
     refuse_single_samples(config, model, batches)
@@ -84,6 +86,7 @@ def train(
     if config.resume is not None and team.leads:
         adopt(Path(config.resume), folder)
     if team.leads:
+        data.save_vocabulary(folder)
         facts = data.facts()
         facts["notes"] = (*facts.get("notes", ()), *notes)
         report("ready", {**facts, "first_step": progress.step, "steps_per_epoch": batches.steps_per_epoch,
@@ -155,7 +158,7 @@ def score(
     watch: Watch,
 ) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the sums."""
-    data = Data(config, layout, process, start=None)
+    data = Data(config, layout, process, None, checkpoint.parent.parent)
     team, groups = join()
     _, test = data.share(team)
     engine = build_engine(config, layout, process, groups, build_model(config), watch)
@@ -196,16 +199,6 @@ def _starting_point(config: TrainConfig) -> Progress:
                 "the data means something else with another; leave the setting out"
             )
     return progress
-
-
-def _same_data(config: TrainConfig, start: Progress, steps_per_epoch: int) -> Progress:
-    """The starting point, knowing how long an epoch is. Raises ValueError if the run that is resumed knew another."""
-    if start.steps_per_epoch not in (0, steps_per_epoch):
-        raise ValueError(
-            f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has {steps_per_epoch} now, "
-            "so the data is another; put back the data, and leave out the dataset's settings"
-        )
-    return replace(start, steps_per_epoch=steps_per_epoch)
 
 
 def _updates(engine: Engine) -> int:

@@ -27,6 +27,9 @@ from gpipe_cli.training.run import DivergedError, score, train
 from gpipe_cli.training.team import Team
 from gpipe_cli.training.work import WATCHED, Failure, Work
 
+# The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
+# wait for them. Should one of them die, its parent ends the others.
+_PREPARING = datetime.timedelta(days=1)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
@@ -90,6 +93,9 @@ def _settle(layout: Layout) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+    # attention's memory-saving kernel sums its backward in the order in which threads come by; without it the weights
+    # of all pairs of positions exist at once
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def _keep_freed_memory() -> None:
@@ -131,12 +137,12 @@ def _join(job: Work) -> tuple[Team, Groups | None]:
         # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     dist.init_process_group(
-        "gloo", init_method=job.rendezvous, rank=job.process, world_size=layout.processes, timeout=timeout
+        "gloo", init_method=job.rendezvous, rank=job.process, world_size=layout.processes, timeout=_PREPARING
     )
-    control = dist.group.WORLD
-    assert control is not None
     backend = "nccl" if device.type == "cuda" else "gloo"
+    control = dist.new_group(backend="gloo", timeout=timeout)
     forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
+    assert isinstance(control, dist.ProcessGroup)
     assert isinstance(forward, dist.ProcessGroup)
     assert isinstance(backward, dist.ProcessGroup)
     return Team(job.process, layout.processes, control), Groups(forward, backward, control)

@@ -75,7 +75,9 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "twice_for_tests.py").write_text("def build(): return None\n")
-    (tmp_path / "twice_for_tests.py").write_text("from torch import nn\ndef build(): return nn.Sequential(nn.ReLU())\n")
+    (tmp_path / "twice_for_tests.py").write_text(
+        "from torch import nn\ndef build(): return nn.Sequential(nn.PReLU())\n"
+    )
     sys.path.insert(0, str(elsewhere))
     assert len(build_custom("twice_for_tests:build", {})) == 1
 

@@ -1,0 +1,143 @@
+"""A run carries what its weights mean: the vocabulary of its text, and no need for what it began with."""
+
+import re
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import save_file
+from training_runs import TINY, command
+
+from gpipe_cli.reporting.result import read_result
+
+TEXT = [
+    "~presets", "model=transformer_lm", "dataset=text_files", "model.layers=1", "model.width=8", "model.hidden=8",
+    "model.heads=2", "model.length=8", "batch_size=8", "dataset.vocabulary=320", "threads=1", "device=cpu", "epochs=1",
+    "partitions=2",
+]  # fmt: skip
+
+
+def nonsense(consonants: str, lines: int) -> str:
+    """Lines of eight words of two syllables."""
+    syllables = [consonant + vowel for consonant in consonants for vowel in "aeiou"]
+    count = len(syllables)
+    words = [syllables[i % count] + syllables[i * i % count] for i in range(2 * count)]
+    return "\n".join(" ".join(words[(3 * i + 7 * j * j) % len(words)] for j in range(8)) for i in range(lines)) + "\n"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "one.txt").write_text(nonsense("bdfglmnr", lines=200))
+    return tmp_path / "text"
+
+
+def run(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> int:
+    places = [f"dataset.root={text}", f"dataset.cache={text.parent / 'cache'}", f"run_folder={folder}"]
+    return command(monkeypatch, "train", *TEXT, *places, *settings)
+
+
+def test_text_is_read_with_the_vocabulary_of_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more file in the folder, and a vocabulary learned anew gave every token another meaning: the perplexity of a
+    run went from 85 to 426 without a word."""
+    assert run(text, tmp_path / "run", monkeypatch) == 0
+    pieces = (tmp_path / "run" / "vocabulary.model").read_bytes()
+    test = read_result(tmp_path / "run")["test"]["perplexity"]
+    (text / "two.txt").write_text(nonsense("cjkpstvz", lines=200))
+    assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}") == 0
+    found = read_result(tmp_path / "run", "evaluate.json")
+    assert found["tokens"] > 0
+    assert found["perplexity"] < 3 * test + 280  # what is new in the text is hard, but not nonsense
+    assert run(text, tmp_path / "tuned", monkeypatch, f"init_from={tmp_path / 'run'}") == 0
+    assert (tmp_path / "tuned" / "vocabulary.model").read_bytes() == pieces
+    assert run(text, tmp_path / "anew", monkeypatch) == 0
+    assert (tmp_path / "anew" / "vocabulary.model").read_bytes() != pieces
+
+
+def test_a_vocabulary_of_another_size_is_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(text, tmp_path / "run", monkeypatch) == 0
+    capsys.readouterr()
+    for start in ("resume", "init_from"):
+        assert run(text, tmp_path / start, monkeypatch, f"{start}={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
+        assert "use dataset.vocabulary=320" in capsys.readouterr().err
+
+
+def test_the_weights_that_a_run_began_with_may_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint holds every tensor; the file was still asked for, and its absence refused."""
+    file = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("test_resnet", num_classes=4).state_dict(), file)
+    settings = [*TINY[2:], "model=timm", "model.name=test_resnet", "partitions=2", f"model.weights={file}"]
+    assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
+    file.unlink()
+    assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}", "partitions=1") == 0
+    went_on = tmp_path / "on"
+    assert command(monkeypatch, "train", f"resume={tmp_path / 'run'}", f"run_folder={went_on}", "max_steps=3") == 0
+    assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'new'}") == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_resuming_with_fewer_classes_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading began at a place that the shorter epoch does not have: an assertion, before the check was made."""
+    settings = [*TINY[:2], "dataset.image_size=8", "threads=1", "device=cpu", "partitions=1", "max_steps=40"]
+    assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / 'run'}") == 0
+    capsys.readouterr()
+    changed = [f"resume={tmp_path / 'run'}", "dataset.classes=[0,1]", f"run_folder={tmp_path / 'on'}"]
+    assert command(monkeypatch, "train", *changed) == 2
+    assert "an epoch had 45 steps there and has" in capsys.readouterr().err
+    assert not (tmp_path / "on").exists()
+
+
+def test_a_stage_in_the_middle_waits_while_text_is_prepared(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary that takes longer to learn than `timeout_seconds` ended the run: stages without data gave up."""
+    (text / "long.txt").write_text(nonsense("bdfglmnr", lines=20_000))
+    assert run(text, tmp_path / "run", monkeypatch, "partitions=3", "timeout_seconds=1", "max_steps=2") == 0
+
+
+def test_one_size_of_mini_batches_replaces_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["model=transformer_nmt", "batch_size=4", "dry_run=true", f"run_folder={tmp_path / 'run'}"]
+    assert command(monkeypatch, "train", *given) == 0
+    assert read_result(tmp_path / "run")["config"]["batch_tokens"] is None
+    assert command(monkeypatch, "train", *given[:2], "batch_tokens=64", *given[2:3]) == 2
+    assert "both are given" in capsys.readouterr().err
+
+
+def test_decoding_is_for_translations(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(text, tmp_path / "run", monkeypatch, "max_steps=1") == 0
+    capsys.readouterr()
+    assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}", "decode.beam=7") == 2
+    line = "gpipe evaluate: decode.beam=7: nothing is translated by a run of model=transformer_lm; leave it out\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("reads_values", r"reads_values: fails when it is called on the meta device, .*no \.item\(\)"),
+        ("returns_nested", r"layer 0 returns a tuple; return a tensor or a tuple of tensors"),
+        ("looks_up", r"layer 0 does not accept inputs of shape \(2, 3, 24, 24\): KeyError: 'x'"),
+        ("has_nothing", r"has_nothing: its layers have no parameters, there is nothing to train"),
+    ],
+)
+def test_a_strange_model_of_ones_own_is_one_line(
+    function: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"model.target=custom_models:{function}"
+    assert command(monkeypatch, "train", "model=custom", target, f"run_folder={tmp_path / 'run'}") == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert re.search(line, error), error
+    assert not (tmp_path / "run").exists()
