@@ -1,5 +1,6 @@
 """A run carries what its weights mean: the vocabulary of its text, and no need for what it began with."""
 
+import random
 import re
 from pathlib import Path
 
@@ -99,7 +100,9 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary that takes longer to learn than `timeout_seconds` ended the run: stages without data gave up."""
-    (text / "long.txt").write_text(nonsense("bdfglmnr", lines=20_000))
+    chance = random.Random(1)
+    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(12_000))
+    (text / "long.txt").write_text("\n".join(lines))
     assert run(text, tmp_path / "run", monkeypatch, "partitions=3", "timeout_seconds=1", "max_steps=2") == 0
 
 
