@@ -7,6 +7,7 @@ trained on all of them and languages are drawn with a temperature.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from gpipe_cli.data.seeds import seed_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pairs", "read_parallel_text", "target_language"]
+__all__ = ["Pairs", "languages_of", "read_parallel_text", "target_language"]
 
 _TEST_ONE_IN = 20
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
@@ -59,6 +60,11 @@ class Pairs:
 def target_language(languages: str) -> str:
     """`en` of `de-en`."""
     return languages.rpartition("-")[2]
+
+
+def languages_of(pairs: Sequence[str]) -> int:
+    """How many languages there are, on both sides, in pairs such as `hi_Latn-en`; scripts do not make another one."""
+    return len({code.partition("_")[0] for pair in pairs for code in pair.split("-")})
 
 
 def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:

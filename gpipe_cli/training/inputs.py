@@ -16,6 +16,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.batches import Batches, Catalogue, MiniBatches, Split
 from gpipe_cli.data.language_model import TextSplit
 from gpipe_cli.data.loading import LoadedBatches, default_workers, load_batches
+from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
@@ -106,7 +107,7 @@ class Data:
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             facts |= {"vocabulary": train.vocabulary_size, "unigram_perplexity": unigram_perplexity(train, test)}
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
-            facts["languages"] = len(train.languages)
+            facts["languages"] = languages_of(train.languages)
             if train.dropped or test.dropped:
                 left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
                 facts["notes"] = (("left out", left_out),)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_cli.data.pairs import Pairs, read_parallel_text, target_language
+from gpipe_cli.data.pairs import Pairs, languages_of, read_parallel_text, target_language
 
 
 def rows_of(pairs: Pairs) -> list[tuple[str, str, str]]:
@@ -74,3 +74,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 def test_target_language() -> None:
     assert [target_language(name) for name in ("de-en", "en-sr_Latn")] == ["en", "sr_Latn"]
+
+
+def test_scripts_do_not_make_another_language() -> None:
+    assert languages_of(["de-en", "hi_Latn-en", "hi-en", "en-fr"]) == 4
