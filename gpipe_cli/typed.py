@@ -119,7 +119,8 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
         if isinstance(value, list) and length in (None, len(value)):
             return tuple(_convert(of, item, key, keys) for item in value)
         count = f" of {length}" if length else ""
-        allowed = f"must be a list{count}; for example {key}=[{','.join('1' * (length or 2))}]"
+        example = [show(value)] if of is str else ["1"] * (length or 2)
+        allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
     elif kind is float and type(value) in (int, float) and abs(value) < float("inf"):  # also false for NaN
         return float(value)
     elif kind is not float and type(value) is kind:  # not isinstance: True is an int

@@ -59,3 +59,12 @@ def looks_up() -> nn.Sequential:
 
 def has_nothing() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.ReLU())
+
+
+class Named(nn.Linear):
+    def forward(self, x: torch.Tensor) -> object:  # type: ignore[override]
+        return {"x": super().forward(x)}
+
+
+def returns_names() -> nn.Sequential:
+    return nn.Sequential(Named(24, 2))

@@ -182,7 +182,10 @@ def _vision_transformer(model: Any) -> Layers:
 
     if model.attn_pool is not None or model.dynamic_img_size:
         what = "pools by attention" if model.attn_pool is not None else "takes images of any size"
-        raise ValueError(f"model.name: this VisionTransformer {what}, which its chain of layers does not know")
+        raise ValueError(
+            f"model.name: this VisionTransformer {what}, which its chain of layers does not "
+            "know; use one that does not, such as model.name=vit_tiny_patch16_224"
+        )
     pool = partial(
         global_pool_nlc,
         pool_type=model.global_pool,

@@ -226,13 +226,16 @@ def _trace(
             value = tuple(_as_leaf(tensor, training) for tensor in value)
         with torch.set_grad_enabled(training), _Counter() as counter:
             try:
-                outputs = as_tuple(layer(as_value(value)))
+                returned = layer(as_value(value))
             except Exception as error:  # somebody's own layer may raise anything
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in value)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(f"layer {name} does not accept inputs of shape {shapes}: {reason}") from error
-            if strange := [type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor)]:
-                raise ValueError(f"layer {name} returns a {strange[0]}; return a tensor or a tuple of tensors")
+            parts = returned if isinstance(returned, tuple | list) else (returned,)
+            if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
+                where = f"{type(returned).__name__} with a " if parts is returned else ""
+                raise ValueError(f"layer {name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
+            outputs = as_tuple(returned)
         traced.append(_Traced(value, outputs, counter.flops, counter.moved_bytes))
         value = outputs
     gradients: tuple[torch.Tensor | None, ...] = tuple(

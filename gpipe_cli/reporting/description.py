@@ -42,7 +42,7 @@ class RunDescription:
     learning_rate: float  # of the first step
     config: dict[str, Any]  # resolved; plain values only
     config_yaml: str
-    speed_kind: SpeedKind  # measured_one_device: all stages of the run share one device
+    speed_kind: SpeedKind  # measured_one_device: stages of the run share a device or cores
     threads: int  # of each process
     replicas: int = 1
     max_steps: int | None = None  # the run stops after this many steps

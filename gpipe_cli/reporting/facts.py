@@ -69,7 +69,7 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
         case "completed":
             show_line(console, f"completed in {duration(result['seconds'])}: {done}", "bold green")
         case "dry_run":
-            show_line(console, "dry run: everything was built, nothing was trained", "bold green")
+            show_line(console, "dry run: cut and placed; no data was read, nothing was trained", "bold green")
         case "interrupted":
             show_line(console, f"interrupted {stopped}", "bold yellow")
         case status:
@@ -188,7 +188,7 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
         warm_up = "warm-up included" if result["speed_includes_warm_up"] else "warm-up excluded"
         yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step (medians, {warm_up})"
         if result["samples_per_second_kind"] == "measured_one_device":
-            yield "", "measured_one_device: all stages shared one device"
+            yield "", "measured_one_device: stages shared a device or cores"
         else:
             yield "", "measured: every stage had a device or cores of its own"
     memory = [f"stage {stage} {size(peak)}" for stage, peak in enumerate(result["memory_bytes"])]

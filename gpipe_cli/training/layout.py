@@ -52,8 +52,16 @@ class Layout:
 
     @property
     def one_device(self) -> bool:
-        """True if several stages take turns on one device: what is measured then is not a pipeline's speed."""
-        return self.partitions > 1 and not self.distributed and len(set(self.devices)) == 1
+        """True if several stages take turns on one device or on too few cores: what is measured then is not a
+        pipeline's speed."""
+        if self.distributed:
+            return set(self.devices) == {"cpu"} and self.processes_here > usable_cores()
+        return self.partitions > 1 and len(set(self.devices)) == 1
+
+    @property
+    def processes_here(self) -> int:
+        """The processes on this machine; torchrun may have started others elsewhere."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))
 
     @property
     def most_parameter_tensors(self) -> int:

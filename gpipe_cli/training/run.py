@@ -165,11 +165,16 @@ def score(
     restore(engine, checkpoint, f"run={checkpoint.parent.parent}", optimizer=False)
     if team.leads:
         report("ready", data.facts())
+
+    def tell(done: int, of: int) -> None:
+        if team.leads:
+            report("translated", {"done": done, "of": of})
+
     began = time.perf_counter()
     with engine.evaluating(averages=bool(engine.averages)):
         totals = evaluate(config, engine, team, test)
         seconds = time.perf_counter() - began
-        translation = translated_test_set(config, decode, engine, team, test)
+        translation = translated_test_set(config, decode, engine, team, test, tell)
     test.close()
     if team.leads:
         text = config.task != "classification"

@@ -1,5 +1,6 @@
 """From what the workers report to what people see: the parent's side of a run."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,9 @@ from gpipe_cli.model_settings import (
 )
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.simulator import ideal_bubble
+from gpipe_cli.reporting.console import LINE_SECONDS
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
 from gpipe_cli.training.fine_tuning import frozen_facts
 from gpipe_cli.training.layout import Layout
@@ -69,10 +72,14 @@ class ShowEvaluation:
 
     def __init__(self, config: TrainConfig, checkpoint: Path, folder: Path) -> None:
         self._config, self._checkpoint, self._folder = config, checkpoint, folder
+        self._last_line = time.monotonic()
         self.started = False
 
     def hear(self, kind: str, message: dict[str, Any]) -> None:
         self.started = True
+        if kind == "translated" and time.monotonic() - self._last_line >= LINE_SECONDS:  # it may take minutes
+            show_line(Console(), f"translated   {message['done']:,} of {message['of']:,} sentences")
+            self._last_line = time.monotonic()
         if kind == "evaluated":
             result = EvaluationResult(checkpoint=str(self._checkpoint), **message)  # type: ignore[typeddict-item]
             show_evaluation(Console(), self._folder, result)
@@ -80,6 +87,8 @@ class ShowEvaluation:
     def finish(self, ending: Ending, error: str | None) -> None:
         if error is not None:
             Console(stderr=True).print(error, markup=False, highlight=False, soft_wrap=True)
+        elif ending == "interrupted":
+            show_line(Console(), "interrupted: nothing was written", "bold yellow")
 
 
 class ShowNothing:
@@ -174,10 +183,15 @@ def _model_name(config: TrainConfig) -> str:
         case ResNetConfig() as model:
             return f"ResNet-{model.depth}"
         case TransformerLMConfig() as model:
-            return f"Transformer-{model.layers}"
+            return f"Transformer-{model.layers}" + _width(model.width, 2048)
         case TransformerNMTConfig() as model:
-            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})"
+            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})" + _width(model.width, 1024)
         case CustomConfig() as model:
             return model.target
         case TimmConfig() as model:
             return f"{model.name} (timm)"
+
+
+def _width(width: int, papers: int) -> str:
+    """Said where it is not the paper's, and so neither is the size."""
+    return "" if width == papers else f" of width {width}"

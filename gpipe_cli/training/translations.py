@@ -6,7 +6,7 @@ sources score that are taken for translations: between related languages, and fo
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpipe_cli.config import DecodeConfig, TrainConfig
@@ -45,15 +45,24 @@ def choose(samples: int, wanted: int) -> list[int]:
 
 
 def translated_test_set(
-    config: TrainConfig, settings: DecodeConfig, engine: Engine, team: Team, test: Reading
+    config: TrainConfig,
+    settings: DecodeConfig,
+    engine: Engine,
+    team: Team,
+    test: Reading,
+    tell: Callable[[int, int], None],
 ) -> TranslationResult | None:
     """What `gpipe evaluate` says of a translation model; None where there is nothing to translate, and in processes
-    that do not speak for the run. Called in every process, inside `engine.evaluating`."""
+    that do not speak for the run. Called in every process, inside `engine.evaluating`; `tell` hears how many sentences
+    of how many are done."""
     indices = _to_decode(config, test, settings.sentences)
     if not indices:
         return None
     search = Search(settings.beam, settings.length_penalty, _batch_sentences(config))
-    return translate(engine, team, search, config.micro_batches, _limit(config), _pairs(test), indices)
+    split, limit = _pairs(test), _limit(config)
+    return translate(
+        engine, team, search, config.micro_batches, limit, split, indices, lambda done: tell(done, len(indices))
+    )
 
 
 def translated_examples(config: TrainConfig, engine: Engine, team: Team, test: Reading) -> list[Translation]:
@@ -104,18 +113,18 @@ def translate(
     limit: int,
     split: PairSplit | None,
     indices: Sequence[int],
-    examples: int = EXAMPLES,
+    tell: Callable[[int], None] = lambda done: None,
 ) -> TranslationResult | None:
     """Decode the pairs `indices` (at least one) and score them; None in processes that do not speak for the run.
 
     Called as `decode` is, and raises as it does.
     """
     began = time.perf_counter()
-    decoded = decode(engine, team, search, micro_batches, limit, split, indices)
+    decoded = decode(engine, team, search, micro_batches, limit, split, indices, tell)
     if not team.leads:
         return None
     assert split is not None, "the process that leads has the first stage"
-    return translation_result(split, indices, decoded, search, time.perf_counter() - began, examples)
+    return translation_result(split, indices, decoded, search, time.perf_counter() - began)
 
 
 def translation_result(

@@ -42,14 +42,16 @@ def test_a_balance_that_was_asked_for() -> None:
     assert layout.first_layers == (0, 1, 6)
 
 
-def test_processes_follow_the_executor() -> None:
+def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = make_layout(configure(*TINY, "partitions=1"))
     assert (alone.distributed, alone.processes, alone.one_device, alone.stages_of(0)) == (False, 1, False, range(1))
     turns = make_layout(configure(*TINY, "partitions=3", "executor=in_process"))
     assert (turns.distributed, turns.processes, turns.one_device, turns.stages_of(0)) == (False, 1, True, range(3))
     assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
     spread = make_layout(configure(*TINY, "partitions=3", "executor=distributed"))
-    assert (spread.distributed, spread.processes, spread.one_device) == (True, 3, False)
+    for cores, shared in ((2, True), (3, False)):  # on two cores three processes take turns
+        monkeypatch.setattr("gpipe_cli.training.layout.usable_cores", lambda cores=cores: cores)
+        assert (spread.distributed, spread.processes, spread.one_device) == (True, 3, shared)
     assert [spread.stages_of(process) for process in range(3)] == [range(0, 1), range(1, 2), range(2, 3)]
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
 

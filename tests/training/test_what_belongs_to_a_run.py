@@ -130,7 +130,8 @@ def test_decoding_is_for_translations(
     ("function", "line"),
     [
         ("reads_values", r"reads_values: fails when it is called on the meta device, .*no \.item\(\)"),
-        ("returns_nested", r"layer 0 returns a tuple; return a tensor or a tuple of tensors"),
+        ("returns_nested", r"layer 0 returns a tuple with a tuple; return a tensor or a tuple of tensors"),
+        ("returns_names", r"layer 0 returns a dict; return a tensor or a tuple of tensors"),
         ("looks_up", r"layer 0 does not accept inputs of shape \(2, 3, 24, 24\): KeyError: 'x'"),
         ("has_nothing", r"has_nothing: its layers have no parameters, there is nothing to train"),
     ],
