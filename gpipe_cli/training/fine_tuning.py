@@ -6,7 +6,7 @@ evaluated on. Names are global, so the number of partitions means nothing, there
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from gpipe_cli.config import TrainConfig, load
 from gpipe_cli.dataset_settings import DatasetConfig, ImagesConfig, TextConfig
-from gpipe_cli.model_settings import CustomConfig
+from gpipe_cli.model_settings import CustomConfig, choice_of
 from gpipe_cli.reporting.units import count, plural
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import find_checkpoint, read_index, read_tensors, select
@@ -24,6 +24,7 @@ from gpipe_cli.training.classifier import classifier_of
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.team import Team
+from gpipe_cli.typed import show
 
 Facts = tuple[tuple[str, str], ...]  # of the banner: label, fact
 Shapes = dict[str, tuple[int, ...]]
@@ -84,7 +85,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential) -> Taking:
     classifier = classifier_of(config, model)
     _check_names(config, source, checkpoint, index["layers"], here, there, classifier)
     absent = frozenset(name for name in here if _layer(name) not in index["layers"])  # a second classifier
-    _check_shapes(config, source.dataset, here, there, classifier | absent)
+    _check_shapes(config, source, here, there, classifier | absent)
     unfit = sorted(name for name in classifier - absent if there.get(name) != here[name])
     if unfit and config.init_head == "keep":
         raise ValueError(
@@ -156,12 +157,12 @@ def _check_names(
     if only_here or only_there:
         raise ValueError(
             f"init_from={config.init_from}: {checkpoint.name} is of another model (only here: {_some(only_here)}; only "
-            f"there: {_some(only_there)}); give the model's settings as they were there"
+            f"there: {_some(only_there)}); {_as_there(config, source)}"
         )
 
 
 def _check_shapes(
-    config: TrainConfig, source: DatasetConfig, here: Shapes, there: Shapes, without: frozenset[str]
+    config: TrainConfig, source: TrainConfig, here: Shapes, there: Shapes, without: frozenset[str]
 ) -> None:
     """Raises ValueError if tensors of the same name, but for those in `without`, have other shapes."""
     other = [name for name in here if name not in without and here[name] != there[name]]
@@ -169,20 +170,29 @@ def _check_shapes(
         return
     name = other[0]
     why = f"; {len(other) - 1} more differ" if len(other) > 1 else ""
-    remedy = "give the model's settings as they were there"
-    dataset = config.dataset
+    remedy = _as_there(config, source)
+    dataset, other_dataset = config.dataset, source.dataset
     if (
-        isinstance(source, TextConfig)
+        isinstance(other_dataset, TextConfig)
         and isinstance(dataset, TextConfig)
-        and (there[name][:1], here[name][:1]) == ((source.vocabulary,), (dataset.vocabulary,))
+        and (there[name][:1], here[name][:1]) == ((other_dataset.vocabulary,), (dataset.vocabulary,))
     ):
         why = ": with another vocabulary every token means something else"
-        remedy = f"use dataset.vocabulary={source.vocabulary} and the same text"
-    elif isinstance(source, ImagesConfig) and source.image_size != getattr(dataset, "image_size", None):
-        remedy = f"use dataset.image_size={source.image_size}, or a model that takes any size"
+        remedy = f"use dataset.vocabulary={other_dataset.vocabulary}, and text is read with the vocabulary of that run"
+    elif isinstance(other_dataset, ImagesConfig) and other_dataset.image_size != getattr(dataset, "image_size", None):
+        remedy = f"use dataset.image_size={other_dataset.image_size}, or a model that takes any size"
     raise ValueError(
         f"init_from={config.init_from}: {name} has shape {there[name]} there and {here[name]} here{why}; {remedy}"
     )
+
+
+def _as_there(config: TrainConfig, source: TrainConfig) -> str:
+    """Which settings of the model make it that of `source`."""
+    if choice_of(config.model) != choice_of(source.model):
+        return f"use model={choice_of(source.model)}, as there"
+    here = asdict(config.model)
+    other = [f"model.{key}={show(value)}" for key, value in asdict(source.model).items() if here.get(key) != value]
+    return f"use {' '.join(other)}, as there" if other else "give the model's settings as they were there"
 
 
 def _shapes_in(checkpoint: Path, index: dict[str, Any]) -> Shapes:

@@ -112,10 +112,11 @@ def test_what_is_refused_is_said_in_one_line(source: Path, tmp_path: Path) -> No
     other = "step_00000003 is of another model"
     assert refused(configure(*given, "model.normal_cells=6")) == (
         f"init_from={source}: {other} (only here: cell_03, cell_04, cell_05; only there: none); "
-        "give the model's settings as they were there"
+        "use model.normal_cells=3, as there"
     )
     line = refused(configure("model=resnet", "model.depth=18", f"init_from={source}"))
     assert f"{other} (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only there: cell_00, " in line
+    assert line.endswith("; use model=amoebanet, as there")
     line = refused(configure(*given, "model.filters=8", "model.normal_cells=3"))
     assert f"{other} (only here: " in line or "has shape" in line
     line = refused(configure(*given[:-2], "dataset.classes=[1,2,3]", given[-1], "init_head=keep"))
@@ -179,7 +180,8 @@ def test_a_vocabulary_must_be_the_same(tmp_path: Path) -> None:
     assert torch.equal(state["model/embedding.weight"], final_tensors(tmp_path)["ema/embedding.weight"])
     assert refused(configure(*TEXT, "dataset.vocabulary=41", f"init_from={tmp_path}")) == (
         f"init_from={tmp_path}: embedding.weight has shape (40, 8) there and (41, 8) here: with another vocabulary "
-        "every token means something else; use dataset.vocabulary=40 and the same text"
+        "every token means something else; use dataset.vocabulary=40, and text is read with the "
+        "vocabulary of that run"
     )
 
 
