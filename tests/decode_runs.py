@@ -133,7 +133,7 @@ def engine_of(
     """The stages of one process, with the weights they begin with, but larger."""
     config, layout = planned
     assert layout.distributed == (groups is not None)
-    engine = build_engine(config, layout, process, groups, build_model(config), watch)
+    engine = build_engine(config, layout, process, groups, build_model(config), watch, begins=True)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():

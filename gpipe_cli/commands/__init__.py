@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.main import get_args_parser
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -104,6 +105,14 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
     except BrokenPipeError:  # `gpipe train --help | head`: nobody reads on, neither now nor when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
+    """What is given of `batch_size` and `batch_tokens` takes the place of the other in `tree`, be that a default, a
+    preset's or a run's; if both are, both stay."""
+    for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
+        if given.get(key) is not None and given.get(other) is None:
+            OmegaConf.update(tree, other, None)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import arranged, compose, preparing, read
+from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.work import interruptible_import, start_importing
@@ -53,14 +53,9 @@ def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
         value = getattr(settings, field.name)
         if value is not None and field.name not in ("run", "checkpoint", "decode", "output", "partition", "dataset"):
             OmegaConf.update(base, field.name, value)
-    # what says how large a mini-batch is replaces the other one that could
-    for given, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
-        if getattr(settings, given) is not None and getattr(settings, other) is None:
-            OmegaConf.update(base, other, None)
+    replace_batch_size(base, asdict(settings))
     if settings.partition.balance is not None:
         OmegaConf.update(base, "partition.balance", list(settings.partition.balance), merge=False)
-    if OmegaConf.select(base, "model.weights") is not None or OmegaConf.select(base, "model.pretrained"):
-        OmegaConf.update(base, "model", {"weights": None, "pretrained": False})  # what it began with may be gone by now
     if settings.dataset.root is not None:
         OmegaConf.update(base, "dataset.root", settings.dataset.root)
     return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, from_tree(TrainConfig, base))

@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import arranged, compose, preparing, read, sweep
+from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.work import interruptible_import, start_importing
@@ -51,18 +51,11 @@ def main(arguments: Sequence[str]) -> int:
             sweep.show_table(runs)
     for tree in received:
         if isinstance(tree, DictConfig):
-            _one_batch_size(tree, line.overrides)
+            replace_batch_size(tree, line.overrides)
             config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides))
             with preparing():
                 return _train(config)
     return 1 if any(run.failed for run in runs) else 0
-
-
-def _one_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
-    """What says how large a mini-batch is takes the place of the default's or the preset's."""
-    for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
-        if given.get(key) is not None and other not in given:
-            OmegaConf.update(tree, other, None)
 
 
 def _train(config: TrainConfig) -> int:

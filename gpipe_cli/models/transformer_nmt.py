@@ -38,7 +38,7 @@ class SourceEmbedding(Embedding):
         super().__init__(vocabulary, width, length)
         self.pad = pad
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
         source, target = inputs
         return super().forward(source), source != self.pad, target
 
@@ -46,7 +46,7 @@ class SourceEmbedding(Embedding):
 class SharedEmbedding(SourceEmbedding):
     """Takes (source (N, S), target (N, T)) and embeds both with one matrix."""
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
         source, target = inputs
         # One look-up for both: two would each bring a gradient as large as the matrix.
         vectors = nn.Embedding.forward(self, torch.cat([source, target], dim=1))
@@ -57,7 +57,7 @@ class SharedEmbedding(SourceEmbedding):
 class TargetEmbedding(Embedding):
     """Takes (source, mask, target (N, T) int64) and embeds the target."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
         source, mask, target = inputs
         return source, mask, super().forward(target)
 
@@ -65,7 +65,7 @@ class TargetEmbedding(Embedding):
 class EncoderLayer(SelfAttentionLayer):
     """Self-attention over the real tokens of the source, and feed-forward; the target passes by."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
         source, mask, target = inputs
         return super().forward(source, mask), mask, target
 
@@ -73,7 +73,7 @@ class EncoderLayer(SelfAttentionLayer):
 class EncoderNorm(nn.LayerNorm):
     """Normalises the encoded source once for all decoder layers."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
         source, mask, target = inputs
         return super().forward(source), mask, target
 

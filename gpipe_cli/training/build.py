@@ -1,6 +1,7 @@
 """From settings to the model and the data they describe: the one place that knows every family by name."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -36,17 +37,16 @@ def build_model(config: TrainConfig) -> nn.Sequential:
         return _model(config, weights=False)
 
 
-def real_model(config: TrainConfig) -> Callable[[], nn.Sequential] | None:
+def real_model(config: TrainConfig, *, begins: bool) -> Callable[[], nn.Sequential] | None:
     """How to build the whole model with values, where its layers cannot be initialised one by one; or None.
 
     timm's models, and those of users, set their initial values while they are built: every process builds all of it,
-    from the same seed, and keeps its own layers. Weights from elsewhere are for a run that begins: one that is resumed
-    has its own.
+    from the same seed, and keeps its own layers; once, however many stages it has. Weights from elsewhere are for a run
+    that `begins`: all others come from a checkpoint.
     """
     if isinstance(config.model, (AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig)):
         return None
-    begins = config.resume is None and config.init_from is None
-    return lambda: _model(config, weights=begins)
+    return cache(lambda: _model(config, weights=begins))
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:

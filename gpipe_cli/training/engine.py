@@ -105,12 +105,16 @@ def build_engine(
     groups: Groups | None,
     model: nn.Sequential,
     watch: Watch,
+    *,
+    begins: bool,
 ) -> Engine:
-    """Make the stages of process number `process` real; `model` stands on the meta device.
+    """Make the stages of process number `process` real; `model` stands on the meta device. `begins`: no checkpoint will
+    give the weights.
 
     What the layout says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
     memory_format = MEMORY_FORMATS[layout.memory_format]
+    whole = real_model(config, begins=begins)
     stages: dict[int, Stage] = {}
     for index in layout.stages_of(process):
         first, device = layout.first_layers[index], torch.device(layout.devices[index])
@@ -120,7 +124,7 @@ def build_engine(
             len(layout.layer_names[index]),
             run_seed=config.seed,
             device=device,
-            whole=real_model(config),
+            whole=whole,
         )
         freeze(module, layout.frozen)
         stages[index] = Stage(

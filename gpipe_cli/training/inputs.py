@@ -5,6 +5,7 @@ makes the same mini-batches, so that none has to be told their sizes.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class Data:
         stages = layout.stages_of(process)
         self._config, self._first = config, 0 in stages
         self._splits: tuple[Split, Split] | None = None
-        self._loaded: list[LoadedBatches | None] = [None, None]
+        self._readings: list[Reading | None] = [None, None]
         if self._first or layout.partitions - 1 in stages:  # stages in between never see a sample
             self._splits = open_data(config, _saved_vocabulary(config, source))
         if self._splits is not None and self._first:
@@ -84,20 +85,26 @@ class Data:
                 batches = training_batches(config, train.catalogue)
                 check_epochs(config, start, batches.steps_per_epoch)  # before loading begins at a place there is not
                 begin = start.epoch, start.position, config.epochs
-                self._loaded[0] = load_batches(train, batches, *begin, workers, pin, START_METHOD)
+                loaded = load_batches(train, batches, *begin, workers, pin, START_METHOD)
+                self._readings[0] = Reading(train, batches, loaded)
             evaluations = 1 if start is None else config.epochs + 1
             batches = test_batches(config, test.catalogue)
-            self._loaded[1] = load_batches(test, batches, 0, 0, evaluations, workers, pin, START_METHOD)
+            loaded = load_batches(test, batches, 0, 0, evaluations, workers, pin, START_METHOD)
+            self._readings[1] = Reading(test, batches, loaded)
 
-    def share(self, team: Team) -> tuple[Reading, Reading]:
-        """The training and the test set, once the processes can talk: those that have none hear of its samples."""
-        known = tuple(split.catalogue for split in self._splits) if self._splits and self._first else None
-        train, test = next(catalogues for catalogues in team.collect(known) if catalogues is not None)
-        splits = self._splits or (None, None)
-        return (
-            Reading(splits[0], training_batches(self._config, train), self._loaded[0]),
-            Reading(splits[1], test_batches(self._config, test), self._loaded[1]),
-        )
+    def training_set(self, team: Team) -> Reading:
+        """Asked in every process once they can talk: those that have no samples hear how many there are."""
+        return self._share(team, 0, training_batches)
+
+    def test_set(self, team: Team) -> Reading:
+        """As `training_set`."""
+        return self._share(team, 1, test_batches)
+
+    def _share(self, team: Team, which: int, make: Callable[[TrainConfig, Catalogue], Batches]) -> Reading:
+        split = None if self._splits is None else self._splits[which]
+        known = split.catalogue if split is not None and self._first else None
+        catalogue = next(catalogue for catalogue in team.collect(known) if catalogue is not None)
+        return self._readings[which] or Reading(split, make(self._config, catalogue), None)
 
     def facts(self) -> dict[str, Any]:
         """What the banner says of the data; asked where the first stage lives."""

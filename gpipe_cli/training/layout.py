@@ -61,7 +61,8 @@ class Layout:
     @property
     def processes_here(self) -> int:
         """The processes on this machine; torchrun may have started others elsewhere."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))
+        alone = torchrun_world() in (None, 1)
+        return self.processes if alone else int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))
 
     @property
     def most_parameter_tensors(self) -> int:

@@ -38,7 +38,8 @@ class Totals:
     @property
     def means(self) -> tuple[float, float, float, float]:
         """Loss, cross-entropy, top-1 and top-5 of an element."""
-        return tuple(value / self.elements for value in (self.loss, self.cross_entropy, self.top1, self.top5))  # type: ignore[return-value]
+        n = self.elements
+        return self.loss / n, self.cross_entropy / n, self.top1 / n, self.top5 / n
 
 
 class CrossEntropy:

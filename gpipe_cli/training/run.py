@@ -61,14 +61,14 @@ def train(
     data = Data(config, layout, process, start, Path(source) if source is not None else None)
     team, groups = join()
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
-    training, test = data.share(team)
+    training, test = data.training_set(team), data.test_set(team)
     batches = training.batches
     check_epochs(config, start, batches.steps_per_epoch)
     start = replace(start, steps_per_epoch=batches.steps_per_epoch)
     model = build_model(config)
     freeze(model, layout.frozen)
     refuse_single_samples(config, model, batches)
-    engine = build_engine(config, layout, process, groups, model, watch)
+    engine = build_engine(config, layout, process, groups, model, watch, begins=source is None)
     if config.resume is not None:
         restore(
             engine, find_checkpoint(Path(config.resume), "last", "resume"), f"resume={config.resume}", optimizer=True
@@ -160,11 +160,12 @@ def score(
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the sums."""
     data = Data(config, layout, process, None, checkpoint.parent.parent)
     team, groups = join()
-    _, test = data.share(team)
-    engine = build_engine(config, layout, process, groups, build_model(config), watch)
+    test = data.test_set(team)
+    engine = build_engine(config, layout, process, groups, build_model(config), watch, begins=False)
     restore(engine, checkpoint, f"run={checkpoint.parent.parent}", optimizer=False)
+    facts = data.facts() if team.leads else {}
     if team.leads:
-        report("ready", data.facts())
+        report("ready", facts)
 
     def tell(done: int, of: int) -> None:
         if team.leads:
@@ -181,7 +182,7 @@ def score(
         loss, _, top1, top5 = totals.means
         report("evaluated", {"task": config.task, "samples": test.batches.samples, "loss": loss, "top1": top1,
                              "top5": None if text else top5, "tokens": totals.elements if text else None,
-                             "unigram_perplexity": data.facts().get("unigram_perplexity"),
+                             "unigram_perplexity": facts.get("unigram_perplexity"),
                              "averaged": bool(engine.averages), "seconds": seconds,
                              "translation": translation})  # fmt: skip
     engine.executor.settle()

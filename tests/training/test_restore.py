@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(*settings: str) -> Engine:
     config = configure(*SETTINGS, *settings)
     model = build_model(config)
-    return build_engine(config, make_layout(config), 0, None, model, lambda action, samples, lengths: None)
+    return build_engine(config, make_layout(config), 0, None, model, lambda action, samples, lengths: None, begins=True)
 
 
 @pytest.mark.parametrize("partitions", [1, 3, 7])
