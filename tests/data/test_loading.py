@@ -134,7 +134,7 @@ from gpipe_cli.data.loading import load_batches
 if __name__ == "__main__":
     train, _ = open_images("synthetic_images", image_size=8, num_classes=2, seed=0, train_samples=64, test_samples=1)
     batches = load_batches(train, MiniBatches(64, 4, 0, True), 0, 0, 10**6, workers=2)
-    next(batches)
+    next(batches), next(batches)  # one of each worker: both have settled
     print("loading", flush=True)
     time.sleep(600)
 """
