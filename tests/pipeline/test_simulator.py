@@ -1,29 +1,57 @@
 """The simulator is exact where arithmetic is known, and equals an event simulation where it is not."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
 import pytest
 
 from gpipe_cli.pipeline.schedule import RECOMPUTE, SCHEDULES, Action, Kind, Schedule, build, forward_only, gpipe
-from gpipe_cli.pipeline.simulator import Live, ideal_bubble, live, peak_bytes, peak_live, simulate
+from gpipe_cli.pipeline.simulator import (
+    EdgeCost,
+    Live,
+    StageCost,
+    ideal_bubble,
+    live,
+    peak_bytes,
+    peak_live,
+    simulate,
+)
+from gpipe_cli.pipeline.timeline import Event, What
 
 SHAPES = list(itertools.product(range(1, 7), range(1, 14)))
 COSTS = [(1, 2), (1, 1), (2, 1), (3, 7), (1, 5)]  # (forward, backward)
 
 
+def costs(forward: Sequence[float], backward: Sequence[float], again: Sequence[float] | None = None) -> list[StageCost]:
+    """Of each stage; a forward takes as long whatever it keeps if nothing else is said."""
+    graphs = forward if again is None else again
+    return [StageCost(f, g, b) for f, g, b in zip(forward, graphs, backward, strict=True)]
+
+
+def equal(stages: int, forward: float, backward: float) -> list[StageCost]:
+    return [StageCost(forward, forward, backward)] * stages
+
+
 def step(schedule: Schedule, forward: int, backward: int) -> float:
-    stages = len(schedule)
-    return simulate(schedule, [forward] * stages, [backward] * stages).step_seconds
+    return simulate(schedule, equal(len(schedule), forward, backward)).step_seconds
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bubble_without_recomputation(name: str) -> None:
     for (partitions, micro_batches), (f, b) in itertools.product(SHAPES, COSTS):
-        timeline = simulate(build(name, partitions, micro_batches, "never"), [f] * partitions, [b] * partitions)
+        timeline = simulate(build(name, partitions, micro_batches, "never"), equal(partitions, f, b))
         assert timeline.step_seconds == (micro_batches + partitions - 1) * (f + b)
         assert timeline.bubble == pytest.approx(ideal_bubble(partitions, micro_batches), abs=1e-12)
+
+
+def test_times_that_floats_round() -> None:
+    for (partitions, micro_batches), name in itertools.product(SHAPES, SCHEDULES):
+        timeline = simulate(
+            build(name, partitions, micro_batches, "never"), equal(partitions, 0.1, 0.3), slowdown=[1.0]
+        )
+        assert timeline.step_seconds == pytest.approx((micro_batches + partitions - 1) * 0.4, rel=1e-12)
 
 
 def test_ideal_bubble_of_the_paper() -> None:
@@ -53,26 +81,26 @@ def test_one_forward_one_backward_takes_as_long_as_gpipe() -> None:
 
 
 def test_evaluation_has_the_bubble_of_the_forward() -> None:
-    timeline = simulate(forward_only(4, 12), [1] * 4, [9] * 4)
+    timeline = simulate(forward_only(4, 12), equal(4, 1, 9))
     assert timeline.step_seconds == 15
     assert timeline.bubble == pytest.approx(ideal_bubble(4, 12))
 
 
 def test_transfers_lengthen_the_way_there_and_back() -> None:
-    timeline = simulate(gpipe(3, 1, "never"), [1, 1, 1], [2, 2, 2], transfer_seconds=[10, 100])
-    assert timeline.step_seconds == 3 * 3 + 2 * 110
+    timeline = simulate(gpipe(3, 1, "never"), equal(3, 1, 2), [EdgeCost(10, 20), EdgeCost(100, 200)])
+    assert timeline.step_seconds == 3 * 3 + 110 + 220
     starts = {str(span.action): span.start_seconds for spans in timeline.stages for span in spans}
-    assert starts == {"0F0": 0, "1F0": 11, "2F0": 112, "2B0": 113, "1B0": 215, "0B0": 227}
+    assert starts == {"0F0": 0, "1F0": 11, "2F0": 112, "2B0": 113, "1B0": 315, "0B0": 337}
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     micro_batches = 50
-    timeline = simulate(gpipe(3, micro_batches, "never"), [1, 3, 1], [2, 6, 2])
+    timeline = simulate(gpipe(3, micro_batches, "never"), costs([1, 3, 1], [2, 6, 2]))
     assert timeline.step_seconds == micro_batches * 9 + (1 + 1) + (2 + 2)
 
 
 def tick_by_tick(
-    schedule: Schedule, cost: dict[tuple[Kind, int], int], transfer: Sequence[int]
+    schedule: Schedule, cost: dict[tuple[str, int], int], transfer: dict[tuple[Kind, int], int]
 ) -> dict[Action, tuple[int, int]]:
     """Whole-second clock, no dependency code of the package: at each tick every idle stage starts what it can."""
     position = [0] * len(schedule)
@@ -87,9 +115,11 @@ def tick_by_tick(
                 neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
                 if 0 <= neighbour < len(schedule):
                     sender = spans.get(Action(a.kind, neighbour, a.micro_batch))
-                    if sender is None or sender[1] + transfer[min(k, neighbour)] > now:
+                    if sender is None or sender[1] + transfer[a.kind, min(k, neighbour)] > now:
                         break
-                spans[a] = (now, now + cost[a.kind, k])
+                again = any(other.kind is Kind.R and other.micro_batch == a.micro_batch for other in actions)
+                what = {Kind.F: "forward" if again else "graph", Kind.R: "graph", Kind.B: "backward"}[a.kind]
+                spans[a] = (now, now + cost[what, k])
                 position[k] += 1
         now += 1
     return spans
@@ -102,18 +132,128 @@ def test_equals_an_event_simulation(name: str, recompute: str) -> None:
     for _ in range(25):
         k, m = random_.randint(1, 5), random_.randint(1, 8)
         schedule = build(name, k, m, recompute)
-        cost = {(kind, stage): random_.randint(1, 9) for kind in Kind for stage in range(k)}
-        transfer = [random_.randint(0, 6) for _ in range(k - 1)]
-        forward, again, backward = ([cost[kind, stage] for stage in range(k)] for kind in (Kind.F, Kind.R, Kind.B))
-        timeline = simulate(schedule, forward, backward, again, transfer)
+        cost = {(what, stage): random_.randint(1, 9) for what in ("forward", "graph", "backward") for stage in range(k)}
+        transfer = {(kind, edge): random_.randint(0, 6) for kind in (Kind.F, Kind.B) for edge in range(k - 1)}
+        stages = [StageCost(*(cost[what, stage] for what in ("forward", "graph", "backward"))) for stage in range(k)]
+        edges = [EdgeCost(transfer[Kind.F, edge], transfer[Kind.B, edge]) for edge in range(k - 1)]
+        timeline = simulate(schedule, stages, edges)
         simulated = {s.action: (s.start_seconds, s.end_seconds) for spans in timeline.stages for s in spans}
         assert simulated == tick_by_tick(schedule, cost, transfer)
+        if k > 1:  # a factor of 1 is none, but for rounding
+            slowed = simulate(schedule, stages, edges, [1.0] * k)
+            assert [s.end_seconds for spans in slowed.stages for s in spans] == pytest.approx(
+                [s.end_seconds for spans in timeline.stages for s in spans], rel=1e-12
+            )
 
 
-def test_a_recomputation_costs_a_forward_unless_told_otherwise() -> None:
-    schedule = gpipe(2, 3, "always")
-    assert simulate(schedule, [1, 2], [3, 4]) == simulate(schedule, [1, 2], [3, 4], [1, 2])
-    assert simulate(schedule, [1, 2], [3, 4], [0, 0]).step_seconds < simulate(schedule, [1, 2], [3, 4]).step_seconds
+def test_what_a_forward_takes_depends_on_what_it_keeps() -> None:
+    stage = [StageCost(forward_seconds=1, graph_seconds=10, backward_seconds=100)]
+    assert simulate(gpipe(1, 3, "never"), stage).step_seconds == 330
+    assert simulate(gpipe(1, 3, "always"), stage).step_seconds == 333
+    assert simulate(gpipe(1, 3, "except_last"), stage).step_seconds == 332
+    assert simulate(forward_only(1, 3), stage).step_seconds == 3
+
+
+def test_stages_that_compute_at_the_same_time_slow_each_other_down() -> None:
+    """By hand: 0F0 alone until 1; then 0F1 and 1F0 share until 3 (factor 2), then 1F1 alone, and back likewise."""
+    timeline = simulate(gpipe(2, 2, "never"), equal(2, 1, 1), slowdown=[1, 2])
+    ends = {str(s.action): s.end_seconds for spans in timeline.stages for s in spans}
+    assert ends == {"0F0": 1, "0F1": 3, "1F0": 3, "1F1": 4, "1B1": 5, "1B0": 7, "0B1": 7, "0B0": 8}
+
+
+def test_two_stages_that_share_one_core_take_turns_without_loss() -> None:
+    """Factor n while n compute: work is done at the pace of one, whoever does it, as long as somebody computes."""
+    random_ = random.Random(0)
+    for _ in range(30):
+        k, m = random_.randint(2, 5), random_.randint(1, 6)
+        stages = costs(*([random_.random() + 0.1 for _ in range(k)] for _ in range(2)))
+        work = m * sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+        timeline = simulate(gpipe(k, m, "never"), stages, slowdown=range(1, k + 1))
+        assert timeline.step_seconds == pytest.approx(work, rel=1e-12)
+
+
+def by_small_steps(
+    schedule: Schedule, stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float], tick: float
+) -> float:
+    """When the last action ends, by a clock that goes in ticks: what is running gets a share of each."""
+    left: list[float | None] = [None] * len(schedule)
+    position = [0] * len(schedule)
+    ended: dict[Action, float] = {}
+    now = 0.0
+    while any(at < len(actions) for at, actions in zip(position, schedule, strict=True)):
+        for k, actions in enumerate(schedule):
+            if left[k] is not None or position[k] == len(actions):
+                continue
+            a = actions[position[k]]
+            neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
+            if 0 <= neighbour < len(schedule):
+                edge = edges[min(k, neighbour)]
+                transfer = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
+                if ended.get(Action(a.kind, neighbour, a.micro_batch), math.inf) + transfer > now:
+                    continue
+            left[k] = stages[k].backward_seconds if a.kind is Kind.B else stages[k].graph_seconds
+        running = [k for k, seconds in enumerate(left) if seconds is not None]
+        factor = slowdown[min(len(running), len(slowdown)) - 1]
+        now += tick
+        for k in running:
+            seconds = left[k]
+            assert seconds is not None
+            left[k] = seconds - tick / factor
+            if seconds <= tick / factor:
+                ended[schedule[k][position[k]]] = now
+                position[k] += 1
+                left[k] = None
+    return now
+
+
+def test_slowdown_equals_a_simulation_in_small_steps() -> None:
+    random_ = random.Random(1)
+    for name in SCHEDULES:
+        k, m = 3, 4
+        schedule = build(name, k, m, "never")
+        stages = costs(*([random_.uniform(1, 3) for _ in range(k)] for _ in range(2)))
+        edges = [EdgeCost(random_.random(), random_.random()) for _ in range(k - 1)]
+        slowdown = [1.0, 1.4, 1.9]
+        expected = by_small_steps(schedule, stages, edges, slowdown, 1e-3)
+        found = simulate(schedule, stages, edges, slowdown).step_seconds
+        assert found == pytest.approx(expected, abs=3 * k * m * 1e-3)  # every action may end up to a tick late
+        beyond = simulate(schedule, stages, edges, [*slowdown[:2], slowdown[1]]).step_seconds
+        assert simulate(schedule, stages, edges, slowdown[:2]).step_seconds == beyond
+
+
+def test_updates_follow_a_stages_last_action_and_share_the_machine() -> None:
+    stages = [StageCost(1, 1, 1, update_seconds=3), StageCost(1, 1, 1, update_seconds=2)]
+    timeline = simulate(gpipe(2, 1, "never"), stages)
+    assert timeline.step_seconds == 4  # of the actions
+    assert timeline.events[1][-1] == Event(What.UPDATE, 3, 5, None)
+    assert timeline.events[0][-1] == Event(What.UPDATE, 4, 7, None)
+    slowed = simulate(gpipe(2, 1, "never"), stages, slowdown=[1, 2])
+    # 0B0 and then 0's update share with 1's: 3 + 4, then 0's update has 2 of 3 left.
+    assert slowed.events[1][-1].end_seconds == 7
+    assert slowed.events[0][-1].end_seconds == 9
+    assert simulate(gpipe(2, 1, "never"), equal(2, 1, 1)).event_seconds(What.UPDATE) == (0, 0)
+
+
+def test_waiting_and_exposed_transfers() -> None:
+    timeline = simulate(gpipe(2, 2, "never"), equal(2, 1, 2), [EdgeCost(0.5, 0.25)])
+    first, second = timeline.events
+    backward, forward = Action(Kind.B, 0, 1), Action(Kind.F, 1, 0)
+    assert second == (Event(What.WAITING, 0, 1, forward), Event(What.TRANSFER, 1, 1.5, forward))
+    assert first == (  # free at 2, 1B1 ends at 5.5; 1B0 at 7.5, sent while 0B1 ran until 7.75
+        Event(What.WAITING, 2, 5.5, backward),
+        Event(What.TRANSFER, 5.5, 5.75, backward),
+    )
+    for spans, events in zip(timeline.stages, timeline.events, strict=True):  # nothing overlaps, nothing is left out
+        pieces = sorted([(p.start_seconds, p.end_seconds) for p in (*spans, *events)])
+        assert pieces[0][0] == 0
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+
+
+def test_a_schedule_that_deadlocks_is_refused() -> None:
+    f, b = ([[Action(kind, k, m) for m in range(2)] for k in range(2)] for kind in (Kind.F, Kind.B))
+    schedule = ((f[0][0], b[0][0], f[0][1], b[0][1]), (f[1][0], f[1][1], b[1][0], b[1][1]))
+    with pytest.raises(ValueError, match="deadlock"):
+        simulate(schedule, equal(2, 1, 1))
 
 
 def test_peak_of_kept_micro_batches() -> None:
@@ -157,4 +297,4 @@ def test_peak_bytes_with_recomputation_is_one_graph_and_the_boundaries() -> None
 
 
 def test_costs_of_zero_have_no_bubble() -> None:
-    assert simulate(gpipe(2, 2, "never"), [0, 0], [0, 0]).bubble == 0
+    assert simulate(gpipe(2, 2, "never"), equal(2, 0, 0)).bubble == 0
