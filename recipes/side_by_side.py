@@ -65,7 +65,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.config import RMSPropConfig
 from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.pipeline import layer_cost, schedule
+from gpipe_cli.pipeline import layer_cost, schedule, tracing
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.links import Links
 from gpipe_cli.pipeline.materialize import materialize
@@ -630,7 +630,7 @@ def prepare(options: argparse.Namespace) -> Settings:
         options.allocator, options.profile,
     )  # fmt: skip
     image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
-    costs = layer_cost.trace_layers(settings.model(), layer_cost.as_boundary((image,)), training=True)
+    costs = tracing.trace_layers(settings.model(), layer_cost.as_boundary((image,)), training=True)
     balance = tuple(options.balance or partition([cost.work for cost in costs], 2))
     check_balance(balance, len(costs), 2)
     inner = tuple(costs[end - 1].outputs for end in list(accumulate(balance))[:-1])

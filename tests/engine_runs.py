@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline import layer_cost, schedule
+from gpipe_cli.pipeline import layer_cost, schedule, tracing
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.links import Links
 from gpipe_cli.pipeline.materialize import materialize
@@ -140,7 +140,7 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
     model = MODELS[case.model]()
     layers = len(model)
     images = layer_cost.as_boundary((torch.empty(1, 3, case.size, case.size),))
-    costs = layer_cost.trace_layers(model, images, training=True)
+    costs = tracing.trace_layers(model, images, training=True)
     balance = case.balance or tuple(
         layers // case.partitions + (k < layers % case.partitions) for k in range(case.partitions)
     )

@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 from engine_runs import Case, CrossEntropy, data, tricky_model
 
-from gpipe_cli.pipeline import layer_cost, schedule
+from gpipe_cli.pipeline import layer_cost, schedule, tracing
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.frozen import Frozen, freeze
 from gpipe_cli.pipeline.materialize import materialize
@@ -21,7 +21,7 @@ def run_frozen(case: Case, frozen: Frozen) -> dict[str, torch.Tensor]:
     model = tricky_model()
     freeze(model, frozen)
     images = layer_cost.as_boundary((torch.empty(1, 3, case.size, case.size),))
-    costs = layer_cost.trace_layers(model, images, training=True)
+    costs = tracing.trace_layers(model, images, training=True)
     assert case.balance is not None
     starts = [0, *accumulate(case.balance)]
     stages = {}

@@ -34,6 +34,11 @@ class BatchStatistics:
         self._open: int | None = None
         self._weights: dict[tuple[tuple[int, ...], ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
 
+    @property
+    def slots(self) -> Sequence[torch.Tensor]:
+        """The memory that norms have written to so far; it stays from one mini-batch to the next."""
+        return self._slots
+
     def register(self, norm: "DeferredBatchNorm") -> int:
         self._norms.append(norm)
         self._offsets.append(self._offsets[-1] + norm.num_features)

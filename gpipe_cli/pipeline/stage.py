@@ -14,6 +14,7 @@ depends
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
 from gpipe_cli.pipeline.randomness import mix, seed_generator
+from gpipe_cli.pipeline.saved_activations import SavedBytes
 from gpipe_cli.pipeline.schedule import Keep
 
 
@@ -79,6 +81,7 @@ class Stage:
         self._run_seed, self._replica, self._step = run_seed, replica, 0
         self._objective: Objective | None = None
         self._saved: dict[int, _Saved] = {}
+        self._saved_bytes: SavedBytes | None = None
         defer_batch_norms(module, self._statistics)
         self._layers = list(module.named_children())
         self._goes_back = any(tensor.has_gradient for tensor in inputs) or any(
@@ -89,27 +92,38 @@ class Stage:
         """Training or evaluation mode; what is frozen stays in evaluation mode."""
         set_training(self.module, training)
 
+    def count_saved(self, on: bool) -> None:
+        """From the next step on, count the bytes that are kept between forward and backward, or no longer."""
+        self._saved_bytes = SavedBytes() if on else None
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """The most bytes held at once for micro-batches in flight since the step began; 0 if they are not counted."""
+        return 0 if self._saved_bytes is None else self._saved_bytes.peak_bytes
+
     def begin_step(self, step: int, objective: Objective | None) -> None:
         """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the
         seeds."""
         assert not self._saved, "a step begins with nothing saved"
         self._step, self._objective = step, objective
+        if self._saved_bytes is not None:
+            self._saved_bytes.begin_step([*self.module.parameters(), *self.module.buffers()])
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
         keep = keep if self._goes_back else Keep.NOTHING
         self._statistics.open(micro_batch)
         try:
-            with torch.set_grad_enabled(keep is Keep.GRAPH):
+            with torch.set_grad_enabled(keep is Keep.GRAPH), self._recording(micro_batch, keep):
                 leaves = self._leaves(inputs) if keep is Keep.GRAPH else inputs
                 outputs = self._run(micro_batch, leaves)
                 closed = self._close(micro_batch, outputs, observe=True)
         finally:
             self._statistics.close()
         if keep is Keep.GRAPH:
-            self._saved[micro_batch] = _Saved(leaves, closed)
+            self._keep(micro_batch, _Saved(leaves, closed))
         elif keep is Keep.INPUT:
-            self._saved[micro_batch] = _Saved(inputs)
+            self._keep(micro_batch, _Saved(inputs))
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
@@ -118,9 +132,10 @@ class Stage:
             return
         saved = self._saved[micro_batch]
         assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
-        with torch.enable_grad():
-            saved.inputs = self._leaves(saved.inputs)
-            saved.outputs = self._close(micro_batch, self._run(micro_batch, saved.inputs), observe=False)
+        with torch.enable_grad(), self._recording(micro_batch, Keep.GRAPH):
+            leaves = self._leaves(saved.inputs)
+            outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
+        self._keep(micro_batch, _Saved(leaves, outputs))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """B: from the gradients of the outputs to those of the inputs; parameters accumulate theirs in `.grad`.
@@ -140,6 +155,8 @@ class Stage:
         ]
         if roots:
             torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        if self._saved_bytes is not None:
+            self._saved_bytes.drop(micro_batch)
         return tuple(
             tensor.grad if tensor.requires_grad and tensor.grad is not None else None for tensor in saved.inputs
         )
@@ -155,6 +172,16 @@ class Stage:
         self._saved.clear()
         self._statistics.discard()
         self._objective = None
+
+    def _keep(self, micro_batch: int, saved: _Saved) -> None:
+        self._saved[micro_batch] = saved
+        if self._saved_bytes is not None:
+            self._saved_bytes.hold(micro_batch, *saved.inputs, *(saved.outputs or ()))
+
+    def _recording(self, micro_batch: int, keep: Keep) -> AbstractContextManager[None]:
+        if self._saved_bytes is None or keep is not Keep.GRAPH:
+            return nullcontext()
+        return self._saved_bytes.recording(micro_batch, self._statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self._inputs:

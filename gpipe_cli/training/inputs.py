@@ -21,8 +21,8 @@ from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.pipeline.layer_cost import run_shapes
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.tracing import run_shapes
 from gpipe_cli.training.build import greatest_lengths, model_inputs, open_data
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import Layout, usable_cores

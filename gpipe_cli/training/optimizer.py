@@ -5,7 +5,9 @@ average starts at one, and the learning rate enters the momentum buffer. With Am
 different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from math import prod
 
 import torch
 from timm.optim.rmsprop_tf import RMSpropTF
@@ -85,6 +87,26 @@ def load_optimizer_state(
                 state[key] = tensor.to(parameter.device, copy=True)
             else:
                 state[key] = torch.empty_like(parameter).copy_(tensor)
+
+
+def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
+    """The bytes of what the optimizer keeps for these parameters from its first step on; nothing is allocated."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(_state_bytes(config, tuple(p.shape), p.dtype) for p in trained)
+
+
+@cache
+def _state_bytes(config: OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    if isinstance(config, AdafactorConfig):
+        # its step reads values, so it cannot be made without them: one vector per dimension that is factored
+        moments = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else prod(shape)
+        return moments * dtype.itemsize + torch.float32.itemsize  # and a count of steps
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = build_optimizer(config, {"": parameter})
+    assert optimizer is not None
+    optimizer.step()
+    return sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if isinstance(tensor, torch.Tensor))
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

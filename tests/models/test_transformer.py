@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Projection, Softmax, sinusoids
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.models.transformer_nmt import transformer_nmt
-from gpipe_cli.pipeline.layer_cost import as_boundary, trace_layers
+from gpipe_cli.pipeline.layer_cost import as_boundary
 from gpipe_cli.pipeline.materialize import materialize
+from gpipe_cli.pipeline.tracing import trace_layers
 
 VOCABULARY = 50
 Values = tuple[Tensor, ...]

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from gpipe_cli.pipeline.frozen import Frozen, freeze
-from gpipe_cli.pipeline.layer_cost import as_boundary, run_shapes, trace_layers
+from gpipe_cli.pipeline.layer_cost import as_boundary
+from gpipe_cli.pipeline.tracing import run_shapes, trace_layers
 
 
 def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:

@@ -17,6 +17,7 @@ from gpipe_cli.training.optimizer import (
     load_optimizer_state,
     optimizer_state,
     set_learning_rate,
+    state_bytes,
 )
 
 RATES = (0.1, 0.1, 0.02, 0.5, 0.003)
@@ -176,3 +177,40 @@ def test_gradients_that_are_there() -> None:
     layer = nn.Linear(2, 2)
     layer.weight.grad = torch.ones(2, 2)
     assert [g.shape for g in gradients_of(layer.parameters())] == [(2, 2)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config(),
+        config(momentum=0.0),
+        SGDConfig("sgd", momentum=0.9, nesterov=False, weight_decay=0.0),
+        SGDConfig("sgd", momentum=0.0, nesterov=False, weight_decay=0.0),
+        AdamConfig("adam", beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, decoupled=True),
+        AdamConfig("adam", beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, decoupled=False),
+        AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0.0),
+    ],
+    ids=lambda settings: f"{settings.name} {getattr(settings, 'momentum', '')}",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bytes_of_its_state_are_known_from_shapes(settings: OptimizerConfig, dtype: torch.dtype) -> None:
+    """Of matrices, kernels, vectors and numbers; what is frozen has none."""
+    shapes = [(3, 4), (5,), (2, 3, 5, 7), (), (5,), (6, 1)]
+    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    optimizer = build_optimizer(settings, {str(at): parameter for at, parameter in enumerate(parameters)})
+    assert optimizer is not None
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    real = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    frozen = nn.Parameter(torch.zeros(9, 9), requires_grad=False)
+    on_meta = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in parameters]
+    assert state_bytes(settings, [*on_meta, frozen]) == real
+    if getattr(settings, "momentum", 1.0):
+        assert real > 0

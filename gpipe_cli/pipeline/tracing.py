@@ -1,0 +1,288 @@
+"""What each layer costs and what crosses each boundary, from shapes alone (paper section 2.1: the cost estimate c_i).
+
+The model stands on the meta device: nothing is allocated, nothing is computed, and every process arrives at the same
+figures without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropMeta` does for the forward
+(`lingvo/core/gpipe.py`); so is what autograd saves. Shapes are traced at two micro-batch sizes, so that the shape of
+any other size follows. Of layers that are equal and get equal inputs one is traced for all.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpipe_cli.pipeline.equal_layers import signature
+from gpipe_cli.pipeline.frozen import set_training
+from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor, LayerCost, Saved
+from gpipe_cli.pipeline.memory_extents import Extents, extent_of, storage_of
+from gpipe_cli.pipeline.memory_layout import in_layout
+from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
+from gpipe_cli.pipeline.operation_counter import KernelsOfCpu, OperationCounter
+
+Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
+
+# Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per
+# channel.
+_TRACED_SIZES = (2, 3)
+
+
+def trace_layers(
+    model: nn.Sequential,
+    inputs: Boundary,
+    *,
+    training: bool,
+    lengths: Sequence[int] = (),
+    loss: Loss | None = None,
+    share: bool = True,
+) -> tuple[LayerCost, ...]:
+    """The cost and the boundary of every layer of a model on the meta device.
+
+    `inputs` describe what the first layer gets; with `training=False` the backward is left out. `lengths` are the
+    greatest ones that sentences are padded to: costs are those of such a sample. What is frozen costs no more than is
+    done: no gradients of weights, and no backward at all where nothing before it is trained. `loss` of the last
+    layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. With
+    `share=False` equal layers are traced one by one. Raises ValueError if a layer does not accept what the one before
+    it returns.
+    """
+    layers = _described(model, training, share)
+    first, second = _TRACED_SIZES
+    small = _trace(layers, inputs, first, lengths, training, loss)
+    gradients = _trace_backward(small) if training else [((False,) * len(run.outputs), _Backward()) for run in small]
+    large = _trace(layers, inputs, second, lengths, training, loss)
+    shorter = [
+        _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None)
+        for at in range(len(lengths))
+    ]
+    counted: dict[Hashable, LayerCost] = {}
+    costs = []
+    for at, layer in enumerate(layers):
+        run, others = small[at], [large[at], *(traced[at] for traced in shorter)]
+        returning, backward = gradients[at]
+        key = (id(run), *map(id, others), returning)
+        if key not in counted:
+            counted[key] = _cost(layer, run, others, lengths, returning, backward)
+        costs.append(_named(counted[key], layer.name))
+    return tuple(costs)
+
+
+def run_shapes(model: nn.Sequential, inputs: Boundary, lengths: Sequence[int] = ()) -> None:
+    """One forward in training mode of a micro-batch of a single sample, on the meta device.
+
+    Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
+    """
+    _trace(_described(model, True, True), inputs, 1, lengths, False, None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    name: str
+    module: nn.Module
+    kind: Hashable  # the same for equal layers
+
+
+@dataclass(frozen=True, eq=False)
+class _Backward:
+    """Of one layer, for one choice of outputs that gradients come back for."""
+
+    wanted: tuple[bool, ...] = ()  # the inputs that gradients go on to
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    operations: int = 0
+
+
+@dataclass(eq=False)
+class _Run:
+    """One layer's forward on inputs of its own."""
+
+    module: nn.Module
+    inputs: Tensors
+    outputs: Tensors
+    loss: torch.Tensor | None
+    counter: OperationCounter
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    inside_bytes: int
+    origins: tuple[int | None, ...]
+    backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
+
+
+def _described(model: nn.Sequential, training: bool, share: bool) -> list[_Layer]:
+    set_training(model, training)
+    kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
+    return [
+        _Layer(name, layer, kinds.setdefault(signature(layer) if share else name, len(kinds)))
+        for name, layer in model.named_children()
+    ]
+
+
+def _trace(
+    layers: Sequence[_Layer],
+    inputs: Boundary,
+    samples: int,
+    lengths: Sequence[int],
+    graph: bool,
+    loss: Loss | None,
+) -> list[_Run]:
+    """The forward of every layer, with its graph or without; equal ones share a run."""
+    value: Tensors = tuple(
+        torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs
+    )
+    known: dict[Hashable, _Run] = {}
+    runs: list[_Run] = []
+    for at, layer in enumerate(layers):
+        closing = loss if at == len(layers) - 1 else None
+        key = (layer.kind, closing is not None, _described_inputs(value))
+        if key not in known:
+            known[key] = _run(layer, value, graph, closing)
+        runs.append(known[key])
+        value = known[key].outputs
+    return runs
+
+
+def _described_inputs(value: Tensors) -> Hashable:
+    """Shapes, types, whether they want gradients, and how they lie in memory to each other."""
+    storages: dict[int, int] = {}
+    return tuple(
+        (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.requires_grad,
+            tensor.storage_offset(),
+            storages.setdefault(storage_of(tensor), len(storages)),
+        )
+        for tensor in value
+    )
+
+
+def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None) -> _Run:
+    inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
+    tensors = [*layer.module.parameters(), *layer.module.buffers()]
+    saved = Extents(without={storage_of(tensor) for tensor in tensors})
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add((tensor,))
+        return tensor.detach()  # the tensor itself would own the graph that owns it
+
+    closed: torch.Tensor | None = None
+    counter = OperationCounter()
+    with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), saved_tensors_hooks(keep, lambda kept: kept):
+        outputs = _outputs(layer, inputs)
+        if loss is not None:
+            closed = loss(outputs)
+    described = [extent_of(tensor) for tensor in inputs]
+    made = [extent_of(tensor) for tensor in outputs]
+    origins = tuple(
+        next((i for i, other in enumerate(described) if extent.meets(other)), None)
+        if any(extent.meets(other) for other in described)
+        else next((-1 - p for p, other in enumerate(made[:at]) if extent.meets(other)), None)
+        for at, extent in enumerate(made)
+    )
+    saved_inputs = tuple(i for i, extent in enumerate(described) if saved.meets(extent))
+    saved_outputs = tuple(p for p, extent in enumerate(made) if origins[p] is None and saved.meets(extent))
+    across = Extents()
+    across.add([*(inputs[i] for i in saved_inputs), *(outputs[p] for p in saved_outputs)])
+    if closed is not None:
+        saved.add((closed,))  # a stage holds it until the backward
+    inside = max(0, saved.bytes - across.bytes)
+    return _Run(layer.module, inputs, outputs, closed, counter, saved_inputs, saved_outputs, inside, origins)
+
+
+def _outputs(layer: _Layer, inputs: Tensors) -> Tensors:
+    """What the layer returns, as it is handed over. Raises ValueError, naming the layer."""
+    try:
+        returned = layer.module(as_value(inputs))
+    except Exception as error:  # somebody's own layer may raise anything
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"layer {layer.name} does not accept inputs of shape {shapes}: {reason}") from error
+    parts = returned if isinstance(returned, tuple | list) else (returned,)
+    if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
+        where = f"{type(returned).__name__} with a " if parts is returned else ""
+        raise ValueError(f"layer {layer.name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
+    return tuple(in_layout(tensor, torch.contiguous_format) for tensor in as_tuple(returned))
+
+
+def _trace_backward(runs: Sequence[_Run]) -> list[tuple[tuple[bool, ...], _Backward]]:
+    """For each layer, which of its outputs get a gradient, and the backward that follows."""
+    returning = tuple(output.requires_grad for output in runs[-1].outputs)
+    found = []
+    for run in reversed(runs):
+        if returning not in run.backwards:
+            run.backwards[returning] = _backward(run, returning)
+        found.append((returning, run.backwards[returning]))
+        returning = run.backwards[returning].wanted
+    return found[::-1]
+
+
+def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
+    """Count one layer's backward; the graph stays, for another choice of outputs."""
+    roots = [output for output, wanted in zip(run.outputs, returning, strict=True) if wanted and output.requires_grad]
+    gradients: list[torch.Tensor | None] = [torch.empty_like(output) for output in roots]
+    if run.loss is not None and run.loss.requires_grad:
+        roots, gradients = [run.loss], [None]
+    wanted = [tensor for tensor in run.inputs if tensor.requires_grad]
+    weights = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
+    if not roots or not (wanted or weights):
+        return _Backward((False,) * len(run.inputs))
+    with OperationCounter() as counter:
+        results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
+    got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
+    reached = tuple(id(tensor) in got for tensor in run.inputs)
+    return _Backward(reached, counter.flops, counter.moved_bytes, counter.operations)
+
+
+def _cost(
+    layer: _Layer,
+    run: _Run,
+    others: Sequence[_Run],
+    lengths: Sequence[int],
+    returning: Sequence[bool],
+    backward: _Backward,
+) -> LayerCost:
+    """From runs of the first size, of the second, and of the first with one of each length less."""
+    first, second = _TRACED_SIZES
+    per_sample_bytes = (others[0].inside_bytes - run.inside_bytes) // (second - first)
+    return LayerCost(
+        layer.name,
+        sum(parameter.numel() for parameter in layer.module.parameters()),
+        forward_flops=run.counter.flops / first,
+        backward_flops=backward.flops / first,
+        forward_bytes=run.counter.moved_bytes / first,
+        backward_bytes=backward.moved_bytes / first,
+        outputs=tuple(
+            _affine(tensor, [other.outputs[position] for other in others], lengths, returning[position])
+            for position, tensor in enumerate(run.outputs)
+        ),
+        forward_operations=run.counter.operations,
+        backward_operations=backward.operations,
+        trained=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
+        saved=Saved(
+            run.saved_inputs,
+            run.saved_outputs,
+            run.inside_bytes - per_sample_bytes * first,
+            per_sample_bytes,
+            run.origins,
+        ),
+    )
+
+
+def _named(cost: LayerCost, name: str) -> LayerCost:
+    return cost if cost.name == name else replace(cost, name=name)
+
+
+def _affine(
+    small: torch.Tensor, others: Sequence[torch.Tensor], lengths: Sequence[int], has_gradient: bool
+) -> BoundaryTensor:
+    """The shape as a function: `others` have been traced with more samples, then with one of each length less."""
+    first, second = _TRACED_SIZES
+    large, *shorter = (tuple(other.shape) for other in others)
+    per_sample = tuple((b - a) // (second - first) for a, b in zip(small.shape, large, strict=True))
+    per_length = tuple(tuple(a - b for a, b in zip(small.shape, shape, strict=True)) for shape in shorter)
+    base = [a - slope * first for a, slope in zip(small.shape, per_sample, strict=True)]
+    for length, slopes in zip(lengths, per_length, strict=True):
+        base = [a - slope * length for a, slope in zip(base, slopes, strict=True)]
+    return BoundaryTensor(tuple(base), per_sample, small.dtype, has_gradient, per_length)

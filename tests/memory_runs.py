@@ -1,0 +1,170 @@
+"""Steps of small models on real stages in this process, with the bytes that they hold and those that were predicted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from gpipe_cli.models.amoebanet import amoebanet
+from gpipe_cli.models.transformer_lm import transformer_lm
+from gpipe_cli.models.transformer_nmt import transformer_nmt
+from gpipe_cli.pipeline import schedule
+from gpipe_cli.pipeline.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor, LayerCost, as_boundary
+from gpipe_cli.pipeline.materialize import materialize
+from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.simulator import peak_bytes
+from gpipe_cli.pipeline.stage import Stage
+from gpipe_cli.pipeline.tracing import trace_layers
+from gpipe_cli.pipeline.transport import HandOver
+from gpipe_cli.training.loss import CrossEntropy, loss_of_shapes
+
+CLASSES, TOKENS, WIDTH, SIZE = 10, 12, 32, 32
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model on the meta device, what it reads and what its last layer is compared with."""
+
+    build: Callable[[], nn.Sequential]
+    inputs: Boundary
+    data: Callable[[int], Tensors]  # of as many samples
+    targets: Callable[[int], torch.Tensor]
+    lengths: tuple[int, ...] = ()
+    auxiliary_weight: float = 0.0
+    channels_last: bool = False
+
+    def model(self) -> nn.Sequential:
+        with torch.device("meta"):
+            return self.build()
+
+    def objective(self, samples: int, sizes: Sequence[int]) -> CrossEntropy:
+        return CrossEntropy(
+            self.targets(samples), sizes, label_smoothing=0.1, auxiliary_weight=self.auxiliary_weight, device=CPU
+        )
+
+    def costs(self, model: nn.Sequential | None = None) -> tuple[LayerCost, ...]:
+        model = self.model() if model is None else model
+        loss = loss_of_shapes(0.1, self.auxiliary_weight)
+        return trace_layers(model, self.inputs, training=True, lengths=self.lengths, loss=loss)
+
+
+def _amoebanet(auxiliary_head: bool = False) -> nn.Sequential:
+    return amoebanet(
+        variant="d", normal_cells=3, filters=8, image_size=SIZE, num_classes=CLASSES, auxiliary_head=auxiliary_head,
+        batch_norm_momentum=0.1, drop_path=0.2,
+    )  # fmt: skip
+
+
+def _language_model(attention_dropout: float) -> nn.Sequential:
+    return transformer_lm(
+        layers=4, width=WIDTH, hidden=64, heads=4, vocabulary=50, length=TOKENS, attention_dropout=attention_dropout
+    )
+
+
+def _translation() -> nn.Sequential:
+    return transformer_nmt(
+        layers=2, hidden=64, heads=2, width=WIDTH, head_width=8, vocabulary=50, length=TOKENS, dropout=0.1,
+        attention_dropout=0.0, depth_scaled=True, logit_clip=5.0, shared_embedding=False,
+    )  # fmt: skip
+
+
+def _images(samples: int) -> Tensors:
+    return (torch.randn(samples, 3, SIZE, SIZE),)
+
+
+def _classes(samples: int) -> torch.Tensor:
+    return torch.randint(CLASSES, (samples,))
+
+
+def _tokens(samples: int) -> torch.Tensor:
+    return torch.randint(1, 50, (samples, TOKENS))
+
+
+_IMAGES = as_boundary((torch.empty(1, 3, SIZE, SIZE),))
+_TEXT = (BoundaryTensor((0, 0), (1, 0), torch.int64, False, ((0, 1),)),)
+_PAIRS = tuple(
+    BoundaryTensor((0, 0), (1, 0), torch.int64, False, slopes) for slopes in (((0, 1), (0, 0)), ((0, 0), (0, 1)))
+)
+
+SAMPLES = {
+    "amoebanet": Sample(_amoebanet, _IMAGES, _images, _classes),
+    "amoebanet channels last": Sample(_amoebanet, _IMAGES, _images, _classes, channels_last=True),
+    "auxiliary head": Sample(lambda: _amoebanet(True), _IMAGES, _images, _classes, auxiliary_weight=0.4),
+    "language model": Sample(lambda: _language_model(0.0), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)),
+    "attention with dropout": Sample(
+        lambda: _language_model(0.1), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)
+    ),
+    "translation": Sample(_translation, _PAIRS, lambda n: (_tokens(n), _tokens(n)), _tokens, lengths=(TOKENS, TOKENS)),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    peaks: tuple[int, ...]  # bytes, of each stage
+    gradients: dict[str, torch.Tensor]
+
+
+def even(layers: int, partitions: int) -> tuple[int, ...]:
+    return tuple(layers // partitions + (k < layers % partitions) for k in range(partitions))
+
+
+def measure(
+    sample: Sample,
+    model: nn.Sequential,
+    costs: Sequence[LayerCost],
+    order: schedule.Schedule,
+    samples: int,
+    micro_batches: int,
+    *,
+    count: bool = True,
+) -> Measured:
+    """One training step on real stages, one after the other in this process."""
+    torch.manual_seed(0)
+    partitions = len(order)
+    balance = even(len(model), partitions)
+    starts = [0, *accumulate(balance)]
+    memory_format = torch.channels_last if sample.channels_last else torch.contiguous_format
+    stages = {
+        k: Stage(
+            k,
+            materialize(model, starts[k], balance[k], run_seed=7, device=CPU).to(memory_format=memory_format),
+            first_layer=starts[k],
+            inputs=costs[starts[k] - 1].outputs if k else (),
+            device=CPU,
+            run_seed=7,
+            memory_format=memory_format,
+        )
+        for k in range(partitions)
+    }
+    for stage in stages.values():
+        stage.set_training(True)
+        stage.count_saved(count)
+    sizes = micro_batch_sizes(samples, micro_batches)
+    data = tuple(t.contiguous(memory_format=memory_format) if t.dim() == 4 else t for t in sample.data(samples))
+    objective = sample.objective(samples, sizes)
+    Executor(stages, partitions, HandOver([CPU] * partitions)).run(order, 0, sizes, data, objective)
+    gradients = {
+        name: parameter.grad.clone()
+        for stage in stages.values()
+        for name, parameter in stage.module.named_parameters()
+        if parameter.grad is not None
+    }
+    return Measured(tuple(stage.peak_saved_bytes for stage in stages.values()), gradients)
+
+
+def predict(
+    sample: Sample, costs: Sequence[LayerCost], order: schedule.Schedule, samples: int, micro_batches: int
+) -> tuple[int, ...]:
+    memory = ActivationMemory(costs, sample.inputs, micro_batch_sizes(samples, micro_batches)[0], sample.lengths)
+    starts = [0, *accumulate(even(len(costs), len(order)))]
+    spans = list(pairwise(starts))
+    return peak_bytes(
+        order,
+        [memory.graph_bytes(first, end) for first, end in spans],
+        [memory.input_bytes(first, end) for first, end in spans],
+    )
