@@ -9,8 +9,10 @@ from typing import TypeAlias
 
 import torch
 
+from gpipe_cli.pipeline.clock import linearize
 from gpipe_cli.pipeline.micro_batch import Tensors, split_all
-from gpipe_cli.pipeline.schedule import Action, Keep, Kind, Schedule, keeps, linearize
+from gpipe_cli.pipeline.recording import Recorder, Recording
+from gpipe_cli.pipeline.schedule import Action, Keep, Kind, Schedule, keeps
 from gpipe_cli.pipeline.stage import Objective, Stage
 from gpipe_cli.pipeline.transport import PeerLostError, Transport
 
@@ -43,6 +45,7 @@ class Executor:
         self._stages, self._transport, self._watch = stages, transport, watch
         self._last = partitions - 1
         self._analysed: dict[int, tuple[Schedule, list[tuple[Action, Keep]]]] = {}
+        self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
     def run(
         self,
@@ -52,8 +55,8 @@ class Executor:
         inputs: Tensors | None,
         objective: Objective | None,
         lengths: Sequence[int] = (),
-    ) -> None:
-        """One mini-batch: every action of the schedule on the stages of this process.
+    ) -> Recording:
+        """One mini-batch: every action of the schedule on the stages of this process. Returns when each of them ran.
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
         `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. Raises
@@ -64,18 +67,22 @@ class Executor:
         self._transport.begin_step(schedule, sizes, lengths)
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None)
+        recording = self.recorder.begin_step(schedule)
         for action, keep in actions:
             self._watch(action, sizes[action.micro_batch], lengths)
-            self._perform(action, keep, pieces)
+            self._perform(action, keep, pieces, recording)
         for stage in self._stages.values():
             stage.finish_step()
         self._transport.finish_step()
+        return recording
 
     def settle(self) -> None:
         """Before the executor is given up: the last step's tensors have left this process."""
         self._transport.settle()
 
-    def _perform(self, action: Action, keep: Keep, pieces: Sequence[Tensors]) -> None:
+    def _perform(self, action: Action, keep: Keep, pieces: Sequence[Tensors], recording: Recording) -> None:
+        now = self.recorder.clocks[action.stage].now
+        begun = received = now()
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         first, last = action.stage == 0, action.stage == self._last
         transport = self._transport
@@ -85,20 +92,26 @@ class Executor:
                 case Kind.F:
                     inputs = pieces[micro_batch] if first else transport.receive_forward(action.stage, micro_batch)
                     tensors = inputs
+                    received = now()
                     outputs = stage.forward(micro_batch, inputs, keep)
+                    computed = now()
                     if not last:
                         transport.send_forward(action.stage, micro_batch, outputs)
                     if keep is Keep.NOTHING:
                         transport.release(action.stage, micro_batch)
                 case Kind.R:
                     stage.recompute(micro_batch)
+                    computed = now()
                 case Kind.B:
                     gradients = () if last else transport.receive_backward(action.stage, micro_batch)
                     tensors = gradients
+                    received = now()
                     returned = stage.backward(micro_batch, gradients)
+                    computed = now()
                     if not first:
                         transport.send_backward(action.stage, micro_batch, returned)
                     transport.release(action.stage, micro_batch)
+            recording.action(action.stage, begun, received, computed, now())
         except PeerLostError:
             raise
         except Exception as error:

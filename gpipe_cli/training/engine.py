@@ -1,6 +1,6 @@
 """The part of the pipeline that lives in this process, with what training adds to it: optimizers and averages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -113,30 +113,8 @@ def build_engine(
 
     What the layout says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
-    memory_format = MEMORY_FORMATS[layout.memory_format]
     whole = real_model(config, begins=begins)
-    stages: dict[int, Stage] = {}
-    for index in layout.stages_of(process):
-        first, device = layout.first_layers[index], torch.device(layout.devices[index])
-        module = materialize(
-            model,
-            first,
-            len(layout.layer_names[index]),
-            run_seed=config.seed,
-            device=device,
-            whole=whole,
-        )
-        freeze(module, layout.frozen)
-        stages[index] = Stage(
-            index,
-            module.to(memory_format=memory_format),
-            first_layer=first,
-            inputs=layout.training_boundaries[index - 1] if index else (),
-            device=device,
-            run_seed=config.seed,
-            memory_format=memory_format,
-        )
-        stages[index].set_training(True)
+    stages = {index: build_stage(config, layout, index, model, whole) for index in layout.stages_of(process)}
     links = None
     if groups is not None:
         links = Links(
@@ -146,7 +124,7 @@ def build_engine(
             forward=groups.forward,
             backward=groups.backward,
             device=torch.device(layout.devices[process]),
-            memory_format=memory_format,
+            memory_format=MEMORY_FORMATS[layout.memory_format],
             timeout_seconds=config.timeout_seconds,
         )
     transport = links or HandOver([torch.device(device) for device in layout.devices])
@@ -160,3 +138,29 @@ def build_engine(
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
     )
+
+
+def build_stage(
+    config: TrainConfig,
+    layout: Layout,
+    index: int,
+    model: nn.Sequential,
+    whole: Callable[[], nn.Sequential] | None,
+) -> Stage:
+    """Stage `index`, in training mode; `model` stands on the meta device, `whole` is what `real_model` says."""
+    memory_format, device = MEMORY_FORMATS[layout.memory_format], torch.device(layout.devices[index])
+    first = layout.first_layers[index]
+    layers = len(layout.layer_names[index])
+    module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)
+    freeze(module, layout.frozen)
+    stage = Stage(
+        index,
+        module.to(memory_format=memory_format),
+        first_layer=first,
+        inputs=layout.training_boundaries[index - 1] if index else (),
+        device=device,
+        run_seed=config.seed,
+        memory_format=memory_format,
+    )
+    stage.set_training(True)
+    return stage

@@ -6,7 +6,7 @@ the denominator is known before the first action. Averages of averages, as peers
 micro-batches differ in size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +68,8 @@ class CrossEntropy:
         self._counted: list[torch.Tensor] = []
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        logits, *auxiliary = outputs
         targets = self._targets[micro_batch]
-        loss = _summed(logits, targets, self._smoothing)
-        for other in auxiliary:
-            loss = loss + self._auxiliary_weight * _summed(other, targets, self._smoothing)
-        return loss / self._elements
+        return _weighted(outputs, targets, self._smoothing, self._auxiliary_weight) / self._elements
 
     @torch.no_grad()
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
@@ -89,6 +85,24 @@ class CrossEntropy:
         rows = torch.stack(self._counted).cpu().tolist()
         loss, plain, top1, top5 = (sum(column) for column in zip(*rows, strict=True))
         return Totals(self._elements, loss, plain, top1, top5)
+
+
+def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[[Tensors], torch.Tensor]:
+    """The loss of logits on the meta device, for who wants to know what it costs."""
+
+    def loss(outputs: Tensors) -> torch.Tensor:
+        targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device="meta")
+        return _weighted(outputs, targets, label_smoothing, auxiliary_weight) / max(1, targets.numel())
+
+    return loss
+
+
+def _weighted(outputs: Tensors, targets: torch.Tensor, smoothing: float, auxiliary_weight: float) -> torch.Tensor:
+    logits, *auxiliary = outputs
+    loss = _summed(logits, targets, smoothing)
+    for other in auxiliary:
+        loss = loss + auxiliary_weight * _summed(other, targets, smoothing)
+    return loss
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:

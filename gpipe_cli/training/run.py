@@ -31,7 +31,7 @@ from gpipe_cli.training.inputs import Data, check_epochs, refuse_single_samples
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.restore import restore, save_checkpoint
-from gpipe_cli.training.step import evaluate, train_step
+from gpipe_cli.training.step import evaluate, gather_recording, train_step
 from gpipe_cli.training.team import Team
 from gpipe_cli.training.translations import translated_examples, translated_test_set
 from gpipe_cli.typed import show
@@ -97,23 +97,30 @@ def train(
         if team.leads:
             report("checkpoint", {"step": progress.step})
 
-    written = -1
+    written, recording, recorded_began = -1, None, 0.0
+    counted = progress.step + 1  # the second step, when what grows with use has grown
     for epoch, position in batches.stream(progress.epoch, progress.position, config.epochs):
         began = time.perf_counter()
         step = progress.step
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
-        result = train_step(config, engine, team, step, rate, training, epoch, position)
+        result = train_step(
+            config, engine, team, step, rate, training, epoch, position, before=recording, count=step == counted
+        )
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
         if team.leads:
-            totals, norm, memory = result.read()
+            numbers = result.read()
+            totals, norm = numbers.totals, numbers.gradient_norm
             _refuse_nonsense(totals.loss, norm, step, epoch, rate, config.learning_rate)
             loss, cross_entropy, top1, top5 = totals.means
+            report("recorded", {"seconds": result.read_before(), "began_seconds": recorded_began})
             report("step", {"step": step + 1, "epoch": epoch + 1, "position": position + 1,
                             "samples": batches.size(epoch, position), "tokens": totals.elements if text else None,
                             "seconds": time.perf_counter() - began, "loss": loss, "cross_entropy": cross_entropy,
                             "top1": top1, "top5": None if text else top5, "learning_rate": rate,
-                            "gradient_norm": norm, "memory_bytes": memory})  # fmt: skip
+                            "gradient_norm": norm, "memory_bytes": numbers.memory_bytes,
+                            "activation_bytes": numbers.activation_bytes})  # fmt: skip
+        recording, recorded_began = result.recording, began
         epoch_ends = position + 1 == batches.steps_per_epoch
         over = progress.step == end_step
         if over or (epoch_ends and (epoch + 1) % config.evaluate_every_epochs == 0):
@@ -141,6 +148,10 @@ def train(
             written = progress.step
         if over:
             break
+    if recording is not None:
+        seconds = gather_recording(engine, team, recording, config.micro_batches)
+        if team.leads:
+            report("recorded", {"seconds": seconds, "began_seconds": recorded_began})
     training.close()
     test.close()
     engine.executor.settle()

@@ -6,32 +6,29 @@ know it gets from the team.
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 import torch
 
 from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.clock import check
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
-from gpipe_cli.pipeline.schedule import Schedule, build, check, forward_only
+from gpipe_cli.pipeline.recording import MARKS, Recording, room
+from gpipe_cli.pipeline.schedule import Schedule, build, forward_only
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.inputs import Reading
+from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.loss import CrossEntropy, Totals
 from gpipe_cli.training.optimizer import gradients_of, set_learning_rate
+from gpipe_cli.training.planning import checked_schedule
 from gpipe_cli.training.team import Gathered, Team, gradient_norm
 
-# elements, loss, cross entropy, top-1, top-5; then the peak memory of each stage, and the norms of the parameters
+# elements, loss, cross entropy, top-1, top-5; then for each stage peak memory and counted bytes of activations, for
+# each parameter of the process its norm, and when each stage did what in the step before
 _SUMS = 5
-
-
-@lru_cache
-def training_schedule(name: str, partitions: int, micro_batches: int, recompute: str) -> Schedule:
-    """The checked schedule; a short last mini-batch may have fewer micro-batches, so there can be two in a run."""
-    schedule = build(name, partitions, micro_batches, recompute)
-    check(schedule)
-    return schedule
 
 
 @lru_cache
@@ -40,21 +37,77 @@ def evaluation_schedule(partitions: int, micro_batches: int) -> Schedule:
 
 
 @dataclass(frozen=True)
+class StepNumbers:
+    """What is known of a step; the same in every process."""
+
+    totals: Totals  # over the mini-batch
+    gradient_norm: float  # global
+    memory_bytes: list[int]  # of each stage, the peak so far
+    activation_bytes: list[int] | None  # of each stage, the most that was saved at once, if it was counted
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """What is known of a step; the same in every process once `read` has been called."""
+    """A step that was done here; what the others know of it may still be on its way."""
 
-    partitions: int
+    layout: Layout
     gathered: Gathered
+    counted: bool  # whether saved activations were
+    recording: Recording
+    before: Recording | None  # of the step before: its numbers came with this step's
 
-    def read(self) -> tuple[Totals, float, list[int]]:
-        """The sums over the mini-batch, the global gradient norm, and the peak memory of each stage in bytes."""
-        parts = self.gathered.wait()
+    def read(self) -> StepNumbers:
+        """What all processes know of it together."""
+        parts, partitions = self.gathered.wait(), self.layout.partitions
+        begin = _SUMS + 2 * partitions
         # what a process does not know is zero in its vector: only the last stage has seen the loss
-        known = torch.stack(parts)[:, : _SUMS + self.partitions].sum(dim=0).tolist()
+        known = torch.stack(parts)[:, :begin].sum(dim=0).tolist()
         elements, loss, cross_entropy, top1, top5 = known[:_SUMS]
-        norm = gradient_norm([part[_SUMS + self.partitions :] for part in parts])
-        totals = Totals(int(elements), loss, cross_entropy, top1, top5)
-        return totals, norm, [int(value) for value in known[_SUMS:]]
+        norms = [part[begin : begin + self.layout.most_parameter_tensors] for part in parts]
+        memory, activations = (
+            [int(value) for value in known[at : at + partitions]] for at in (_SUMS, begin - partitions)
+        )
+        return StepNumbers(
+            Totals(int(elements), loss, cross_entropy, top1, top5),
+            gradient_norm(norms),
+            memory,
+            activations if self.counted else None,
+        )
+
+    def read_before(self) -> list[list[float]]:
+        """Of the step before, for each stage when it did what (`Recording.seconds`); [] if there was none."""
+        if self.before is None:
+            return []
+        begin = _SUMS + 2 * self.layout.partitions + self.layout.most_parameter_tensors
+        return _by_stage(self.layout, [part[begin:] for part in self.gathered.wait()], self.before.schedule)
+
+
+def gather_recording(engine: Engine, team: Team, recording: Recording, micro_batches: int) -> list[list[float]]:
+    """As `StepResult.read_before`, of the last step, which no other follows."""
+    numbers = torch.zeros(_room(engine.layout, micro_batches), dtype=torch.float64)
+    _put(numbers, recording, team)
+    return _by_stage(engine.layout, team.gather(numbers).wait(), recording.schedule)
+
+
+def _room(layout: Layout, micro_batches: int) -> int:
+    return room(micro_batches) * (1 if layout.distributed else layout.partitions)
+
+
+def _put(numbers: torch.Tensor, recording: Recording, team: Team) -> None:
+    """When the stages of this process did what, on the clock of process 0."""
+    own = [value for _, values in sorted(recording.seconds().items()) for value in values]
+    numbers[: len(own)] = torch.tensor(own, dtype=torch.float64) - team.clock_offset_seconds
+
+
+def _by_stage(layout: Layout, parts: Sequence[torch.Tensor], schedule: Schedule) -> list[list[float]]:
+    seconds: list[list[float]] = []
+    for process, part in enumerate(parts):
+        values = part.tolist()
+        for stage in layout.stages_of(process):
+            length = MARKS * len(schedule[stage]) + 2
+            seconds.append(values[:length])
+            values = values[length:]
+    return seconds
 
 
 def train_step(
@@ -66,37 +119,52 @@ def train_step(
     data: Reading,
     epoch: int,
     position: int,
+    *,
+    before: Recording | None,
+    count: bool = False,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Mini-batch `position` of `epoch`: forward and backward through the pipeline, then every stage's optimizer with
-    learning rate `rate`."""
+    learning rate `rate`. `before` is the step before this one; with `count` the saved activations are counted."""
     sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
-    schedule = training_schedule(config.schedule, engine.layout.partitions, len(sizes), config.recompute)
+    schedule = checked_schedule(config.schedule, engine.layout.partitions, len(sizes), engine.layout.recompute)
     objective = _objective(config, engine, data, epoch, position, sizes, config.label_smoothing)
     lengths = data.batches.lengths(epoch, position)
-    engine.executor.run(schedule, step, sizes, _placed(engine, data.inputs()), objective, lengths)
+    for stage in engine.stages.values():
+        stage.count_saved(count)
+    recording = engine.executor.run(schedule, step, sizes, _placed(engine, data.inputs()), objective, lengths)
 
-    partitions = engine.layout.partitions
-    numbers = torch.zeros(_SUMS + partitions + engine.layout.most_parameter_tensors, dtype=torch.float64)
+    layout, partitions = engine.layout, engine.layout.partitions
+    norms_at = _SUMS + 2 * partitions
+    recording_at = norms_at + layout.most_parameter_tensors
+    numbers = torch.zeros(recording_at + _room(layout, config.micro_batches), dtype=torch.float64)
+    if before is not None:
+        _put(numbers[recording_at:], before, team)
     if objective is not None:
         numbers[:_SUMS] = torch.tensor(astuple(objective.totals()), dtype=torch.float64)
     for k in engine.stages:
-        numbers[_SUMS + k] = peak_memory_bytes(torch.device(engine.layout.devices[k]))
+        numbers[_SUMS + k] = peak_memory_bytes(torch.device(layout.devices[k]))
+        numbers[_SUMS + partitions + k] = engine.stages[k].peak_saved_bytes if count else 0
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
     if gradients:
         norms = torch.cat(_stacked(torch._foreach_norm(gradients)))
-        numbers[_SUMS + partitions : _SUMS + partitions + len(gradients)] = norms
-    result = StepResult(partitions, team.gather(numbers))
+        numbers[norms_at : norms_at + len(gradients)] = norms
+    result = StepResult(layout, team.gather(numbers), count, recording, before)
+    before_update()
     if config.gradient_clipping:
-        _, norm, _ = result.read()
+        norm = result.read().gradient_norm
         if gradients and norm > config.gradient_clipping:
             torch._foreach_mul_(gradients, config.gradient_clipping / norm)
     for k, optimizer in engine.optimizers.items():
+        now = engine.executor.recorder.clocks[k].now
+        begun = now()
         if optimizer is not None:
             set_learning_rate(optimizer, rate)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if k in engine.averages:
             engine.averages[k].update()
+        recording.update(k, begun, now())
     return result
 
 

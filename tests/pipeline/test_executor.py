@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.clock import linearize
 from gpipe_cli.pipeline.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.layer_cost import BoundaryTensor
 from gpipe_cli.pipeline.micro_batch import Tensors
-from gpipe_cli.pipeline.schedule import Action, Kind, build, forward_only, linearize
+from gpipe_cli.pipeline.schedule import Action, Kind, build, forward_only
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.pipeline.transport import HandOver
 
