@@ -6,7 +6,15 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.reporting.description import EvaluationMessage, PartitionDescription, RunDescription, StepMessage
+from gpipe_cli.reporting.description import (
+    EvaluationMessage,
+    PartitionDescription,
+    Prediction,
+    RecordedMessage,
+    RunDescription,
+    StepMessage,
+)
+from gpipe_cli.reporting.timeline_view import Bar, BarKind, TimelineView
 
 STEPS_PER_EPOCH = 4
 # What is different in the descriptions of text.
@@ -87,6 +95,30 @@ def step(number: int, **changes: Any) -> StepMessage:
     return StepMessage(**(message | changes))  # type: ignore[typeddict-item]
 
 
+def shares(bubble: float) -> dict[str, float]:
+    """A breakdown with so much bubble; what is left of 1 is compute."""
+    small = {"recompute": 0.2, "bubble": bubble, "imbalance": 0.03, "transfer": 0.01, "update": 0.02, "set_up": 0.04}
+    return {"compute": 1 - sum(small.values()), **small}
+
+
+def recorded(number: int, bubble: float = 0.1) -> RecordedMessage:
+    """What was recorded of a step: the bubble is one and a half times that of the whole step."""
+    return {"step": number, "breakdown": shares(bubble), "bubble": 1.5 * bubble}
+
+
+def prediction(**changes: Any) -> Prediction:
+    """Of 60 ms a step."""
+    values: dict[str, Any] = {
+        "source": "measured layers",
+        "step_seconds": 0.06,
+        "bubble": 0.16,
+        "breakdown": shares(0.12),
+        "memory_bytes": (5 * 2**20, 2**29),
+        "activation_bytes": (2 * 2**20, 3 * 2**20),
+    }
+    return Prediction(**(values | changes))
+
+
 def evaluation(number: int, **changes: Any) -> EvaluationMessage:
     """The message of an evaluation after step `number`."""
     message: dict[str, Any] = {
@@ -111,6 +143,32 @@ def text_step(number: int, **changes: Any) -> StepMessage:
 def text_evaluation(number: int, **changes: Any) -> EvaluationMessage:
     """As `evaluation`, of text: 5,000 tokens, perplexity 41.3."""
     return evaluation(number, **({"tokens": 5000, "loss": log_of(41.3), "top1": 0.312, "top5": None} | changes))
+
+
+def timeline(second: float = 0.01, **changes: Any) -> TimelineView:
+    """Two stages, two micro-batches, `except_last`, in units of `second` seconds; the step takes 13 of them.
+
+    stage 0 | F0 F1 .. .. .. .. B1 B1 R0 B0 B0 up up
+    stage 1 | .. tr F0 F1 B1 B1 R0 B0 B0 .. .. up up
+    """
+    F, R, B = "F", "R", "B"
+    first: list[tuple[BarKind, int | None, int, int]] = [
+        (F, 0, 0, 1), (F, 1, 1, 2), ("waiting", 1, 2, 6), (B, 1, 6, 8), (R, 0, 8, 9), (B, 0, 9, 11),
+        ("update", None, 11, 13),
+    ]  # fmt: skip
+    second_stage: list[tuple[BarKind, int | None, int, int]] = [
+        ("waiting", 0, 0, 1), ("transfer", 0, 1, 2), (F, 0, 2, 3), (F, 1, 3, 4), (B, 1, 4, 6), (R, 0, 6, 7),
+        (B, 0, 7, 9), ("update", None, 11, 13),
+    ]  # fmt: skip
+    stages = tuple(tuple(Bar(w, m, s * second, e * second) for w, m, s, e in bars) for bars in (first, second_stage))
+    values: dict[str, Any] = {
+        "title": "epoch 1, step 4",
+        "kind": "measured",
+        "stages": stages,
+        "step_seconds": 13 * second,
+        "bubble": 8 / 22,
+    }
+    return TimelineView(**(values | changes))
 
 
 def log(**options: Any) -> tuple[Console, io.StringIO]:

@@ -6,13 +6,14 @@ is minimized contains label smoothing and the auxiliary head, and would not comp
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
-from gpipe_cli.reporting.facts import show_banner, show_line
+from gpipe_cli.reporting.facts import show_banner, show_facts, show_line
 from gpipe_cli.reporting.measurement import EpochMeans
 from gpipe_cli.reporting.task import scores, words_of
 from gpipe_cli.reporting.units import learning_rate, loss, percent, perplexity, rate
@@ -84,6 +85,10 @@ class RunConsole:
         self._turn_to(message["epoch"])
         self._line_waits = False
         self._line(self._of_epochs(self._epoch), message)
+
+    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Shows labelled lines in the middle of a run; a bar stays below them."""
+        show_facts(self.console, facts)
 
     def stop(self) -> None:
         """Takes the bar away and shows the line that still waits; harmless when repeated."""

@@ -8,11 +8,19 @@ import html
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from gpipe_cli.reporting.description import EvaluationMessage, StepMessage, Translation
+from gpipe_cli.reporting.breakdown import share_word
+from gpipe_cli.reporting.description import EvaluationMessage, Prediction, RecordedMessage, StepMessage, Translation
 from gpipe_cli.reporting.task import Task, perplexity, words_of
+from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.units import duration, percent, size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 TRAIN_LOSS = "train/loss"  # what is minimized
 TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
@@ -30,6 +38,12 @@ GRADIENT_NORM = "gradient_norm"
 SAMPLES_PER_SECOND = "speed/samples_per_second"
 TOKENS_PER_SECOND = "speed/tokens_per_second"
 STEP_SECONDS = "speed/step_seconds"
+PREDICTED_STEP_SECONDS = "speed/predicted_step_seconds"
+BUBBLE_MEASURED = "bubble/measured"  # idle share of the pipeline's window
+BUBBLE_PREDICTED = "bubble/predicted"
+BUBBLE_IDEAL = "bubble/ideal"  # (K-1)/(M+K-1)
+TIMELINE = "timeline"  # pictures, one per epoch
+PREDICTION = "prediction"  # in words
 TRANSLATIONS = "translations"
 CONFIG = "config"
 BANNER = "banner"
@@ -43,6 +57,11 @@ def memory_tag(stage: int) -> str:
     return f"memory/stage_{stage}_gib"
 
 
+def share_tag(share: str) -> str:
+    """Measured share of the stage-time of a step; of the bubble too, here of the whole step."""
+    return f"step/{share}"
+
+
 class Dashboard:
     """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed."""
 
@@ -51,6 +70,7 @@ class Dashboard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1, flush_secs=FLUSH_SECONDS)
         self._first_step = first_step
         self._text = words_of(task).text
+        self._constants: tuple[tuple[str, float], ...] = ()
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Puts the configuration and the banner beside the curves."""
@@ -59,16 +79,46 @@ class Dashboard:
             self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), self._first_step)
         self._writer.flush()
 
+    def predict(self, prediction: Prediction | None, ideal_bubble: float) -> None:
+        """What measured curves are compared with: level lines beside them from now on, and all of it in words.
+
+        The tab Custom Scalars of TensorBoard then shows measured, predicted and ideal values in one chart.
+        """
+        self._constants = ((BUBBLE_IDEAL, ideal_bubble),)
+        if prediction is not None:
+            self._constants += (
+                (BUBBLE_PREDICTED, prediction.bubble),
+                (PREDICTED_STEP_SECONDS, prediction.step_seconds),
+            )
+            self._writer.add_text(PREDICTION, _prediction_table(prediction), self._first_step)
+            charts = {
+                "bubble": ["Multiline", [BUBBLE_MEASURED, BUBBLE_PREDICTED, BUBBLE_IDEAL]],
+                "step seconds": ["Multiline", [STEP_SECONDS, PREDICTED_STEP_SECONDS]],
+                "step": ["Multiline", [share_tag(share) for share in SHARES]],
+            }
+            self._writer.add_custom_scalars({"measured and predicted": charts})
+        self._writer.flush()
+
     def step(self, message: StepMessage) -> None:
         """The curves of training; what is None is left out."""
         self._draw(message["step"], _training(message))
         self._draw(message["step"], _training_text(message) if self._text else _training_images(message))
+
+    def recorded(self, message: RecordedMessage) -> None:
+        """Where the time of a step went."""
+        shares = ((share_tag(share), value) for share, value in message["breakdown"].items())
+        self._draw(message["step"], [(BUBBLE_MEASURED, message["bubble"]), *shares, *self._constants])
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The curves of the test set, and what was translated of it."""
         self._draw(message["step"], _test_text(message) if self._text else _test_images(message))
         if self._text and message["translations"]:
             self._writer.add_text(TRANSLATIONS, _table(message["translations"]), message["step"])
+        self._writer.flush()
+
+    def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
+        """A picture of a step, of shape (height, width, 3)."""
+        self._writer.add_image(TIMELINE, picture, step, dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
@@ -88,8 +138,8 @@ def _training(message: StepMessage) -> Iterator[tuple[str, float | None]]:
     yield GRADIENT_NORM, message["gradient_norm"]
     yield SAMPLES_PER_SECOND, message["samples"] / message["seconds"]
     yield STEP_SECONDS, message["seconds"]
-    for stage, size in enumerate(message["memory_bytes"]):
-        yield memory_tag(stage), size / GIB
+    for stage, peak in enumerate(message["memory_bytes"]):
+        yield memory_tag(stage), peak / GIB
 
 
 def _training_images(message: StepMessage) -> Iterator[tuple[str, float | None]]:
@@ -114,6 +164,23 @@ def _test_text(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]
     yield TEST_LOSS, message["loss"]
     yield TEST_PERPLEXITY, perplexity(message["loss"])
     yield TEST_TOKEN_ACCURACY, message["top1"]
+
+
+def _prediction_table(prediction: Prediction) -> str:
+    """As Markdown: the shares of a step, then the stages."""
+    shares = "".join(f"| {share_word(name)} | {percent(prediction.breakdown[name])} |\n" for name in SHARES)
+    stages = "".join(
+        f"| {stage} | {size(memory)} | {size(activations)} |\n"
+        for stage, (memory, activations) in enumerate(
+            zip(prediction.memory_bytes, prediction.activation_bytes, strict=True)
+        )
+    )
+    return (
+        f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step, "
+        f"bubble {percent(prediction.bubble)}\n\n"
+        f"| of a step's stage-time | predicted |\n| --- | --- |\n{shares}\n"
+        f"| stage | memory, predicted | of it activations |\n| --- | --- | --- |\n{stages}"
+    )
 
 
 def _table(translations: Iterable[Translation]) -> str:

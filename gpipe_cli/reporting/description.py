@@ -4,8 +4,9 @@ Section 2 of the paper describes a run by K, M and the partitions; this is that 
 repeat it. Messages are plain dictionaries because they travel between processes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from gpipe_cli.reporting.task import Task
 
@@ -21,6 +22,23 @@ class PartitionDescription:
     parameters: int
     cost_share: float | None  # of the computation, as the partitioner counts it, 0 to 1; None: unknown
     device: str  # `cpu`, `cuda:0`
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run was said to take before it began; of one optimizer step."""
+
+    source: str  # of the seconds, one phrase: `hardware=cpu figures`, `measured layers`
+    step_seconds: float
+    bubble: float  # idle share of the pipeline's window, 0 to 1
+    breakdown: Mapping[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
+    memory_bytes: tuple[int, ...]  # per stage, in all
+    activation_bytes: tuple[int, ...]  # per stage, of all micro-batches in flight
+
+    @property
+    def from_figures(self) -> bool:
+        """Whether the seconds follow from the figures of some hardware, which need not be this machine."""
+        return self.source.startswith("hardware=")
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,7 @@ class RunDescription:
     task: Task = "classification"
     preset: str | None = None  # name of the settings that it began with
     notes: tuple[tuple[str, str], ...] = ()  # more lines of the banner: label, fact
+    prediction: Prediction | None = None
     # Text only.
     vocabulary: int | None = None  # tokens in it
     languages: int | None = None  # of a translation
@@ -106,6 +125,17 @@ class StepMessage(TypedDict):
     learning_rate: float
     gradient_norm: float | None  # over all stages, before clipping
     memory_bytes: list[int]  # peak of each stage so far
+    activation_bytes: NotRequired[
+        list[int] | None
+    ]  # most that each stage held, counted; comes once, in the first steps
+
+
+class RecordedMessage(TypedDict):
+    """When the stages did what in a step: known once the next one was done, as nobody waits for it."""
+
+    step: int
+    breakdown: dict[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
+    bubble: float  # idle share of the pipeline's window, 0 to 1
 
 
 class Translation(TypedDict):

@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.reporting.breakdown import share_facts
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription, TranslationResult
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, perplexity, plural, rate, size
 
 LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `global batch 32 = 1 replica x ...`
 MEMORY_PER_LINE = 3
+TIMELINE_PAGE = "timeline.html"
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
@@ -76,6 +78,8 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
             show_line(console, f"{status} {stopped}", "bold red")
     show_facts(console, _outcome(result))
     show_facts(console, [("run folder", str(folder))])
+    if (folder / TIMELINE_PAGE).exists():
+        show_facts(console, [("timeline", str(folder / TIMELINE_PAGE))])
     if result["status"] in ("interrupted", "failed"):
         show_facts(console, [("checkpoint", checkpoint)])
         if resume is not None:
@@ -191,6 +195,7 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
             yield "", "measured_one_device: stages shared a device or cores"
         else:
             yield "", "measured: every stage had a device or cores of its own"
+    yield from share_facts(result)
     memory = [f"stage {stage} {size(peak)}" for stage, peak in enumerate(result["memory_bytes"])]
     for first in range(0, len(memory), MEMORY_PER_LINE):
         yield "" if first else "peak memory", ", ".join(memory[first : first + MEMORY_PER_LINE])

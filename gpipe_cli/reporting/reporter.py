@@ -11,16 +11,34 @@ from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
 
+from gpipe_cli.reporting.breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
 from gpipe_cli.reporting.console import RunConsole
 from gpipe_cli.reporting.dashboard import Dashboard
-from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, Status, StepMessage, TranslationResult
-from gpipe_cli.reporting.facts import outcome_of_test, outcome_of_translation, show_banner, show_facts, show_summary
+from gpipe_cli.reporting.description import (
+    EvaluationMessage,
+    RecordedMessage,
+    RunDescription,
+    Status,
+    StepMessage,
+    TranslationResult,
+)
+from gpipe_cli.reporting.facts import (
+    TIMELINE_PAGE,
+    outcome_of_test,
+    outcome_of_translation,
+    show_banner,
+    show_facts,
+    show_summary,
+)
 from gpipe_cli.reporting.measurement import Throughput, hardware, versions
 from gpipe_cli.reporting.result import RESULT, read_result, write_result
 from gpipe_cli.reporting.task import Task, scores, words_of
+from gpipe_cli.reporting.timeline_page import MOST_PICTURES, write_page
+from gpipe_cli.reporting.timeline_view import StepPicture
 from gpipe_cli.reporting.units import duration, plural
 
 EVALUATION = "evaluate.json"
+TIMELINE_PICTURE = "timeline.png"
 
 
 class Reporter:
@@ -42,6 +60,10 @@ class Reporter:
         self._memory_bytes: list[int] = []
         self._checkpoint: str | None = None
         self._throughput = Throughput()
+        self._shares = MeasuredShares()
+        self._activation_bytes: list[int] | None = None
+        self._compared = False
+        self._pictures: list[StepPicture] = []
         self._machine = {
             "versions": versions(self._text),
             "hardware": hardware(description.gpu_names, description.threads),
@@ -49,6 +71,7 @@ class Reporter:
         self._test, self._best = _earlier(description)
         self._console = RunConsole(console or Console(), description)
         self._dashboard = Dashboard(folder, description.first_step, description.task)
+        self._dashboard.predict(description.prediction, description.ideal_bubble)
         self._write()
 
     def banner(self) -> None:
@@ -70,9 +93,34 @@ class Reporter:
         self._memory_bytes = message["memory_bytes"]
         speed = self._throughput
         speed.add(message["samples"], message["seconds"], message["tokens"] if self._text else None)
+        self._activation_bytes = message.get("activation_bytes") or self._activation_bytes
         self._dashboard.step(message)
         recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
         self._console.step(message, recent)
+        if speed.steps >= COMPARED_STEPS:
+            self._compare()
+
+    def recorded(self, message: RecordedMessage) -> None:
+        """It is known where the time of a step went."""
+        if self._status != "running":
+            return
+        done = message["step"] - self._run.first_step
+        self._shares.add(message["breakdown"], message["bubble"], done <= self._throughput.warm_up_steps)
+        self._dashboard.recorded(message)
+
+    def timeline(self, picture: StepPicture) -> None:
+        """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
+        if self._status != "running":
+            return
+        from gpipe_cli.reporting.timeline_picture import draw, write_picture
+
+        self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
+        write_page(self._folder / TIMELINE_PAGE, f"{self._run.model_name} on {self._run.dataset_name}", self._pictures)
+
+        views = [picture.measured] if picture.predicted is None else [picture.measured, picture.predicted]
+        image = draw(views)
+        write_picture(self._folder / TIMELINE_PICTURE, image)
+        self._dashboard.timeline(picture.step, image)
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The test set was seen."""
@@ -98,6 +146,8 @@ class Reporter:
         self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
         self._dashboard.close()
         self._console.stop()
+        if not self._throughput.includes_warm_up:
+            self._compare()
         show_summary(self._console.console, self._result(), self._folder, *self._resumable())
 
     def _resumable(self) -> tuple[str, str | None]:
@@ -107,6 +157,14 @@ class Reporter:
         if self._run.resumed_from is not None:
             return f"no new one; that of {self._run.resumed_from} is still there", self._run.resumed_from
         return "none was written yet, there is nothing to resume", None
+
+    def _compare(self) -> None:
+        """Says once what became of the prediction."""
+        prediction, seconds = self._run.prediction, self._throughput.step_seconds
+        if self._compared or prediction is None or seconds is None:
+            return
+        self._compared = True
+        self._console.facts(comparison(prediction, seconds, self._activation_bytes))
 
     def _write(self) -> None:
         write_result(self._folder, self._result())
@@ -133,6 +191,8 @@ class Reporter:
             "memory_bytes": self._memory_bytes,
             "global_batch": run.global_batch,
             "ideal_bubble": run.ideal_bubble,
+            **share_result(self._shares, run.prediction, run.ideal_bubble),
+            "activation_bytes": self._activation_bytes,
             "partitions": [
                 {
                     "layers": list(partition.layers),

@@ -10,6 +10,14 @@ def count(number: int) -> str:
     return str(number)
 
 
+def operations(number: float) -> str:
+    """`12.3 G` floating point operations; small numbers as they are."""
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size * 0.99995:
+            return f"{number / size:.1f} {unit}" if number < size * 999.95 else f"{number / size:,.0f} {unit}"
+    return f"{number:.0f}"
+
+
 def percent(share: float | None) -> str:
     """`98.6 %` for 0.986; `-` if there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"

@@ -4,8 +4,18 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from reporting_runs import TRANSLATIONS, evaluation, step, text_evaluation, text_step
+from reporting_runs import (
+    TRANSLATIONS,
+    evaluation,
+    prediction,
+    recorded,
+    shares,
+    step,
+    text_evaluation,
+    text_step,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpipe_cli.reporting import dashboard
@@ -144,3 +154,58 @@ def test_configuration_and_banner_stand_beside_the_curves(tmp_path: Path) -> Non
     texts = {tag: events(tmp_path).Tensors(f"{tag}/text_summary")[0] for tag in (dashboard.CONFIG, dashboard.BANNER)}
     content = {tag: text.tensor_proto.string_val[0].decode() for tag, text in texts.items()}
     assert content == {dashboard.CONFIG: "    model:\n      filters: 16", dashboard.BANNER: "    stage  device"}
+
+
+def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path)
+    board.predict(prediction(), 0.2)
+    board.recorded(recorded(1))
+    board.step(step(2))  # nothing was recorded of it
+    board.recorded(recorded(3, bubble=0.14))
+    board.close()
+    assert curve(tmp_path, "bubble/measured") == [(1, 0.15), (3, 0.21)]
+    assert curve(tmp_path, "bubble/predicted") == [(1, 0.16), (3, 0.16)]
+    assert curve(tmp_path, "bubble/ideal") == [(1, 0.2), (3, 0.2)]
+    assert curve(tmp_path, "speed/predicted_step_seconds") == [(1, 0.06), (3, 0.06)]
+    for share, value in shares(0.14).items():
+        assert curve(tmp_path, f"step/{share}")[1] == (3, value)
+    (words,) = events(tmp_path).Tensors("prediction/text_summary")
+    table = words.tensor_proto.string_val[0].decode()
+    assert "Predicted from measured layers: 60.0 ms a step, bubble 16.0 %" in table
+    assert "| set-up | 4.0 % |" in table
+    assert "| 1 | 512.0 MiB | 3.0 MiB |" in table
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
+def test_measured_and_predicted_share_a_chart(tmp_path: Path) -> None:
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    board = Dashboard(tmp_path)
+    board.predict(prediction(), 0.2)
+    board.close()
+    (event,) = events(tmp_path).Tensors("custom_scalars__config__")
+    (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
+    tags = {chart.title: list(chart.multiline.tag) for chart in category.chart}
+    assert tags["bubble"] == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
+    assert tags["step seconds"] == ["speed/step_seconds", "speed/predicted_step_seconds"]
+
+
+def test_without_a_prediction_the_bubble_stands_beside_the_ideal_one(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path)
+    board.predict(None, 0.2)
+    board.recorded(recorded(1))
+    board.close()
+    tags = set(events(tmp_path).Tags()["scalars"])
+    assert {tag for tag in tags if tag.startswith("bubble")} == {"bubble/measured", "bubble/ideal"}
+    assert dashboard.PREDICTED_STEP_SECONDS not in tags
+
+
+def test_pictures_of_timelines_are_images(tmp_path: Path) -> None:
+    picture = np.zeros((6, 9, 3), np.uint8)
+    picture[:, :4] = (200, 100, 50)
+    board = Dashboard(tmp_path)
+    board.timeline(45, picture)
+    board.timeline(90, picture)
+    board.close()
+    images = events(tmp_path).Images("timeline")
+    assert [(image.step, image.height, image.width) for image in images] == [(45, 6, 9), (90, 6, 9)]

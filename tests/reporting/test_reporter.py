@@ -9,14 +9,19 @@ from reporting_runs import (
     description,
     evaluation,
     log,
+    prediction,
+    recorded,
+    shares,
     step,
     text_evaluation,
     text_step,
+    timeline,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
 from gpipe_cli.reporting.result import read_result
+from gpipe_cli.reporting.timeline_view import StepPicture
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -290,3 +295,96 @@ def test_a_translation_that_was_not_decoded_has_no_scores(tmp_path: Path) -> Non
     written, lines = evaluated(tmp_path, task="translation")
     assert written["translation"] is None
     assert len(lines) == 4
+
+
+def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(prediction=prediction()), console)
+    bubbles = [0.5, 0.5, 0.5, 0.1, 0.11, 0.3]
+    for number, bubble in enumerate(bubbles, 1):
+        reporter.step(step(number, activation_bytes=[2 * 2**20, 4 * 2**20] if number == 2 else None))
+        reporter.recorded(recorded(number, bubble))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["breakdown"]["measured"] == pytest.approx(shares(0.11))
+    assert sum(result["breakdown"]["measured"].values()) == pytest.approx(1)
+    assert result["breakdown"]["predicted"] == shares(0.12)
+    assert result["bubble"] == {"measured": pytest.approx(0.165), "predicted": 0.16, "ideal": 0.2}
+    assert result["prediction"] == {
+        "source": "measured layers",
+        "step_seconds": 0.06,
+        "memory_bytes": [5 * 2**20, 2**29],
+        "activation_bytes": [2 * 2**20, 3 * 2**20],
+    }
+    assert result["activation_bytes"] == [2 * 2**20, 4 * 2**20]
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("run folder", "curves")))
+    first = lines.index("bubble       16.5 % measured, 20.0 % ideal (K-1)/(M+K-1), 16.0 % predicted")
+    assert lines[first + 1 : first + 5] == [
+        "step         measured: compute 59.0 %, recompute 20.0 %, bubble 11.0 %,",
+        "             imbalance 3.0 %, transfer 1.0 %, update 2.0 %, set-up 4.0 %",
+        "             predicted: compute 58.0 %, recompute 20.0 %, bubble 12.0 %,",
+        "             imbalance 3.0 %, transfer 1.0 %, update 2.0 %, set-up 4.0 %",
+    ]
+    first = lines.index("predicted    60.0 ms a step, measured 62.5 ms (4 % more)")
+    assert lines[first + 1 : first + 3] == [
+        "             stage 0: 2.0 MiB of activations, counted 2.0 MiB (as predicted)",
+        "             stage 1: 3.0 MiB of activations, counted 4.0 MiB (33 % more)",
+    ]
+
+
+def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> None:
+    console, file = log()
+    figures = prediction(source="hardware=cpu figures", step_seconds=0.125)
+    reporter = Reporter(tmp_path, description(prediction=figures), console)
+    for number in range(1, 20):
+        reporter.step(step(number))
+    assert "predicted" not in file.getvalue()
+    reporter.step(step(20))
+    lines = file.getvalue().splitlines()
+    assert "predicted    125.0 ms a step, measured 62.5 ms (50 % less)" in lines
+    assert "             from hardware=cpu figures; cost=measured predicts from this machine" in lines
+    reporter.step(step(21))
+    reporter.finish("completed")
+    assert file.getvalue().count("predicted ") == 1  # nothing else was measured
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path, steps: int) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(prediction=prediction()), console)
+    for number in range(1, steps + 1):
+        reporter.step(step(number))
+        if number <= 3:  # what was recorded of a step comes with the next one
+            reporter.recorded(recorded(number))
+    reporter.finish("interrupted")
+    assert ("predicted    60.0 ms a step" in file.getvalue()) == (steps == 4)
+    assert read_result(tmp_path)["breakdown"]["measured"] == pytest.approx(shares(0.1))  # of warm-up for want of others
+
+
+def test_what_was_not_recorded_is_null(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(), log()[0])
+    reporter.step(step(1))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["breakdown"] == {"measured": None, "predicted": None}
+    assert result["bubble"] == {"measured": None, "predicted": None, "ideal": 0.2}
+    assert (result["prediction"], result["activation_bytes"]) == (None, None)
+
+
+def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(), console)
+    reporter.timeline(StepPicture(1, 4, timeline()))
+    first = (tmp_path / "timeline.png").read_bytes()
+    reporter.timeline(StepPicture(2, 8, timeline(), timeline(0.008, kind="predicted")))
+    reporter.finish("completed")
+    assert (tmp_path / "timeline.png").read_bytes() != first
+    html = (tmp_path / "timeline.html").read_text(encoding="utf-8")
+    assert html.index("epoch 2, step 8") < html.index("epoch 1, step 4")
+    assert f"timeline     {tmp_path}/timeline.html" in file.getvalue().splitlines()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    one, both = events.Images("timeline")
+    assert (one.step, both.step) == (4, 8)
+    assert both.height > one.height

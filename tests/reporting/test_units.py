@@ -11,6 +11,14 @@ def test_count(number: int, words: str) -> None:
     assert units.count(number) == words
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0"), (999, "999"), (53_240_000, "53.2 M"), (999.96e6, "1.0 G"), (1.4e14, "140.0 T"), (5e21, "5,000 E")],
+)
+def test_operations(number: float, words: str) -> None:
+    assert units.operations(number) == words
+
+
 @pytest.mark.parametrize(("number", "words"), [(0, "0 B"), (2**20, "1.0 MiB"), (1.5 * 2**30, "1.5 GiB")])
 def test_size(number: float, words: str) -> None:
     assert units.size(number) == words

@@ -1,0 +1,77 @@
+"""The colours of a timeline: the hue tells the micro-batch, the lightness tells forward, recompute and backward.
+
+Figure 2(c) of the paper tells micro-batches apart by their names alone; at 32 of them there is no room for names. The
+hues go from blue over red to yellow: of two micro-batches the later one is always the more yellow one, which is the
+difference that the common kinds of colour blindness leave. Lightness stays free for the kind of the action and is even
+over all hues, because the colours are mixed in OKLCH (Ottosson, 2020, "A perceptual color space for image processing").
+What is no action has no hue.
+"""
+
+import math
+
+from gpipe_cli.reporting.timeline_view import BarKind
+
+Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
+
+FIRST_HUE, LAST_HUE = 262.0, 448.0  # degrees: blue; yellow, once around
+_LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13)}
+
+IDLE: Colour = (240, 240, 242)
+IDLE_LINE: Colour = (208, 208, 214)  # of the hatching
+WAITING: Colour = (224, 224, 229)
+TRANSFER: Colour = (138, 140, 150)
+UPDATE: Colour = (62, 64, 74)
+WORDS = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "waiting": "waiting",
+    "transfer": "transfer",
+    "update": "weight update",
+}
+
+
+def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour:
+    """Of a bar; ``micro_batches`` is M."""
+    match what:
+        case "waiting":
+            return WAITING
+        case "transfer":
+            return TRANSFER
+        case "update":
+            return UPDATE
+    lightness, chroma = _LIGHTNESS_AND_CHROMA[what]
+    share = (micro_batch or 0) / max(1, micro_batches - 1)
+    return oklch(lightness, chroma, FIRST_HUE + share * (LAST_HUE - FIRST_HUE))
+
+
+def hexadecimal(rgb: Colour) -> str:
+    """`#1f77b4`."""
+    return "#{:02x}{:02x}{:02x}".format(*rgb)
+
+
+def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
+    """The sRGB colour; chroma is lowered as far as a screen cannot show it."""
+    hue = math.radians(hue_degrees)
+    while True:
+        linear = _linear(lightness, chroma * math.cos(hue), chroma * math.sin(hue))
+        if all(-1e-4 <= part <= 1 + 1e-4 for part in linear) or chroma < 1e-3:
+            red, green, blue = (round(255 * _gamma(min(1.0, max(0.0, part)))) for part in linear)
+            return red, green, blue
+        chroma *= 0.97
+
+
+def _linear(lightness: float, a: float, b: float) -> tuple[float, float, float]:
+    """Oklab to linear sRGB, with the numbers of its author."""
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    return (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+
+
+def _gamma(part: float) -> float:
+    return 12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055

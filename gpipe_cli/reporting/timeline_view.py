@@ -1,0 +1,84 @@
+"""A training step as a picture needs it: Figure 2(c) of the paper with a time axis, in seconds and without objects.
+
+The pipeline has timelines of its own, simulated and measured. What draws them knows neither schedules nor clocks: it is
+given these plain values, so that a prediction and what became of it are drawn by the same lines of code.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
+TimelineKind = Literal["measured", "predicted"]
+
+ACTIONS: tuple[BarKind, ...] = ("F", "R", "B")
+# The shares of a step's stage-time, in the order in which they are shown; together they are 1. The paper's overhead
+# breakdown (section 3.1 of the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
+SHARES = ("compute", "recompute", "bubble", "imbalance", "transfer", "update", "set_up")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a stage did, or waited for, in one interval."""
+
+    what: BarKind  # forward, recompute, backward; or waiting for a neighbour, an exposed transfer, the weight update
+    micro_batch: int | None  # m; None where none is meant, as for the update
+    start_seconds: float  # since the step began
+    end_seconds: float
+
+    @property
+    def name(self) -> str:
+        """`F0`, `update`."""
+        if self.micro_batch is None or self.what not in ACTIONS:
+            return self.what
+        return f"{self.what}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class TimelineView:
+    """One step of a pipeline, measured or predicted; ``stages[k]`` is what stage k did, in order of time.
+
+    Bars of a stage do not overlap. Times without any bar are idle and count as bubble to the eye, as `waiting` does.
+    """
+
+    title: str  # what is seen; kind and numbers are added: `epoch 3, step 135`, `K = 4, M = 16`
+    kind: TimelineKind
+    stages: tuple[tuple[Bar, ...], ...]
+    step_seconds: float  # of the whole step, update and set-up included
+    bubble: float  # share of stage-time, 0 to 1
+
+    @property
+    def end_seconds(self) -> float:
+        """Where the time axis has to end: the step's end, or that of a bar behind it."""
+        return max([self.step_seconds, *(bars[-1].end_seconds for bars in self.stages if bars)])
+
+    @property
+    def micro_batches(self) -> int:
+        """M, as far as the bars tell."""
+        seen = (bar.micro_batch for bars in self.stages for bar in bars if bar.micro_batch is not None)
+        return max(seen, default=-1) + 1
+
+
+@dataclass(frozen=True)
+class StepPicture:
+    """What is shown of one step: the measured timeline, the predicted one if there is any, the shares of both."""
+
+    epoch: int
+    step: int  # steps done, this one included
+    measured: TimelineView
+    predicted: TimelineView | None = None
+    measured_breakdown: Mapping[str, float] | None = None  # SHARES -> share of stage-time, 0 to 1
+    predicted_breakdown: Mapping[str, float] | None = None
+
+
+def axis_unit(end_seconds: float) -> tuple[str, float]:
+    """The unit of a time axis that ends there, and its seconds."""
+    return ("s", 1.0) if end_seconds >= 2 else ("ms", 1e-3) if end_seconds >= 2e-3 else ("µs", 1e-6)
+
+
+def axis_ticks(end_seconds: float) -> list[float]:
+    """Five to ten round times in seconds, from 0 to the end of an axis, which is above 0."""
+    power = 10.0 ** math.floor(math.log10(end_seconds / 10))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power >= end_seconds / 10 * 0.999)
+    return [step * n for n in range(int(end_seconds / step + 1e-9) + 1)]

@@ -1,0 +1,64 @@
+import pytest
+from reporting_runs import prediction, shares
+
+from gpipe_cli.reporting.breakdown import MeasuredShares, comparison, difference, share_facts, share_lines
+from gpipe_cli.reporting.timeline_view import SHARES
+
+
+def test_medians_are_scaled_to_a_whole() -> None:
+    measured = MeasuredShares()
+    assert (measured.breakdown, measured.bubble) == (None, None)
+    steps = [dict.fromkeys(SHARES, 0.0) | {name: 0.4, "compute": 0.6} for name in ("bubble", "transfer", "update")]
+    for step in steps:
+        measured.add(step, 0.3, warm_up=False)
+    found = measured.breakdown  # medians: compute 0.6, all others 0
+    assert found == dict.fromkeys(SHARES, 0.0) | {"compute": 1.0}
+    assert measured.bubble == 0.3
+
+
+def test_warm_up_counts_until_there_is_something_else() -> None:
+    measured = MeasuredShares()
+    measured.add(shares(0.5), 0.6, warm_up=True)
+    assert measured.bubble == 0.6
+    measured.add(shares(0.1), 0.2, warm_up=False)
+    measured.add(shares(0.2), 0.3, warm_up=False)
+    assert measured.bubble == 0.25
+    assert measured.breakdown is not None
+    assert measured.breakdown["bubble"] == pytest.approx(0.15)
+
+
+def test_lines_fit_eighty_columns() -> None:
+    for line in share_lines("predicted", dict.fromkeys(SHARES, 0.9876)):
+        assert len(line) <= 80 - 13
+
+
+def test_lines_without_a_prediction() -> None:
+    result = {
+        "bubble": {"measured": 0.25, "predicted": None, "ideal": 0.2},
+        "breakdown": {"measured": shares(0.1), "predicted": None},
+    }
+    facts = list(share_facts(result))
+    assert facts[0] == ("bubble", "25.0 % measured, 20.0 % ideal (K-1)/(M+K-1)")
+    assert [label for label, _ in facts] == ["bubble", "step", ""]
+    assert list(share_facts({})) == []
+
+
+def test_of_many_stages_the_fullest_is_told() -> None:
+    sizes = tuple(2**20 * n for n in (5, 9, 7, 3, 2))
+    lines = list(comparison(prediction(activation_bytes=sizes), 0.06, [n - 2**20 for n in sizes]))
+    assert lines == [
+        ("predicted", "60.0 ms a step, measured 60.0 ms (as predicted)"),
+        ("", "the fullest, stage 1: 9.0 MiB of activations, counted 8.0 MiB (11 % less)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "found", "words"),
+    [(100, 104, "4 % more"), (100, 88, "12 % less"), (100, 100.4, "as predicted"), (1, 21, "2,000 % more")],
+)
+def test_differences_in_words(predicted: float, found: float, words: str) -> None:
+    assert difference(predicted, found) == words
+
+
+def test_nothing_predicted_is_no_error() -> None:
+    assert (difference(0, 0), difference(0, 5)) == ("as predicted", "nothing was predicted")
