@@ -1,6 +1,10 @@
 """Models as a user writes them, for `model.target=custom_models:...`."""
 
+import random
+
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -68,3 +72,129 @@ class Named(nn.Linear):
 
 def returns_names() -> nn.Sequential:
     return nn.Sequential(Named(24, 2))
+
+
+class Noise(nn.Module):
+    """Adds noise from a source that torch's seed does not rule."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_meta:
+            return x + 0
+        match self.source:
+            case "random":
+                return x + random.random()
+            case "numpy":
+                return x + float(np.random.rand())
+            case _:
+                return x + float(self.generator.random())
+
+
+class Scaling(nn.Module):
+    """Halves its input in place, where autograd does not see it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.detach().mul_(0.5)
+        return x + 0
+
+
+class RealReLU(nn.Module):
+    """Works in place, but not where shapes are found out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() if x.is_meta else x.relu_()
+
+
+class NoValues(nn.Module):
+    """Works as long as there is nothing to work on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta:
+            raise RuntimeError("no values,\nplease")
+        return x
+
+
+class Lonely(nn.Module):
+    """Refuses to work where others are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized():
+            raise RuntimeError("not alone")
+        return x + 0
+
+
+_calls = 0
+
+
+class Counting(nn.Module):
+    """Counts its calls, where no copy of the layer can have a count of its own, and gives what depends on them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global _calls
+        _calls += 1
+        return x * (1 + _calls / 1000)
+
+
+class Tracking(nn.Module):
+    """Follows the mean of what it sees, as some norms do, in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.lerp_(x.detach().mean(), 0.1)
+        return x + 0
+
+
+def with_layer(layer: nn.Module) -> nn.Sequential:
+    """A small network whose second layer is `layer`."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), layer, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
+
+
+def works_in_place() -> nn.Sequential:
+    return with_layer(nn.ReLU(inplace=True))
+
+
+def scales_in_place() -> nn.Sequential:
+    return with_layer(Scaling())
+
+
+def hides_in_place() -> nn.Sequential:
+    return with_layer(RealReLU())
+
+
+def wants_no_values() -> nn.Sequential:
+    return with_layer(NoValues())
+
+
+def is_lonely() -> nn.Sequential:
+    return with_layer(Lonely())
+
+
+def draws_elsewhere(source: str) -> nn.Sequential:
+    return with_layer(Noise(source))
+
+
+def counts() -> nn.Sequential:
+    return with_layer(Counting())
+
+
+def tracks() -> nn.Sequential:
+    return with_layer(Tracking())
+
+
+def shares() -> nn.Sequential:
+    """Its second and third layers have one weight."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 192), nn.Linear(192, 192), nn.ReLU(), nn.Linear(192, 4))
+    model[2].weight = model[1].weight
+    return model
+
+
+def repeats_a_module() -> nn.Sequential:
+    activation = nn.ReLU()
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), activation, nn.Linear(8, 4), activation)

@@ -1,0 +1,76 @@
+"""`gpipe check`: proves on one's own model, data and machine what the paper promises: partitions change nothing."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
+from gpipe_cli.commands.train import GROUPS, make_run_folder
+from gpipe_cli.config import TrainConfig, find_run, from_tree
+from gpipe_cli.training.work import interruptible_import, start_importing
+from gpipe_cli.typed import show
+
+# What a check has no use for, and what to do instead.
+REFUSED = {
+    "resume": "a check runs the first mini-batch of a training; leave it out, or take its weights by init_from=...",
+    "dry_run": "a check trains nothing in any case; leave it out",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: the user can mend it; one line.
+    """
+    arguments = arranged(arguments)
+    line = read("check", arguments)
+    if line.options["multirun"]:
+        raise ValueError("-m: check has no sweeps; it tries all partitions, schedules and recompute modes by itself")
+    for group in GROUPS:
+        if not isinstance(choice := line.overrides.get(group, ""), str):
+            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
+    for key, remedy in REFUSED.items():
+        if line.overrides.get(key):
+            raise ValueError(f"{key}={show(line.overrides[key])}: {remedy}")
+    received: list[DictConfig] = []
+    compose("check", arguments, TrainConfig, received)
+    if not received:
+        return 0
+    replace_batch_size(received[0], line.overrides)
+    for key in take_auto(received[0]):
+        raise ValueError(f"{key}=auto: a check tries what it is told; give a number")
+    config = from_tree(TrainConfig, received[0])
+    with preparing():
+        return _check(config)
+
+
+def _check(config: TrainConfig) -> int:
+    if config.init_from is not None:
+        find_run("init_from", config.init_from, config.output)
+    folder = make_run_folder(replace(config, run_folder=config.run_folder or str(_free_folder(config))), datetime.now())
+    try:
+        start_importing()  # in a process beside this one, while this one imports torch itself
+        with interruptible_import():
+            from gpipe_cli.training.checking import run_check
+            from gpipe_cli.training.fine_tuning import check_init_from
+
+        if config.init_from is not None:
+            check_init_from(config)
+        return run_check(config, folder)
+    finally:  # refused or interrupted before there was a verdict, then nothing is left behind
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def _free_folder(config: TrainConfig) -> Path:
+    """A folder in `output` that does not exist yet, named as those of runs are."""
+    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_check_{config.model.name}_{config.dataset.name}"
+    stem += f"_K{config.partitions}_M{config.micro_batches}"
+    names = (stem if count == 1 else f"{stem}-{count}" for count in itertools.count(1))
+    return next(folder for name in names if not (folder := Path(config.output) / name).exists())

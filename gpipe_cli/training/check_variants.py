@@ -1,0 +1,224 @@
+"""One mini-batch, run in every way that there is: the workers' side of `gpipe check`.
+
+Paper, sections 1 and 2.2: the number of partitions changes nothing. Here that is looked at layer by layer, with the
+code that trains: each variant begins anew, with the same weights and seeds, does one step, and leaves the digests of
+every layer's outputs, of every gradient, and of what the step makes of weights and statistics.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.data.loading import load_batches
+from gpipe_cli.pipeline.executor import ActionFailedError, Watch
+from gpipe_cli.pipeline.frozen import freeze
+from gpipe_cli.pipeline.memory_layout import in_layout
+from gpipe_cli.pipeline.micro_batch import as_tuple, micro_batch_sizes, split_all
+from gpipe_cli.pipeline.schedule import Action, Kind
+from gpipe_cli.reporting.check_report import Row
+from gpipe_cli.training.build import build_model
+from gpipe_cli.training.checkpoint import Progress
+from gpipe_cli.training.differences import Digests, Variant, differs, first_difference, within
+from gpipe_cli.training.digests import digest
+from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.fine_tuning import fine_tune
+from gpipe_cli.training.inputs import START_METHOD, Data, Reading, refuse_single_samples
+from gpipe_cli.training.layout import Layout
+from gpipe_cli.training.learning_rate import learning_rate
+from gpipe_cli.training.probes import probe_layers
+from gpipe_cli.training.run import Join, Report
+from gpipe_cli.training.step import train_step
+from gpipe_cli.training.team import Team
+
+
+def check(
+    config: TrainConfig,
+    variants: Sequence[Variant],
+    references: dict[str, Digests],
+    folder: Path,
+    layout: Layout,
+    process: int,
+    join: Join,
+    report: Report,
+    watch: Watch,
+) -> None:
+    """Run the variants as process number `process`, and report a row for each, in order.
+
+    The variants with one partition of which nothing is recomputed are references; they come before what they are
+    compared with, and are reported. `references` are those of an earlier crew; their gradients lie in `folder`.
+
+    Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
+    """
+    start = Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
+    source = None if config.init_from is None else Path(config.init_from)
+    data = Data(replace(config, data_workers=0), layout, process, start, source)
+    team, groups = join()
+    reading = data.training_set(team)
+    work = _Work(config, process, team, groups, reading, watch, folder)
+    if not references:
+        work.prepare(variants[0], report)
+    references = dict(references)
+    for variant in variants:
+        if variant.schedule not in references and not work.is_reference(variant):
+            report("row", {"row": variant.row("left out", text=f"the reference of {variant.schedule} failed")})
+            continue
+        try:
+            row, digests = work.compare(variant, references)
+        except ActionFailedError as error:
+            cause = " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split()).rstrip(".")
+            # which micro-batch is the first to fail depends on the schedule; what fails does not
+            where = f"layer {error.layer}" if error.layer else f"{error.action.kind.name} of stage {error.action.stage}"
+            row = variant.row("fails", layer=error.layer or None, stage=error.action.stage,
+                              micro_batch=error.action.micro_batch, text=f"{where} raises {cause}")  # fmt: skip
+            report("row", {"row": row})
+            if team.size > 1:
+                raise  # its neighbours wait for it in vain
+            continue
+        if digests is not None:
+            references[variant.schedule] = digests
+            report("reference", {"schedule": variant.schedule, "digests": digests})
+        if team.leads:
+            report("row", {"row": row})
+    team.barrier()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the variants of one process have in common."""
+
+    base: TrainConfig
+    process: int
+    team: Team
+    groups: Groups | None
+    reading: Reading
+    watch: Watch
+    folder: Path
+
+    def prepare(self, variant: Variant, report: Report) -> None:
+        """Once, before the first variant: is the mini-batch one to train on, and what do its layers do alone?"""
+        config, model = variant.config(self.base), build_model(self.base)
+        freeze(model, variant.layout.frozen)
+        refuse_single_samples(self.base, model, self.reading.batches)
+        engine = self._engine(config, variant.layout, self.watch)
+        inputs = self._first_mini_batch().inputs()
+        assert inputs is not None
+        sizes = micro_batch_sizes(self.reading.batches.size(0, 0), config.micro_batches)
+        placed = (in_layout(tensor.to(engine.first_device), engine.memory_format) for tensor in inputs)
+        module = engine.stages[0].module
+        pieces = split_all(tuple(placed), sizes)
+        probed = probe_layers(module, pieces[0], engine.first_device, engine.memory_format)
+        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in module.modules())
+        report("probed", {"findings": probed.findings, "draws": probed.draws, "batch_norm": norms,
+                          "samples": sum(sizes), "sizes": sizes})  # fmt: skip
+
+    def is_reference(self, variant: Variant) -> bool:
+        usual = variant.micro_batches == self.base.micro_batches
+        return usual and variant.layout.partitions == 1 and variant.recompute == "never"
+
+    def compare(self, variant: Variant, references: dict[str, Digests]) -> tuple[Row, Digests | None]:
+        """The row of a variant, and what it leaves if it is a reference."""
+        kept: dict[str, torch.Tensor] = {}
+        digests = self._run(variant, kept)
+        if self.is_reference(variant):
+            save_file(kept, self.folder / f"{variant.schedule}.safetensors")
+            if not references:
+                return variant.row("reference"), digests
+            difference = self._distance(kept, next(iter(references)))
+            return within(variant, difference), digests
+        if variant.micro_batches != self.base.micro_batches:
+            return within(variant, self._distance(kept, variant.schedule)), None
+        found = first_difference(variant.layout, digests, references[variant.schedule])
+        least = [part for part in self.team.collect(found) if part is not None]
+        if not least:
+            return variant.row("identical"), None
+        return differs(variant, min(least), self._distance(kept, variant.schedule)), None
+
+    def _run(self, variant: Variant, kept: dict[str, torch.Tensor]) -> Digests:
+        """Do the step; `kept` gets the gradients of this process."""
+        config = variant.config(self.base)
+        current: list[Action] = []
+        outputs: dict[tuple[str, int], str] = {}
+        again: dict[tuple[str, int], str] = {}
+
+        def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+            current[:] = [action]
+            self.watch(action, samples, lengths)
+
+        engine = self._engine(config, variant.layout, watch)
+
+        def observe(name: str) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                seen = outputs if current[0].kind is Kind.F else again
+                seen[name, current[0].micro_batch] = digest(as_tuple(output))
+
+            return hook
+
+        for stage in engine.stages.values():
+            for name, layer in stage.module.named_children():
+                layer.register_forward_hook(observe(name))
+
+        def keep_gradients() -> None:
+            for parameters in engine.parameters.values():
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None:
+                        kept[name] = parameter.grad.cpu().clone(memory_format=torch.contiguous_format)
+
+        batches = self.reading.batches
+        total = config.epochs * batches.steps_per_epoch
+        rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
+        result = train_step(
+            config,
+            engine,
+            self.team,
+            0,
+            rate,
+            self._first_mini_batch(),
+            0,
+            0,
+            before=None,
+            before_update=keep_gradients,
+        )
+        engine.executor.settle()
+        modules = [stage.module for stage in engine.stages.values()]
+        return Digests(
+            loss=result.read().totals.means[0],
+            outputs=outputs,
+            again=again,
+            gradients={name: digest((gradient,)) for name, gradient in kept.items()},
+            statistics={name: digest((tensor,)) for module in modules for name, tensor in module.named_buffers()},
+            weights={name: digest((tensor,)) for module in modules for name, tensor in module.named_parameters()},
+        )
+
+    def _engine(self, config: TrainConfig, layout: Layout, watch: Watch) -> Engine:
+        model = build_model(config)
+        engine = build_engine(config, layout, self.process, self.groups, model, watch,
+                              begins=config.init_from is None)  # fmt: skip
+        fine_tune(config, engine, self.team, model)
+        engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
+        return engine
+
+    def _first_mini_batch(self) -> Reading:
+        reading = self.reading
+        if reading.loaded is None or reading.split is None:
+            return reading
+        loaded = load_batches(reading.split, reading.batches, 0, 0, 1, 0, False, START_METHOD)
+        return Reading(reading.split, reading.batches, loaded)
+
+    def _distance(self, kept: dict[str, torch.Tensor], schedule: str) -> float:
+        """The norm of the difference to a reference's gradients, as a share of their norm; over all processes."""
+        difference, norm = 0.0, 0.0
+        with safe_open(self.folder / f"{schedule}.safetensors", "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dictionary
+                reference = file.get_tensor(name).double()
+                norm += float(reference.square().sum())
+                if name in kept:
+                    difference += float((kept[name].double() - reference).square().sum())
+        difference = sum(self.team.collect(difference))
+        return float((difference / norm) ** 0.5) if norm else float(difference > 0)
