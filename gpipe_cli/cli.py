@@ -15,7 +15,9 @@ from gpipe_cli.typed import nearest, one_line
 
 COMMANDS = {
     "train": "train a model with GPipe, or sweep over settings with -m",
+    "plan": "predict a step: time, bubble, memory; on this machine or another",
     "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
+    "check": "prove on your own model that partitions, schedules and recomputation change nothing",
 }
 USAGE = "\n".join(
     [

@@ -6,6 +6,7 @@ in this file and nowhere else, so that nothing below ever asks whether a key exi
 """
 
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.dataset_settings import DatasetConfig, ImagesConfig, TextConfig
+from gpipe_cli.hardware_settings import HardwareConfig
 from gpipe_cli.model_settings import (
     AmoebaNetConfig,
     CustomConfig,
@@ -64,7 +66,7 @@ class TrainConfig:
     partitions: int  # K
     micro_batches: int  # M
     schedule: Literal["gpipe", "1f1b"]
-    recompute: Literal["always", "except_last", "never"]
+    recompute: Literal["always", "except_last", "never", "auto"]
     executor: Executor
     partition: PartitionConfig
     preset: str | None
@@ -89,7 +91,9 @@ class TrainConfig:
     run_folder: str | None
     resume: str | None
     dry_run: bool
+    cost: Literal["figures", "measured", "measured_anew"]
     checkpoint: CheckpointConfig
+    hardware: HardwareConfig
     model: ModelConfig
     dataset: DatasetConfig
     optimizer: OptimizerConfig
@@ -253,6 +257,14 @@ def load(path: Path) -> TrainConfig:
         return from_tree(TrainConfig, tree)
     except (OSError, AssertionError, YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
+
+
+def load_hardware(name: str) -> HardwareConfig:
+    """The figures in `conf/hardware/<name>.yaml`."""
+    text = resources.files("gpipe_cli.conf").joinpath("hardware", f"{name}.yaml").read_text(encoding="utf-8")
+    tree = OmegaConf.create(text)
+    assert isinstance(tree, DictConfig)
+    return from_tree(HardwareConfig, tree)
 
 
 def find_run(key: str, run: str, output: str) -> Path:

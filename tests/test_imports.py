@@ -14,7 +14,7 @@ MOST_LINES = 300
 
 # Every room and the rooms of the package that it may import; a file at the top is a room of its own. `typed` knows
 # nothing of any other and may be used by whoever checks settings.
-SETTINGS = {"dataset_settings", "model_settings", "optimizer_settings"}
+SETTINGS = {"dataset_settings", "hardware_settings", "model_settings", "optimizer_settings"}
 ALLOWED = {
     "__init__": set(),
     "__main__": {"cli"},
@@ -22,6 +22,7 @@ ALLOWED = {
     "typed": set(),
     "config": {*SETTINGS, "typed"},
     "dataset_settings": {"typed"},
+    "hardware_settings": {"typed"},
     "model_settings": {"typed"},
     "optimizer_settings": {"typed"},
     "commands": {"config", "model_settings", "training", "reporting", "typed"},
@@ -32,19 +33,25 @@ ALLOWED = {
     "reporting": set(),
 }
 # Tested in milliseconds: neither they nor what they import know torch.
-WITHOUT_TORCH = {f"pipeline/{name}.py" for name in ("schedule", "timeline", "simulator", "partition")}
+WITHOUT_TORCH = {
+    f"pipeline/{name}.py"
+    for name in ("schedule", "clock", "timeline", "simulator", "partition", "recomputation", "breakdown")
+}
 # The command line answers at once: torch may be imported inside a function only.
 ANSWERS_AT_ONCE = {
     "__main__.py",
     "cli.py",
     "config.py",
     "dataset_settings.py",
+    "hardware_settings.py",
     "model_settings.py",
     "optimizer_settings.py",
     "typed.py",
     "commands/__init__.py",
     "commands/train.py",
+    "commands/check.py",
     "commands/evaluate.py",
+    "commands/plan.py",
     "commands/sweep.py",
     "training/__init__.py",
     "training/work.py",
@@ -53,6 +60,7 @@ ANSWERS_AT_ONCE = {
 DISTRIBUTED = {
     "pipeline/inbox.py",
     "pipeline/links.py",
+    "training/measuring.py",  # of the link
     "training/engine.py",  # the groups of processes that a stage belongs to
     "training/team.py",
     "training/worker.py",

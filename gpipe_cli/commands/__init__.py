@@ -115,6 +115,14 @@ def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
             OmegaConf.update(tree, other, None)
 
 
+def take_auto(tree: DictConfig) -> tuple[str, ...]:
+    """The settings that are to be chosen; in `tree` they get a number that stands for any other."""
+    auto = tuple(key for key in ("partitions", "micro_batches") if OmegaConf.select(tree, key) == "auto")
+    for key in auto:
+        OmegaConf.update(tree, key, 1)
+    return auto
+
+
 @contextlib.contextmanager
 def preparing() -> Iterator[None]:
     """Around what takes seconds before its first line (torch is imported, workers start): a terminal shows it.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, sweep
+from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.work import interruptible_import, start_importing
@@ -52,17 +52,18 @@ def main(arguments: Sequence[str]) -> int:
     for tree in received:
         if isinstance(tree, DictConfig):
             replace_batch_size(tree, line.overrides)
+            auto = take_auto(tree)
             config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides))
             with preparing():
-                return _train(config)
+                return _train(config, auto)
     return 1 if any(run.failed for run in runs) else 0
 
 
-def _train(config: TrainConfig) -> int:
+def _train(config: TrainConfig, auto: Sequence[str]) -> int:
     takes_weights = config.init_from is not None and config.resume is None
     if takes_weights:
         find_run("init_from", str(config.init_from), config.output)
-    folder = make_run_folder(config, datetime.now())
+    folder = make_run_folder(config, datetime.now(), auto)
     try:
         if not config.dry_run:
             start_importing()  # in a process beside this one, while this one imports torch itself
@@ -72,7 +73,7 @@ def _train(config: TrainConfig) -> int:
 
         if takes_weights:  # known from names and shapes, also to a dry run
             check_init_from(config)
-        return launch(config, folder)
+        return launch(config, folder, auto)
     finally:  # refused or interrupted before anything ran, then nothing is left behind
         with contextlib.suppress(OSError):  # it is not empty
             folder.rmdir()
@@ -94,16 +95,19 @@ def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str]) -> Train
     return from_tree(TrainConfig, base)
 
 
-def make_run_folder(config: TrainConfig, now: datetime) -> Path:
+def make_run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
     """Makes the folder of a new run: `run_folder`, or one in `output` named by time, model, dataset, K and M.
+
+    `auto` are settings that will be chosen later; `what` is it, if it is not a training.
 
     Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
 
     Raises:
         ValueError: the folder cannot be made, or `run_folder` holds something and is not the run that goes on.
     """
-    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{config.model.name}_{config.dataset.name}"
-    chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{config.partitions}_M{config.micro_batches}")
+    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
+    k, m = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches"))
+    chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{k}_M{m}")
     if os.environ.get("RANK", "0") != "0":
         return chosen
     try:

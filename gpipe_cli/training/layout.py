@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import nn
 
 from gpipe_cli.config import TrainConfig
-from gpipe_cli.pipeline.frozen import Frozen, freeze
-from gpipe_cli.pipeline.layer_cost import Boundary, trace_layers
-from gpipe_cli.pipeline.partition import check_balance, partition
-from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs, outputs_of
-from gpipe_cli.training.freezing import find_frozen
+from gpipe_cli.pipeline.frozen import Frozen
+from gpipe_cli.pipeline.layer_cost import Boundary
+from gpipe_cli.pipeline.schedule import Recompute
+from gpipe_cli.training.costs import StepCosts, figured
+from gpipe_cli.training.hardware import physical_memory_bytes, resolved
+from gpipe_cli.training.planning import Plan, make_plan, mini_batch_samples
+from gpipe_cli.training.shapes import Shapes, read_shapes
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,13 @@ class Layout:
     parameters: tuple[int, ...]
     trained: tuple[int, ...]  # as many of these parameters are not frozen
     frozen: Frozen
-    cost: tuple[float, ...]  # of one sample, forward and backward: LayerCost.work
+    cost: tuple[float, ...]  # of one micro-batch, forward and backward: seconds as predicted
     inputs: Boundary  # of the first stage
     lengths: tuple[int, ...]  # the greatest that sentences are padded to
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
+    recompute: Recompute
     devices: tuple[str, ...]
     distributed: bool
     threads: int
@@ -73,56 +75,72 @@ class Layout:
         return range(process, process + 1) if self.distributed else range(self.partitions)
 
 
-def make_layout(config: TrainConfig, model: nn.Sequential | None = None) -> Layout:
-    """Cut the model and place the parts. Raises ValueError, one line, for what cannot be cut or placed."""
-    model = build_model(config) if model is None else model
-    inputs = model_inputs(config)
-    lengths = greatest_lengths(config)
-    frozen = find_frozen(config, model)
-    freeze(model, frozen)
-    costs = trace_layers(model, inputs, training=True, lengths=lengths)
-    shapes = trace_layers(model, inputs, training=False, lengths=lengths)
-    _check_outputs(config, shapes[-1].outputs)
-    balance = config.partition.balance
-    if balance is None:
-        balance = partition([cost.work for cost in costs], config.partitions)
-    check_balance(balance, len(costs), config.partitions)
-    ends = list(accumulate(balance))
-    parts = [costs[end - size : end] for size, end in zip(balance, ends, strict=True)]
-    tensors = [sum(1 for _ in layer.parameters()) for layer in model.children()]
-    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in model.children()]
-    devices, distributed = _place(config)
-    processes = config.partitions if distributed else 1
+def make_layout(config: TrainConfig, shapes: Shapes | None = None, plan: Plan | None = None) -> Layout:
+    """Cut the model as planned and place the parts. Raises ValueError, one line, for what cannot be cut or placed."""
+    devices, distributed = place(config)
+    shapes = read_shapes(config) if shapes is None else shapes
+    plan = plan_by_figures(config, shapes) if plan is None else plan
+    costs, bounds = shapes.costs, plan.bounds
     return Layout(
-        layer_names=tuple(tuple(cost.name for cost in part) for part in parts),
-        parameters=tuple(sum(cost.parameters for cost in part) for part in parts),
-        trained=tuple(sum(trained[end - size : end]) for size, end in zip(balance, ends, strict=True)),
-        frozen=frozen,
-        cost=tuple(sum(cost.work for cost in part) for part in parts),
-        inputs=inputs,
-        lengths=lengths,
-        training_boundaries=tuple(costs[end - 1].outputs for end in ends[:-1]),
-        evaluation_boundaries=tuple(shapes[end - 1].outputs for end in ends[:-1]),
-        parameter_tensors=tuple(sum(tensors[end - size : end]) for size, end in zip(balance, ends, strict=True)),
+        layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
+        parameters=tuple(sum(cost.parameters for cost in costs[first:end]) for first, end in bounds),
+        trained=tuple(sum(w.trained for w in shapes.weights[first:end]) for first, end in bounds),
+        frozen=shapes.frozen,
+        cost=tuple(stage.graph_seconds + stage.backward_seconds for stage in plan.stages),
+        inputs=shapes.inputs,
+        lengths=shapes.lengths,
+        training_boundaries=tuple(costs[end - 1].outputs for _, end in bounds[:-1]),
+        evaluation_boundaries=tuple(shapes.evaluation[end - 1].outputs for _, end in bounds[:-1]),
+        parameter_tensors=tuple(sum(w.tensors for w in shapes.weights[first:end]) for first, end in bounds),
+        recompute=plan.recompute,
         devices=devices,
         distributed=distributed,
-        threads=config.threads or max(1, usable_cores() // processes),
+        threads=threads_of(config),
         memory_format=_memory_format(config, devices[0]),
     )
 
 
-def _check_outputs(config: TrainConfig, outputs: Boundary) -> None:
-    """Raises ValueError if the last layer of somebody's own model does not return logits for this data set."""
-    samples, classes = 2, outputs_of(config)
-    wanted = (samples, *greatest_lengths(config)[-1:], classes)
-    found = outputs[0].shape(samples, greatest_lengths(config))
-    if found != wanted:
-        what = "classes" if config.task == "classification" else "tokens in its vocabulary"
-        target = getattr(config.model, "target", config.model.name)
-        raise ValueError(
-            f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "
-            f"{classes} {what}: {wanted} is needed; mend the model's last layer"
-        )
+def plan_by_figures(config: TrainConfig, shapes: Shapes) -> Plan:
+    """A plan that nothing has to be measured for. Raises ValueError, one line, if it does not fit a given limit."""
+    return make_plan(config, shapes, costs_by_figures(config, shapes), memory_limit(config))
+
+
+def costs_by_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
+    devices, distributed = place(config)
+    samples = mini_batch_samples(config, shapes.lengths)
+    hardware = resolved(config.hardware, devices[0])
+    return figured(
+        shapes,
+        hardware,
+        samples / min(config.micro_batches, samples),
+        threads=threads_of(config),
+        one_device=not distributed and len(set(devices)) == 1 and config.hardware.name == "auto",
+    )
+
+
+def memory_limit(config: TrainConfig) -> int | None:
+    """The bytes that a stage must stay below: what the settings say; or for recompute=auto what the device has.
+
+    Raises ValueError if that has to be known and is not.
+    """
+    limit = config.hardware.memory_gib
+    if limit is None and config.recompute == "auto":
+        devices, distributed = place(config)
+        limit = resolved(config.hardware, devices[0]).memory_gib
+        if limit is None and devices[0] == "cpu":
+            limit = physical_memory_bytes() / 2**30 / config.partitions
+        if limit is None:
+            raise ValueError(
+                "recompute=auto: needs the memory of this GPU, which has no file in conf/hardware; give "
+                "hardware.memory_gib=..."
+            )
+    return None if limit is None else int(limit * 2**30)
+
+
+def threads_of(config: TrainConfig) -> int:
+    """Of each process."""
+    _, distributed = place(config)
+    return config.threads or max(1, usable_cores() // (config.partitions if distributed else 1))
 
 
 def usable_cores() -> int:
@@ -135,7 +153,7 @@ def torchrun_world() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
 
 
-def _place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
+def place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
     """The device of every stage, and whether each gets a process of its own."""
     partitions, executor, world = config.partitions, config.executor, torchrun_world()
     # counted through the driver's management library: asking CUDA itself would open a context in this process

@@ -1,5 +1,6 @@
 """From what the workers report to what people see: the parent's side of a run."""
 
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,15 +17,23 @@ from gpipe_cli.model_settings import (
     TransformerLMConfig,
     TransformerNMTConfig,
 )
+from gpipe_cli.pipeline.breakdown import breakdown
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.recording import measured_timeline
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reporting.console import LINE_SECONDS
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
+from gpipe_cli.reporting.timeline_view import StepPicture
 from gpipe_cli.training.fine_tuning import frozen_facts
-from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
+from gpipe_cli.training.planning import checked_schedule
+from gpipe_cli.training.prepare import Prepared
+from gpipe_cli.training.views import predicted_view, prediction, timeline_view
+
+TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
+_SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
 
 Ending = Literal["completed", "failed", "interrupted"]
 
@@ -32,9 +41,11 @@ Ending = Literal["completed", "failed", "interrupted"]
 class Show:
     """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
 
-    def __init__(self, config: TrainConfig, text: str, layout: Layout, folder: Path) -> None:
-        self._config, self._text, self._layout, self._folder = config, text, layout, folder
+    def __init__(self, prepared: Prepared, text: str, folder: Path) -> None:
+        self._prepared, self._text, self._folder = prepared, text, folder
         self._reporter: Reporter | None = None
+        self._last: dict[str, Any] | None = None  # the step whose recording comes next
+        self._steps_per_epoch = 1
 
     @property
     def started(self) -> bool:
@@ -49,6 +60,9 @@ class Show:
         match kind:
             case "step":
                 self._reporter.step(message)  # type: ignore[arg-type]  # a TypedDict that came through a pipe
+                self._last = message
+            case "recorded" if self._last is not None and message["seconds"]:
+                self._recorded(self._reporter, self._last, **message)
             case "evaluated":
                 self._reporter.evaluated(message)  # type: ignore[arg-type]
             case "checkpoint":
@@ -62,9 +76,40 @@ class Show:
 
     def _start(self, message: dict[str, Any]) -> None:
         (self._folder / "config.yaml").write_text(self._text, encoding="utf-8")
-        self._reporter = Reporter(self._folder, describe(self._config, self._text, self._layout, **message))
+        self._steps_per_epoch = message["steps_per_epoch"]
+        message["notes"] = (*message.get("notes", ()), *self._prepared.notes)
+        self._reporter = Reporter(self._folder, describe(self._prepared, self._text, **message))
         self._reporter.banner()
         self._reporter.start()
+
+    def _recorded(
+        self, reporter: Reporter, step: dict[str, Any], seconds: list[list[float]], began_seconds: float
+    ) -> None:
+        """When the stages did what in a step, and once an epoch a picture of it."""
+        config, plan, layout = self._prepared.config, self._prepared.plan, self._prepared.layout
+        micro_batches = len(micro_batch_sizes(step["samples"], config.micro_batches))
+        schedule = checked_schedule(config.schedule, layout.partitions, micro_batches, layout.recompute)
+        timeline = measured_timeline(schedule, seconds)
+        shares = asdict(breakdown(timeline, micro_batches, step["seconds"]))
+        reporter.recorded({"step": step["step"], "breakdown": shares, "bubble": timeline.bubble})
+        if step["position"] != min(_SHOWN_POSITION, self._steps_per_epoch):
+            return
+        title = f"epoch {step['epoch']}, step {step['step']}"
+        same = micro_batches == plan.micro_batches
+        reporter.timeline(
+            StepPicture(
+                epoch=step["epoch"],
+                step=step["step"],
+                measured=timeline_view(title, "measured", timeline, step["seconds"], began_seconds),
+                predicted=predicted_view(title, plan) if same else None,
+                measured_breakdown=shares,
+                predicted_breakdown=asdict(plan.breakdown) if same else None,
+            )
+        )
+        traces = [timeline.chrome_trace(name="measured", pid=0)]
+        traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
+        trace = json.dumps([event for events in traces for event in events])
+        (self._folder / TRACE).write_text(trace, encoding="utf-8")
 
 
 class ShowEvaluation:
@@ -104,18 +149,18 @@ class ShowNothing:
             Console(stderr=True).print(error, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_dry_run(config: TrainConfig, text: str, layout: Layout, folder: Path) -> None:
+def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
     """The banner and result.json of a run that is not started: shapes only, no data, no memory."""
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-    reporter = Reporter(folder, describe(config, text, layout, notes=frozen_facts(layout)))
+    notes = (*frozen_facts(prepared.layout), *prepared.notes)
+    reporter = Reporter(folder, describe(prepared, text, notes=notes))
     reporter.banner()
     reporter.finish("dry_run")
 
 
 def describe(
-    config: TrainConfig,
+    prepared: Prepared,
     text: str,
-    layout: Layout,
     *,
     train_samples: int | None = None,
     test_samples: int | None = None,
@@ -128,6 +173,7 @@ def describe(
     notes: tuple[tuple[str, str], ...] = (),
 ) -> RunDescription:
     """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
+    config, layout = prepared.config, prepared.layout
     every = sum(layout.cost)
     partitions = tuple(
         PartitionDescription(names, parameters, cost / every if every else None, device)
@@ -136,7 +182,7 @@ def describe(
         )
     )
     return RunDescription(
-        model_name=_model_name(config),
+        model_name=model_name(config),
         dataset_name=config.dataset.name,
         train_samples=train_samples,
         test_samples=test_samples,
@@ -172,10 +218,11 @@ def describe(
         resumed_from=config.resume,
         first_step=first_step,
         gpu_names=gpu_names,
+        prediction=prediction(prepared.plan) if prepared.plan.costs.known else None,
     )
 
 
-def _model_name(config: TrainConfig) -> str:
+def model_name(config: TrainConfig) -> str:
     """As the paper writes it: AmoebaNet-D (18, 256)."""
     match config.model:
         case AmoebaNetConfig() as model:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpipe_cli.config import DecodeConfig, TrainConfig
+    from gpipe_cli.training.differences import Digests, Variant
     from gpipe_cli.training.layout import Layout
 
 # Numbers per process that say what it is doing: kind (1 F, 2 R, 3 B, 0 nothing yet), stage, micro-batch, its samples,
@@ -25,17 +26,53 @@ WATCHED = 6
 
 
 @dataclass(frozen=True)
+class Training:
+    """Train from the first step, or the one that is resumed, to the last."""
+
+    config_yaml: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Score the test set with a checkpoint."""
+
+    checkpoint: Path
+    decode: "DecodeConfig"
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Time the layers for a micro-batch of `samples`, in `segments` that fit a device one after another."""
+
+    segments: "Layout"
+    samples: int
+
+
+@dataclass(frozen=True)
+class Checking:
+    """Run one mini-batch in each of the variants and compare it with what `references` left, by schedule.
+
+    What is too large to be told lies in `folder`.
+    """
+
+    variants: "tuple[Variant, ...]"
+    references: "dict[str, Digests]"
+    folder: Path
+
+
+Task = Training | Evaluation | Measuring | Checking
+
+
+@dataclass(frozen=True)
 class Work:
-    """What a worker is told. Without a `checkpoint` to evaluate it trains."""
+    """What a worker is told: the task, which is the same for all of them, and its place among them."""
 
     config: "TrainConfig"
-    config_yaml: str
     layout: "Layout"
-    folder: Path
+    task: Task
     process: int
     rendezvous: str | None
-    checkpoint: Path | None
-    decode: "DecodeConfig | None"  # of an evaluation
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""One process of a run: settles in, joins the others, trains or evaluates, and says what went wrong if something
-does."""
+"""One process of a run: settles in, joins the others, does its task, and says what went wrong if something does."""
 
 import contextlib
 import ctypes
@@ -25,7 +24,7 @@ from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.run import DivergedError, score, train
 from gpipe_cli.training.team import Team
-from gpipe_cli.training.work import WATCHED, Failure, Work
+from gpipe_cli.training.work import WATCHED, Checking, Evaluation, Failure, Measuring, Training, Work
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
 # wait for them. Should one of them die, its parent ends the others.
@@ -50,11 +49,19 @@ def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> No
         return _join(job)
 
     try:
-        if job.checkpoint is None:
-            train(job.config, job.config_yaml, job.layout, job.folder, job.process, join, report, watch)
-        else:
-            assert job.decode is not None
-            score(job.config, job.decode, job.checkpoint, job.layout, job.process, join, report, watch)
+        match job.task:
+            case Training(text, folder):
+                train(job.config, text, job.layout, folder, job.process, join, report, watch)
+            case Evaluation(checkpoint, decode):
+                score(job.config, decode, checkpoint, job.layout, job.process, join, report, watch)
+            case Measuring(segments, samples):
+                from gpipe_cli.training.measuring import measure
+
+                measure(job.config, job.layout, segments, samples, job.process, join, report)
+            case Checking(variants, references, folder):
+                from gpipe_cli.training.check_variants import check
+
+                check(job.config, variants, references, folder, job.layout, job.process, join, report, watch)
     except Exception as error:
         _tell(connection, job.process, error)
         connection.close()

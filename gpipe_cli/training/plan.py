@@ -1,0 +1,70 @@
+"""The story of `gpipe plan`: shapes, choices, simulation; then what is shown and written."""
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from gpipe_cli.config import TrainConfig, to_yaml
+from gpipe_cli.reporting.facts import show_line
+from gpipe_cli.reporting.plan_report import show_plan
+from gpipe_cli.reporting.timeline_picture import draw, write_picture
+from gpipe_cli.training.choosing import solve_max_model
+from gpipe_cli.training.hardware import resolved
+from gpipe_cli.training.layout import memory_limit, place
+from gpipe_cli.training.planning import Plan
+from gpipe_cli.training.prepare import prepare
+from gpipe_cli.training.show import model_name
+from gpipe_cli.training.timing import step_costs
+from gpipe_cli.training.views import plan_view, predicted_view
+
+PICTURE, TRACE = "timeline.png", "timeline_trace.json"
+
+
+def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, make_folder: Callable[[], Path]) -> int:
+    """Plan `config`, show it, and write it into the folder that `make_folder` makes. Returns the exit code.
+
+    Raises ValueError, one line, for what cannot be planned or does not fit.
+    """
+    gc.disable()  # a large plan makes a million small things and ends; looking for garbage among them takes seconds
+    console = Console()
+
+    def say(text: str) -> None:
+        show_line(console, text)
+
+    _require_figures(config)
+    if solve is None:
+        prepared = prepare(config, auto, say)
+        config, shapes, made, choices = prepared.config, prepared.shapes, prepared.plan, prepared.choices
+    else:
+        config, shapes, made, choices = solve_max_model(config, lambda one, seen: step_costs(one, seen, say), say)
+    folder = make_folder()
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    files = _write_timeline(made, model_name(config), folder)
+    hardware = resolved(config.hardware, place(config)[0][0])
+    view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, (), files)
+    show_plan(console, view, folder)
+    return 0
+
+
+def _require_figures(config: TrainConfig) -> None:
+    """Raises ValueError if a plan by figures cannot be made, for want of one."""
+    hardware = resolved(config.hardware, place(config)[0][0])
+    wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if config.partitions > 1 else [])]
+    missing = [key for key in wanted if getattr(hardware, key) is None]
+    if config.cost == "figures" and missing:
+        what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
+        raise ValueError(
+            f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); give hardware.{missing[0]}=..., "
+            "another hardware, or cost=measured"
+        )
+
+
+def _write_timeline(made: Plan, name: str, folder: Path) -> list[tuple[str, str]]:
+    """The simulated step as a picture and as a trace; returns what each is called and where it lies."""
+    title = f"{name}, K = {len(made.stages)}, M = {made.micro_batches}"
+    write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+    (folder / TRACE).write_text(json.dumps(made.timeline.chrome_trace(name="predicted")), encoding="utf-8")
+    return [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]

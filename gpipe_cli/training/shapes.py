@@ -1,0 +1,92 @@
+"""What a model costs, known from shapes alone: the base of the cut, of every plan and of every limit to memory.
+
+Nothing in here depends on K, M or the schedule, so it is read once, however many of them are compared.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.pipeline.frozen import Frozen, freeze
+from gpipe_cli.pipeline.layer_cost import Boundary, LayerCost
+from gpipe_cli.pipeline.tracing import trace_layers
+from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs, outputs_of
+from gpipe_cli.training.freezing import find_frozen
+from gpipe_cli.training.loss import loss_of_shapes
+from gpipe_cli.training.optimizer import state_bytes
+from gpipe_cli.training.sharing import Shared, shared_parameters
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What a layer stores however large a micro-batch is; bytes, but for the counts."""
+
+    trained: int  # of its parameters
+    tensors: int
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int
+    optimizer_bytes: int  # its state, and the moving average of the weights
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model without memory. Sequences have an entry per layer."""
+
+    costs: tuple[LayerCost, ...]  # in training; those of the loss count to the last
+    evaluation: tuple[LayerCost, ...]  # boundaries only matter
+    weights: tuple[LayerWeights, ...]
+    inputs: Boundary  # of the first layer
+    lengths: tuple[int, ...]  # the greatest that sentences are padded to
+    frozen: Frozen
+    shared: tuple[Shared, ...]
+
+
+def read_shapes(config: TrainConfig, model: nn.Sequential | None = None) -> Shapes:
+    """Trace the model. Raises ValueError, one line, for one that does not fit the data set, or itself."""
+    model = build_model(config) if model is None else model
+    inputs, lengths = model_inputs(config), greatest_lengths(config)
+    shared = shared_parameters(model)
+    frozen = find_frozen(config, model)
+    freeze(model, frozen)
+    evaluation = trace_layers(model, inputs, training=False, lengths=lengths)
+    _check_outputs(config, evaluation[-1].outputs)
+    auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
+    loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
+    costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss)
+    known: dict[object, LayerWeights] = {}
+    weights = []
+    for layer in model.children():
+        sizes = tuple((p.shape, p.dtype, p.requires_grad) for p in layer.parameters())
+        key = (sizes, tuple((b.shape, b.dtype) for b in layer.buffers()))
+        if key not in known:
+            known[key] = _weights(config, layer)
+        weights.append(known[key])
+    return Shapes(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared)
+
+
+def _weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
+    parameters, buffers = list(layer.parameters()), list(layer.buffers())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    averaged = [*parameters, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
+    return LayerWeights(
+        trained=sum(p.numel() for p in trained),
+        tensors=len(parameters),
+        weight_bytes=sum(t.nbytes for t in (*parameters, *buffers)),
+        gradient_bytes=sum(p.nbytes for p in trained),
+        optimizer_bytes=state_bytes(config.optimizer, trained) + sum(t.nbytes for t in averaged),
+    )
+
+
+def _check_outputs(config: TrainConfig, outputs: Boundary) -> None:
+    """Raises ValueError if the last layer of somebody's own model does not return logits for this data set."""
+    samples, classes = 2, outputs_of(config)
+    wanted = (samples, *greatest_lengths(config)[-1:], classes)
+    found = outputs[0].shape(samples, greatest_lengths(config))
+    if found != wanted:
+        what = "classes" if config.task == "classification" else "tokens in its vocabulary"
+        target = getattr(config.model, "target", config.model.name)
+        raise ValueError(
+            f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "
+            f"{classes} {what}: {wanted} is needed; mend the model's last layer"
+        )

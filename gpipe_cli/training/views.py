@@ -1,0 +1,186 @@
+"""From plans and timelines to what the reports show of them: the one place where the two rooms' words meet."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.hardware_settings import HardwareConfig
+from gpipe_cli.pipeline.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.clock import grid
+from gpipe_cli.pipeline.simulator import ideal_bubble
+from gpipe_cli.pipeline.timeline import Timeline, What
+from gpipe_cli.reporting.description import Prediction
+from gpipe_cli.reporting.plan_view import (
+    Candidate,
+    Comparison,
+    HardwareView,
+    LayerView,
+    PlanView,
+    StageMemory,
+    StageView,
+)
+from gpipe_cli.reporting.timeline_view import Bar, TimelineKind, TimelineView
+from gpipe_cli.training.choosing import Choice
+from gpipe_cli.training.planning import Plan, StageBytes, mini_batch_samples
+from gpipe_cli.training.shapes import Shapes
+
+_GRID_STAGES, _GRID_TICKS = 16, 400  # nobody reads a larger one
+
+
+def timeline_view(
+    title: str, kind: TimelineKind, timeline: Timeline, step_seconds: float, begin_seconds: float = 0.0
+) -> TimelineView:
+    """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
+    stages = []
+    for k, spans in enumerate(timeline.stages):
+        bars = [
+            Bar(
+                s.action.kind.value,
+                s.action.micro_batch,
+                s.start_seconds - begin_seconds,
+                s.end_seconds - begin_seconds,
+            )
+            for s in spans
+        ]
+        for event in timeline.events[k] if timeline.events else ():
+            about = event.action.micro_batch if event.action is not None and event.what is not What.UPDATE else None
+            bars.append(
+                Bar(event.what.value, about, event.start_seconds - begin_seconds, event.end_seconds - begin_seconds)
+            )
+        stages.append(tuple(sorted(bars, key=lambda bar: (bar.start_seconds, bar.end_seconds))))
+    return TimelineView(title, kind, tuple(stages), step_seconds, timeline.bubble)
+
+
+def predicted_view(title: str, plan: Plan) -> TimelineView:
+    return timeline_view(title, "predicted", plan.timeline, plan.step_seconds, plan.timeline.start_seconds)
+
+
+def prediction(plan: Plan) -> Prediction:
+    return Prediction(
+        source=plan.costs.source,
+        step_seconds=plan.step_seconds,
+        bubble=plan.timeline.bubble,
+        breakdown=asdict(plan.breakdown),
+        memory_bytes=tuple(stage.total for stage in plan.memory),
+        activation_bytes=plan.saved_bytes,
+    )
+
+
+def plan_view(
+    config: TrainConfig,
+    model_name: str,
+    shapes: Shapes,
+    plan: Plan,
+    hardware: HardwareConfig,
+    limit_bytes: int | None,
+    choices: Sequence[Choice],
+    notes: Sequence[tuple[str, str]],
+    files: Sequence[tuple[str, str]],
+) -> PlanView:
+    """What `gpipe plan` shows; `hardware` are the figures that hold."""
+    text = config.task != "classification"
+    samples = mini_batch_samples(config, shapes.lengths)
+    tokens = samples * max(shapes.lengths) if text else None
+    costs, sizes = shapes.costs, plan.samples
+    memory = ActivationMemory(costs, shapes.inputs, sizes, shapes.lengths)
+    sent = [sum(t.bytes(sizes, shapes.lengths) for t in cost.outputs) for cost in costs]
+    stages = []
+    for k, (first, end) in enumerate(plan.bounds):
+        stages.append(
+            StageView(
+                layers=tuple(cost.name for cost in costs[first:end]),
+                parameters=sum(cost.parameters for cost in costs[first:end]),
+                forward_flops=round(sum(cost.forward_flops for cost in costs[first:end]) * sizes),
+                boundary_bytes=sent[end - 1] if end < len(costs) else None,
+                forward_seconds=plan.stages[k].graph_seconds,
+                backward_seconds=plan.stages[k].backward_seconds,
+                recomputed=plan.recomputed[k],
+                memory=_stage_memory(plan.memory[k]),
+            )
+        )
+    stage_of = [k for k, size in enumerate(plan.balance) for _ in range(size)]
+    layers = tuple(
+        LayerView(
+            name=cost.name,
+            stage=stage_of[at],
+            parameters=cost.parameters,
+            forward_flops=round(cost.forward_flops * sizes),
+            saved_bytes=memory.graph_bytes(at, at + 1),
+            boundary_bytes=sent[at],
+            forward_seconds=plan.costs.layers[at].graph,
+            backward_seconds=plan.costs.layers[at].backward,
+        )
+        for at, cost in enumerate(costs)
+    )
+    again = sum(
+        plan.recomputed[k] * sum(cost.forward_flops for cost in costs[first:end]) * samples / plan.micro_batches
+        for k, (first, end) in enumerate(plan.bounds)
+    )
+    drawable = len(plan.schedule) <= _GRID_STAGES and max(map(len, plan.schedule)) <= _GRID_TICKS
+    return PlanView(
+        model_name=model_name,
+        dataset_name=config.dataset.name,
+        layers=layers,
+        stages=tuple(stages),
+        micro_batches=plan.micro_batches,
+        schedule=config.schedule,
+        recompute=_recompute(config, plan),
+        step_samples=samples,
+        hardware=_hardware_view(hardware, plan, limit_bytes),
+        step_seconds=plan.step_seconds,
+        bubble=plan.timeline.bubble,
+        ideal_bubble=ideal_bubble(len(plan.stages), plan.micro_batches),
+        breakdown=asdict(plan.breakdown),
+        step_flops=round(sum(cost.flops for cost in costs) * samples),
+        recomputed_flops=round(again),
+        imbalance=plan.imbalance,
+        sample={"language_model": "sequence", "translation": "sentence"}.get(config.task, "sample"),
+        step_tokens=tokens,
+        comparisons=tuple(_comparison(choice, samples) for choice in choices),
+        grid=grid(plan.schedule, width=80) if drawable else None,
+        notes=tuple(notes),
+        files=tuple(files),
+    )
+
+
+def _recompute(config: TrainConfig, plan: Plan) -> str:
+    if config.recompute != "auto":
+        return config.recompute
+    return f"auto ({sum(plan.recomputed)} of {len(plan.stages) * plan.micro_batches} forwards)"
+
+
+def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None) -> HardwareView:
+    measured = plan.costs.measured
+
+    def times(value: float | None, factor: float) -> float | None:
+        return None if value is None else value * factor
+
+    return HardwareView(
+        name=hardware.name,
+        source=plan.costs.source,
+        flops_per_second=None if measured else times(hardware.tflops, 1e12),
+        memory_bytes=limit_bytes,
+        link_bytes_per_second=None if measured else times(hardware.link_gb_per_second, 1e9),
+        link_latency_seconds=None if measured else times(hardware.link_microseconds, 1e-6),
+    )
+
+
+def _stage_memory(stage: StageBytes) -> StageMemory:
+    return StageMemory(stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace)
+
+
+def _comparison(choice: Choice, samples: int) -> Comparison:
+    return Comparison(
+        choice.setting,
+        choice.rule,
+        tuple(
+            Candidate(
+                value=tried.value,
+                step_seconds=None if tried.plan is None else tried.plan.step_seconds,
+                memory_bytes=None if tried.plan is None else max(stage.total for stage in tried.plan.memory),
+                chosen=tried.chosen,
+                reason=tried.reason,
+            )
+            for tried in choice.tried
+        ),
+    )
