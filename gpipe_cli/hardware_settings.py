@@ -9,8 +9,6 @@ from typing import Literal
 
 from gpipe_cli.typed import above_zero, at_least
 
-FLOPS_AND_MEMORY = ("tflops", "memory_gb_per_second")
-
 
 @dataclass(frozen=True, slots=True)
 class HardwareConfig:

@@ -14,10 +14,19 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-SETTINGS = (
-    "model.normal_cells=6 model.filters=64 dataset=synthetic_images dataset.image_size=128 dataset.num_classes=1000 "
-    "dataset.train_samples=512 dataset.test_samples=8 batch_size=32 micro_batches=4 partitions=2 data_workers=0"
-).split()
+SETTINGS = [
+    "model.normal_cells=6",
+    "model.filters=64",
+    "dataset=synthetic_images",
+    "dataset.image_size=128",
+    "dataset.num_classes=1000",
+    "dataset.train_samples=512",
+    "dataset.test_samples=8",
+    "batch_size=32",
+    "micro_batches=4",
+    "partitions=2",
+    "data_workers=0",
+]
 LAYERS = 12
 STEPS = 10
 

@@ -1,7 +1,7 @@
 """Predicted against measured: the step time, and the activations that stages save.
 
-For AmoebaNet-D (6, 64) at 128 px and a small Transformer, K = 1, 2 and M = 1, 4, 8. Every cell is planned and trained in
-turn, as often as there are rounds, by the commands that anybody would use:
+For AmoebaNet-D (6, 64) at 128 px and a small Transformer, K = 1, 2 and M = 1, 4, 8. Every cell is planned and
+trained in turn, as often as there are rounds, by the commands that anybody would use:
 
     gpipe plan ... cost=measured_anew
     gpipe train ... max_steps=12
@@ -21,15 +21,32 @@ from pathlib import Path
 from statistics import median
 
 MODELS = {
-    "AmoebaNet-D (6, 64), 128 px": (
-        "model.normal_cells=6 model.filters=64 dataset=synthetic_images dataset.image_size=128 dataset.num_classes=1000 "
-        "dataset.train_samples=512 dataset.test_samples=8 batch_size=32 data_workers=0"
-    ).split(),
-    "Transformer, 4 layers of width 128": (
-        "model=transformer_lm model.layers=4 model.width=128 model.hidden=512 model.heads=4 model.length=64 "
-        "dataset=synthetic_text dataset.vocabulary=1000 dataset.train_samples=512 dataset.test_samples=8 "
-        "batch_tokens=null batch_size=32 data_workers=0"
-    ).split(),
+    "AmoebaNet-D (6, 64), 128 px": [
+        "model.normal_cells=6",
+        "model.filters=64",
+        "dataset=synthetic_images",
+        "dataset.image_size=128",
+        "dataset.num_classes=1000",
+        "dataset.train_samples=512",
+        "dataset.test_samples=8",
+        "batch_size=32",
+        "data_workers=0",
+    ],
+    "Transformer, 4 layers of width 128": [
+        "model=transformer_lm",
+        "model.layers=4",
+        "model.width=128",
+        "model.hidden=512",
+        "model.heads=4",
+        "model.length=64",
+        "dataset=synthetic_text",
+        "dataset.vocabulary=1000",
+        "dataset.train_samples=512",
+        "dataset.test_samples=8",
+        "batch_tokens=null",
+        "batch_size=32",
+        "data_workers=0",
+    ],
 }
 STEPS = 12
 

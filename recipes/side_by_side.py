@@ -631,7 +631,10 @@ def prepare(options: argparse.Namespace) -> Settings:
     )  # fmt: skip
     image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
     costs = tracing.trace_layers(settings.model(), layer_cost.as_boundary((image,)), training=True)
-    balance = tuple(options.balance or partition([cost.work for cost in costs], 2))
+    balance = tuple(
+        options.balance
+        or partition([cost.flops + 10 * (cost.forward_bytes + cost.backward_bytes) for cost in costs], 2)
+    )
     check_balance(balance, len(costs), 2)
     inner = tuple(costs[end - 1].outputs for end in list(accumulate(balance))[:-1])
     return replace(settings, balances={1: (len(costs),), 2: balance}, boundaries={1: (), 2: inner})

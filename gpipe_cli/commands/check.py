@@ -1,16 +1,13 @@
 """`gpipe check`: proves on one's own model, data and machine what the paper promises: partitions change nothing."""
 
 import contextlib
-import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 
 from omegaconf import DictConfig
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
-from gpipe_cli.commands.train import GROUPS, make_run_folder
+from gpipe_cli.commands.train import make_run_folder, refuse_groups
 from gpipe_cli.config import TrainConfig, find_run, from_tree
 from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show
@@ -32,9 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     line = read("check", arguments)
     if line.options["multirun"]:
         raise ValueError("-m: check has no sweeps; it tries all partitions, schedules and recompute modes by itself")
-    for group in GROUPS:
-        if not isinstance(choice := line.overrides.get(group, ""), str):
-            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
+    refuse_groups(line)
     for key, remedy in REFUSED.items():
         if line.overrides.get(key):
             raise ValueError(f"{key}={show(line.overrides[key])}: {remedy}")
@@ -53,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check(config: TrainConfig) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
-    folder = make_run_folder(replace(config, run_folder=config.run_folder or str(_free_folder(config))), datetime.now())
+    folder = make_run_folder(config, datetime.now(), what="check")
     try:
         start_importing()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
@@ -66,11 +61,3 @@ def _check(config: TrainConfig) -> int:
     finally:  # refused or interrupted before there was a verdict, then nothing is left behind
         with contextlib.suppress(OSError):  # it is not empty
             folder.rmdir()
-
-
-def _free_folder(config: TrainConfig) -> Path:
-    """A folder in `output` that does not exist yet, named as those of runs are."""
-    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_check_{config.model.name}_{config.dataset.name}"
-    stem += f"_K{config.partitions}_M{config.micro_batches}"
-    names = (stem if count == 1 else f"{stem}-{count}" for count in itertools.count(1))
-    return next(folder for name in names if not (folder := Path(config.output) / name).exists())

@@ -1,5 +1,7 @@
-"""`gpipe plan`: what a step would take, on this machine or another one (Tables 1 to 3 of the paper, before they are run)."""
+"""`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,10 +10,10 @@ from typing import Literal
 from omegaconf import DictConfig, open_dict
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
-from gpipe_cli.commands.train import make_run_folder
+from gpipe_cli.commands.train import make_run_folder, refuse_groups
 from gpipe_cli.config import TrainConfig, from_tree
 from gpipe_cli.training.work import interruptible_import, start_importing
-from gpipe_cli.typed import typed
+from gpipe_cli.typed import show, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +33,40 @@ def main(arguments: Sequence[str]) -> int:
     line = read("plan", arguments)
     if line.options["multirun"]:
         raise ValueError("-m: plan has no sweeps; partitions=auto and micro_batches=auto compare by themselves")
+    refuse_groups(line)
+    for key in ("resume", "dry_run"):
+        if line.overrides.get(key):
+            raise ValueError(
+                f"{key}={show(line.overrides[key])}: a plan runs nothing, and begins with nothing; leave it out"
+            )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
     received: list[DictConfig] = []
     compose("plan", arguments, TrainConfig, received)
     if not received:
         return 0
     tree = received[0]
     with open_dict(tree):
-        settings = typed(PlanSettings, {"solve": tree.pop("solve")})
+        settings = typed(PlanSettings, {"solve": tree.pop("solve", None)})  # a recipe may know nothing of it
     replace_batch_size(tree, line.overrides)
     auto = take_auto(tree)
     config = from_tree(TrainConfig, tree)
+    if settings.solve is not None and config.partition.balance is not None:
+        raise ValueError(
+            f"partition.balance={show(config.partition.balance)}: is a cut of one size of the model, and "
+            f"solve={settings.solve} tries others; leave it out"
+        )
     if settings.solve is not None and auto:
         raise ValueError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
-    with preparing():
-        if config.cost != "figures":
-            start_importing()  # in a process beside this one, while this one imports torch itself
-        with interruptible_import():
-            from gpipe_cli.training.plan import plan
+    folder = make_run_folder(config, datetime.now(), auto, "plan")
+    try:
+        with preparing():
+            if config.cost != "figures":
+                start_importing()  # in a process beside this one, while this one imports torch itself
+            with interruptible_import():
+                from gpipe_cli.training.plan import plan
 
-        return plan(config, auto, settings.solve, lambda: make_run_folder(config, datetime.now(), auto, "plan"))
+            return plan(config, auto, settings.solve, folder)
+    finally:  # refused or interrupted, then nothing is left behind
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
+from gpipe_cli.commands import CommandLine, arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.work import interruptible_import, start_importing
@@ -17,7 +17,7 @@ from gpipe_cli.typed import show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
 NOT_RESUMED = ("resume", "run_folder", "output", "dry_run", "max_steps")
-GROUPS = ("model", "dataset", "optimizer", "learning_rate")
+GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,9 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     arguments = arranged(arguments)
     line = read("train", arguments)
-    for group in GROUPS:
-        if not isinstance(choice := line.overrides.get(group, ""), str):
-            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
+    refuse_groups(line)
     for key in ("init_from", "init_head"):
         if line.overrides.get("resume") is not None and (value := line.overrides.get(key)) is not None:
             raise ValueError(f"{key}={show(value)}: the run that is resumed has its weights already; leave {key} out")
@@ -53,10 +51,17 @@ def main(arguments: Sequence[str]) -> int:
         if isinstance(tree, DictConfig):
             replace_batch_size(tree, line.overrides)
             auto = take_auto(tree)
-            config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides))
+            config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides), auto)
             with preparing():
                 return _train(config, auto)
     return 1 if any(run.failed for run in runs) else 0
+
+
+def refuse_groups(line: CommandLine) -> None:
+    """Raises ValueError for a group that is set to something else than the name of a choice."""
+    for group in GROUPS:
+        if not isinstance(choice := line.overrides.get(group, ""), str):
+            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
 
 
 def _train(config: TrainConfig, auto: Sequence[str]) -> int:
@@ -79,13 +84,13 @@ def _train(config: TrainConfig, auto: Sequence[str]) -> int:
             folder.rmdir()
 
 
-def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str]) -> TrainConfig:
+def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:
     """The configuration of the run to go on with, where the keys and groups in `given` are as `tree` has them.
 
     A group that is given with the choice that the run has already keeps the run's settings.
     """
     base = OmegaConf.create(asdict(saved))
-    if OmegaConf.select(tree, "partitions") != saved.partitions and "partitions" in given:
+    if "partitions" in given and ("partitions" in auto or OmegaConf.select(tree, "partitions") != saved.partitions):
         OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
     for key in (*NOT_RESUMED, *given):
         value = OmegaConf.select(tree, key)

@@ -12,10 +12,6 @@ import torch
 
 from gpipe_cli.pipeline.micro_batch import Tensors
 
-# FLOP/s over bytes/s of common hardware in float32: 10 for a CPU core, 13 for a P100 (9.3 TFLOP/s, 732 GB/s), 14 for an
-# H200 (67 TFLOP/s, 4.8 TB/s). The cut depends little on it.
-FLOPS_PER_BYTE = 10.0
-
 
 @dataclass(frozen=True)
 class BoundaryTensor:
@@ -98,12 +94,3 @@ class LayerCost:
     @property
     def flops(self) -> float:
         return self.forward_flops + self.backward_flops
-
-    @property
-    def work(self) -> float:
-        """What the partitioner balances: FLOPs, plus the FLOPs that could be done while the layer's bytes are moved.
-
-        Departs from the paper, which counts FLOPs alone: an AmoebaNet spends most of its time in batch norms, pools and
-        sums that have next to none, and its first cells, at full resolution, would seem cheap.
-        """
-        return self.flops + FLOPS_PER_BYTE * (self.forward_bytes + self.backward_bytes)

@@ -84,7 +84,7 @@ class Stage:
         self._saved_bytes: SavedBytes | None = None
         defer_batch_norms(module, self._statistics)
         self._layers = list(module.named_children())
-        self._goes_back = any(tensor.has_gradient for tensor in inputs) or any(
+        self.goes_back = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
         )
 
@@ -111,7 +111,7 @@ class Stage:
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
-        keep = keep if self._goes_back else Keep.NOTHING
+        keep = keep if self.goes_back else Keep.NOTHING
         self._statistics.open(micro_batch)
         try:
             with torch.set_grad_enabled(keep is Keep.GRAPH), self._recording(micro_batch, keep):
@@ -128,7 +128,7 @@ class Stage:
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
-        if not self._goes_back:
+        if not self.goes_back:
             return
         saved = self._saved[micro_batch]
         assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
@@ -142,7 +142,7 @@ class Stage:
 
         `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
         """
-        if not self._goes_back:
+        if not self.goes_back:
             return (None,) * len(self._inputs)
         saved = self._saved.pop(micro_batch)
         assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"

@@ -54,7 +54,7 @@ def _what(view: PlanView) -> Iterable[tuple[str, str]]:
     yield "schedule", f"{view.schedule}, recompute {view.recompute}"
     batch = plural(round(view.step_samples), view.sample)
     yield "mini-batch", batch if view.step_tokens is None else f"{batch}, {plural(round(view.step_tokens), 'token')}"
-    yield "hardware", hardware.name if hardware.device is None else f"{hardware.name}: {hardware.device}"
+    yield "hardware", hardware.name
     figures = [f"{operations(flops)}FLOP/s" for flops in [hardware.flops_per_second] if flops is not None]
     if hardware.memory_bytes is not None:
         figures.append(f"{size(hardware.memory_bytes)} of memory")
@@ -78,7 +78,7 @@ def _outcome(view: PlanView) -> Iterable[tuple[str, str]]:
         recomputed = view.recomputed_flops / view.step_flops if view.step_flops else 0.0
         yield (
             "utilisation",
-            f"{percent(view.utilisation)} of the devices' peak, predicted, without recomputation",
+            f"{percent(view.utilisation)} of these figures, predicted, without recomputation",
         )
         if view.recomputed_flops:
             yield "", f"recomputation adds {percent(recomputed)} to the operations"
@@ -147,16 +147,14 @@ def _show_memory(console: Console, view: PlanView) -> None:
 
 
 def _show_comparison(console: Console, comparison: Comparison) -> None:
-    rated = any(candidate.samples_per_second is not None for candidate in comparison.candidates)
-    table = _table(comparison.setting, "step", "fullest stage", *(["samples/s"] if rated else []), left=0)
+    table = _table(comparison.setting, "step", "fullest stage", left=0)
     table.add_column("", justify="left", overflow="fold")
     rows = []
     for candidate in comparison.candidates:
         step = "-" if candidate.step_seconds is None else _step(candidate.step_seconds)
         memory = "-" if candidate.memory_bytes is None else size(candidate.memory_bytes)
-        speed = [rate(candidate.samples_per_second)] if rated else []
         verdict = ", ".join(["chosen"] * candidate.chosen + [candidate.reason] * bool(candidate.reason))
-        rows.append([candidate.value, step, memory, *speed, verdict])
+        rows.append([candidate.value, step, memory, verdict])
     show_line(console, f"{comparison.setting} compared, predicted: {comparison.rule}", "bold")
     _print(console, table, rows)
 

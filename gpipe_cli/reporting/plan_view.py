@@ -21,7 +21,6 @@ class HardwareView:
     memory_bytes: int | None  # of one device; what a stage must stay below
     link_bytes_per_second: float | None
     link_latency_seconds: float | None
-    device: str | None = None  # name of the device, where it was measured
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ class Candidate:
     memory_bytes: int | None  # of the fullest stage
     chosen: bool = False
     reason: str = ""  # why it was not taken, where the numbers do not tell: `stage 2 is 1.5 GiB over its memory`
-    samples_per_second: float | None = None  # where candidates differ in their samples
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,13 @@ class StepCosts:
     known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
-def figured(shapes: Shapes, hardware: HardwareConfig, samples: float, *, threads: int, one_device: bool) -> StepCosts:
+def figured(
+    shapes: Shapes, hardware: HardwareConfig, samples: float, *, threads: int, at_once: int, linked: bool
+) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
-    `one_device`: there are no links.
+    `at_once` stages can compute at the same time, others take turns with them; `linked`: what they send goes over
+    links.
     """
     known = hardware.tflops is not None and hardware.memory_gb_per_second is not None
     hardware = hardware if known else load_hardware("h200")
@@ -63,9 +66,14 @@ def figured(shapes: Shapes, hardware: HardwareConfig, samples: float, *, threads
         updates.append(moved * per_byte + weights.tensors * each if weights.trained else 0.0)
     latency = (hardware.link_microseconds or 0.0) * 1e-6
     per_sent = 0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * _GIGA)
-    edges = edge_costs(shapes, samples, 0.0 if one_device else latency, 0.0 if one_device else per_sent)
+    edges = edge_costs(shapes, samples, latency if linked else 0.0, per_sent if linked else 0.0)
     source = f"hardware={hardware.name} figures"
-    return StepCosts(source, False, tuple(layers), tuple(updates), edges, (), known=known)
+    return StepCosts(source, False, tuple(layers), tuple(updates), edges, turns(at_once, len(layers)), known=known)
+
+
+def turns(at_once: int, stages: int) -> tuple[float, ...]:
+    """How much slower each of 1, 2, ... stages is if only `at_once` of them can compute at the same time."""
+    return tuple(max(1.0, n / at_once) for n in range(1, stages + 1)) if at_once < stages else ()
 
 
 def edge_costs(shapes: Shapes, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
@@ -79,8 +87,13 @@ def edge_costs(shapes: Shapes, samples: float, latency: float, per_byte: float) 
     return tuple(edges)
 
 
-def measured_costs(shapes: Shapes, samples: int, processes: int, found: Mapping[str, Any]) -> StepCosts:
-    """Seconds from what `processes` workers on one machine have measured for a micro-batch of `samples`."""
+def measured_costs(
+    shapes: Shapes, samples: int, processes: int, found: Mapping[str, Any], *, in_process: int | None = None
+) -> StepCosts:
+    """Seconds from what `processes` workers on one machine have measured for a micro-batch of `samples`.
+
+    `in_process`: all stages are in one process, and so many of them compute at the same time.
+    """
     alone = [LayerSeconds(*layer) for layer in found["alone"]]
     slowdown: tuple[float, ...] = ()
     if found["together"]:
@@ -89,6 +102,8 @@ def measured_costs(shapes: Shapes, samples: int, processes: int, found: Mapping[
         # between one process and all of them, in proportion: what slows them down is each other's use of memory
         others = max(1, processes - 1)
         slowdown = tuple(1 + (ratio - 1) * n / others for n in range(others + 1))
+    if in_process is not None:
+        slowdown = turns(in_process, len(alone))
     latency, bandwidth = found["link"] or (0.0, 0.0)
     edges = edge_costs(shapes, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {samples} samples at a time"

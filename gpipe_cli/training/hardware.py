@@ -22,7 +22,8 @@ def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
     """
     if hardware.name != "auto":
         return hardware
-    name = "cpu" if device == "cpu" else _gpu_file()
+    model = gpu_model()
+    name = "cpu" if device == "cpu" else next((file for part, file in _BY_NAME.items() if part in model), None)
     if name is None:
         return hardware
     found = load_hardware(name)
@@ -33,14 +34,18 @@ def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
 
 
 def physical_memory_bytes() -> int:
-    """Of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Of this machine, or of the container that this process is in."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return machine
+    return min(machine, int(allowed)) if allowed.isdecimal() else machine
 
 
 @cache
-def _gpu_file() -> str | None:
-    """By the driver's own list: asking CUDA would open a context in a process that has no use for one."""
+def gpu_model() -> str:
+    """The first one's, by the driver's own list: asking CUDA would open a context in a process without a use for it."""
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        model = file.read_text(encoding="utf-8", errors="replace").partition("Model:")[2].partition("\n")[0]
-        return next((name for part, name in _BY_NAME.items() if part in model), None)
-    return None
+        return file.read_text(encoding="utf-8", errors="replace").partition("Model:")[2].partition("\n")[0].strip()
+    return ""

@@ -5,6 +5,7 @@ again and all of them agree.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.schedule import Recompute
 from gpipe_cli.training.costs import StepCosts, figured
 from gpipe_cli.training.hardware import physical_memory_bytes, resolved
-from gpipe_cli.training.planning import Plan, make_plan, mini_batch_samples
+from gpipe_cli.training.planning import Plan, make_plan, micro_batches_of
 from gpipe_cli.training.shapes import Shapes, read_shapes
 
 
@@ -107,15 +108,27 @@ def plan_by_figures(config: TrainConfig, shapes: Shapes) -> Plan:
 
 def costs_by_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
     devices, distributed = place(config)
-    samples = mini_batch_samples(config, shapes.lengths)
     hardware = resolved(config.hardware, devices[0])
     return figured(
         shapes,
         hardware,
-        samples / min(config.micro_batches, samples),
+        micro_batches_of(config, shapes.lengths)[1],
         threads=threads_of(config),
-        one_device=not distributed and len(set(devices)) == 1 and config.hardware.name == "auto",
+        at_once=stages_at_once(config),
+        linked=distributed or len(set(devices)) > 1 or config.hardware.name != "auto",
     )
+
+
+def stages_at_once(config: TrainConfig) -> int:
+    """How many stages can compute at the same time; the others take turns with them on a device or on cores."""
+    devices, distributed = place(config)
+    if config.hardware.name != "auto":  # a machine that is not here has a device for each
+        return config.partitions
+    if distributed:
+        alone = torchrun_world() in (None, 1)
+        crowded = alone and devices[0] == "cpu"
+        return max(1, usable_cores() // threads_of(config)) if crowded else config.partitions
+    return len(set(devices))
 
 
 def memory_limit(config: TrainConfig) -> int | None:
@@ -125,16 +138,25 @@ def memory_limit(config: TrainConfig) -> int | None:
     """
     limit = config.hardware.memory_gib
     if limit is None and config.recompute == "auto":
-        devices, distributed = place(config)
+        devices, _ = place(config)
         limit = resolved(config.hardware, devices[0]).memory_gib
         if limit is None and devices[0] == "cpu":
-            limit = physical_memory_bytes() / 2**30 / config.partitions
+            limit = physical_memory_bytes() / 2**30
+        if limit is not None and config.hardware.name == "auto":
+            limit /= _stages_of_a_device(config, devices)
         if limit is None:
             raise ValueError(
                 "recompute=auto: needs the memory of this GPU, which has no file in conf/hardware; give "
                 "hardware.memory_gib=..."
             )
     return None if limit is None else int(limit * 2**30)
+
+
+def _stages_of_a_device(config: TrainConfig, devices: Sequence[str]) -> int:
+    """How many stages share the memory of one: of a GPU, or of this machine."""
+    if devices[0] == "cpu" and torchrun_world() not in (None, 1):
+        return int(os.environ.get("LOCAL_WORLD_SIZE", config.partitions))
+    return max(devices.count(device) for device in devices)
 
 
 def threads_of(config: TrainConfig) -> int:

@@ -6,8 +6,10 @@ segments. Processes that share a machine share its memory and caches too, so eve
 alone, and by all of them at the same time.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -53,6 +55,7 @@ def measure(
     step, and the link. `segments` cuts the model into parts that fit the device one after another.
     """
     team, groups = join()
+    segments = replace(segments, devices=(layout.devices[process],) * segments.partitions)  # each on its own
     model = build_model(config)
     whole = real_model(config, begins=False)
     alone: Pass = []
@@ -176,9 +179,13 @@ class _Timer:
             work()
             ended = clock.now()
             marks = [reader(mark) for mark in (begun, *self._forward[1:], ended)]
-            return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+            return [b - a for a, b in itertools.pairwise(marks)]
 
         forward = layers_of(lambda: stage.forward(0, self._inputs, Keep.INPUT))
+        if not stage.goes_back:  # it is frozen, as is everything before it
+            stage.finish_step()
+            self._finishing.append(0.0)
+            return [(seconds, seconds, 0.0) for seconds in forward]
         graph = layers_of(lambda: stage.recompute(0))
         begun = clock.now()
         stage.backward(0, self._gradients)

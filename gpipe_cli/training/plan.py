@@ -2,7 +2,8 @@
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -11,37 +12,51 @@ from gpipe_cli.config import TrainConfig, to_yaml
 from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.reporting.plan_report import show_plan
 from gpipe_cli.reporting.timeline_picture import draw, write_picture
-from gpipe_cli.training.choosing import solve_max_model
 from gpipe_cli.training.hardware import resolved
 from gpipe_cli.training.layout import memory_limit, place
 from gpipe_cli.training.planning import Plan
 from gpipe_cli.training.prepare import prepare
 from gpipe_cli.training.show import model_name
+from gpipe_cli.training.solving import solve_max_model
 from gpipe_cli.training.timing import step_costs
 from gpipe_cli.training.views import plan_view, predicted_view
 
 PICTURE, TRACE = "timeline.png", "timeline_trace.json"
+SETTINGS = "settings.yaml"  # not config.yaml: this is no run
 
 
-def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, make_folder: Callable[[], Path]) -> int:
-    """Plan `config`, show it, and write it into the folder that `make_folder` makes. Returns the exit code.
+def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
+    """Plan `config`, show it, and write it into `folder`. Returns the exit code.
 
     Raises ValueError, one line, for what cannot be planned or does not fit.
     """
-    gc.disable()  # a large plan makes a million small things and ends; looking for garbage among them takes seconds
+    with _without_garbage_collection():
+        return _plan(config, auto, solve, folder)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A large plan makes a million small things and ends; looking for garbage among them takes seconds."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
     console = Console()
 
     def say(text: str) -> None:
         show_line(console, text)
 
-    _require_figures(config)
+    _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
     if solve is None:
-        prepared = prepare(config, auto, say)
+        prepared = prepare(config, auto, say, elsewhere=config.hardware.name != "auto")
         config, shapes, made, choices = prepared.config, prepared.shapes, prepared.plan, prepared.choices
     else:
         config, shapes, made, choices = solve_max_model(config, lambda one, seen: step_costs(one, seen, say), say)
-    folder = make_folder()
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (folder / SETTINGS).write_text(to_yaml(config), encoding="utf-8")
     files = _write_timeline(made, model_name(config), folder)
     hardware = resolved(config.hardware, place(config)[0][0])
     view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, (), files)
@@ -49,16 +64,16 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, make_folde
     return 0
 
 
-def _require_figures(config: TrainConfig) -> None:
+def _require_figures(config: TrainConfig, *, several: bool) -> None:
     """Raises ValueError if a plan by figures cannot be made, for want of one."""
     hardware = resolved(config.hardware, place(config)[0][0])
-    wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if config.partitions > 1 else [])]
+    wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
     if config.cost == "figures" and missing:
         what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
         raise ValueError(
-            f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); give hardware.{missing[0]}=..., "
-            "another hardware, or cost=measured"
+            f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
+            f"give hardware.{missing[0]}=..., another hardware, or cost=measured"
         )
 
 

@@ -1,4 +1,4 @@
-"""A plan: the cut, what is recomputed, and what a step will take, before anything is allocated (paper sections 2 and 3).
+"""A plan: the cut, what is recomputed, and what a step will take, before anything is allocated (sections 2, 3).
 
 One plan for K, M and a schedule that are given; choosing between several is `choosing.py`. The run itself begins with
 the same plan: what was predicted is what is then measured.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import ceil
 
 import numpy as np
 
@@ -86,7 +87,17 @@ def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
     return max(1, config.batch_tokens // max(lengths))
 
 
-@lru_cache
+def micro_batches_of(config: TrainConfig, lengths: Sequence[int]) -> tuple[int, float]:
+    """M, and the mean samples of a micro-batch.
+
+    Cut by tokens, a mini-batch of short sentences has more samples than are planned for, and so all M micro-batches.
+    """
+    whole = mini_batch_samples(config, lengths)
+    micro_batches = config.micro_batches if config.batch_size is None else min(config.micro_batches, whole)
+    return micro_batches, whole / micro_batches
+
+
+@lru_cache(maxsize=16)  # they can be large
 def checked_schedule(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
     """The schedule of a step; a short last mini-batch may have fewer micro-batches than the others."""
     if not isinstance(recompute, str):
@@ -97,16 +108,15 @@ def checked_schedule(name: str, partitions: int, micro_batches: int, recompute: 
 
 
 def make_plan(config: TrainConfig, shapes: Shapes, costs: StepCosts, limit_bytes: int | None) -> Plan:
-    """Cut the model for `config` and simulate a step; `costs` are those of the largest micro-batch.
+    """Cut the model for `config` and simulate a step; `costs` are those of a mean micro-batch.
 
     Raises:
         TooLargeError: no cut stays below `limit_bytes` on every stage.
         ValueError: a balance that was given does not fit the model.
     """
     partitions, layers = config.partitions, len(shapes.costs)
-    whole = mini_batch_samples(config, shapes.lengths)
-    micro_batches = min(config.micro_batches, whole)
-    samples = -(-whole // micro_batches)
+    micro_batches, mean = micro_batches_of(config, shapes.lengths)
+    samples = ceil(mean)
     memory = _Memory(config, shapes, samples, micro_batches)
     balance = config.partition.balance
     if balance is None:

@@ -27,13 +27,18 @@ class Prepared:
         return tuple(("chosen", _words(choice)) for choice in self.choices)
 
 
-def prepare(config: TrainConfig, auto: Collection[str], say: Callable[[str], None]) -> Prepared:
-    """Choose what is `auto`, plan the step, cut the model. `say` is told what takes seconds.
+def prepare(
+    config: TrainConfig, auto: Collection[str], say: Callable[[str], None], *, elsewhere: bool = False
+) -> Prepared:
+    """Choose what is `auto`, plan the step, cut the model. `say` is told what takes seconds; `elsewhere`: the devices
+    here do not count.
 
     Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
     """
     shapes = read_shapes(config)
-    config, plan, choices = choose(config, auto, shapes, lambda candidate, seen: step_costs(candidate, seen, say))
+    config, plan, choices = choose(
+        config, auto, shapes, lambda candidate, seen: step_costs(candidate, seen, say), elsewhere=elsewhere
+    )
     return Prepared(config, shapes, plan, make_layout(config, shapes, plan), choices)
 
 
@@ -47,4 +52,5 @@ def _words(choice: Choice) -> str:
         if not tried.chosen
     )
     names = choice.setting.replace(", ", " and ")
-    return f"{names} {chosen.value}: {chosen.plan.step_seconds:.3g} s a step predicted; compared {others or 'with nothing'}"
+    step = f"{chosen.plan.step_seconds:.3g} s a step predicted"
+    return f"{names} {chosen.value}: {step}; compared {others or 'with nothing'}"

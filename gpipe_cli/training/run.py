@@ -60,6 +60,7 @@ def train(
     source = config.resume or config.init_from
     data = Data(config, layout, process, start, Path(source) if source is not None else None)
     team, groups = join()
+    _refuse_other_cuts(team, layout)
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
     training, test = data.training_set(team), data.test_set(team)
     batches = training.batches
@@ -216,6 +217,17 @@ def _starting_point(config: TrainConfig) -> Progress:
                 "the data means something else with another; leave the setting out"
             )
     return progress
+
+
+def _refuse_other_cuts(team: Team, layout: Layout) -> None:
+    """Under torchrun every process plans for itself. Raises ValueError if machines that differ came to other plans."""
+    plans = team.collect((layout.layer_names, layout.recompute))
+    if any(plan != plans[0] for plan in plans):
+        cuts = " and ".join(sorted({str([len(names) for names in cut]).replace(" ", "") for cut, _ in plans}))
+        raise ValueError(
+            f"partition.balance=null: the processes came to different plans ({cuts}), as their machines differ; give "
+            f"partition.balance={cuts.partition(' and ')[0]} and recompute=except_last"
+        )
 
 
 def _updates(engine: Engine) -> int:

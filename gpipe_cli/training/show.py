@@ -45,7 +45,9 @@ class Show:
         self._prepared, self._text, self._folder = prepared, text, folder
         self._reporter: Reporter | None = None
         self._last: dict[str, Any] | None = None  # the step whose recording comes next
-        self._steps_per_epoch = 1
+        self._shown_position = 1
+        self._drawn = False
+        self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # drawn at the end, if no other was
 
     @property
     def started(self) -> bool:
@@ -70,13 +72,16 @@ class Show:
 
     def finish(self, ending: Ending, error: str | None) -> None:
         if self._reporter is not None:
+            if self._undrawn is not None:
+                self._draw(self._reporter, *self._undrawn)
             self._reporter.finish(ending, error)
         elif error is not None:
             Console(stderr=True).print(f"failed before the first step: {error}", markup=False, highlight=False)
 
     def _start(self, message: dict[str, Any]) -> None:
         (self._folder / "config.yaml").write_text(self._text, encoding="utf-8")
-        self._steps_per_epoch = message["steps_per_epoch"]
+        # a step past the warm-up; not the last one of an epoch, which may be short
+        self._shown_position = min(_SHOWN_POSITION, max(1, message["steps_per_epoch"] - 1))
         message["notes"] = (*message.get("notes", ()), *self._prepared.notes)
         self._reporter = Reporter(self._folder, describe(self._prepared, self._text, **message))
         self._reporter.banner()
@@ -92,24 +97,30 @@ class Show:
         timeline = measured_timeline(schedule, seconds)
         shares = asdict(breakdown(timeline, micro_batches, step["seconds"]))
         reporter.recorded({"step": step["step"], "breakdown": shares, "bubble": timeline.bubble})
-        if step["position"] != min(_SHOWN_POSITION, self._steps_per_epoch):
+        if self._drawn and step["position"] != self._shown_position:
             return
         title = f"epoch {step['epoch']}, step {step['step']}"
-        same = micro_batches == plan.micro_batches
-        reporter.timeline(
-            StepPicture(
-                epoch=step["epoch"],
-                step=step["step"],
-                measured=timeline_view(title, "measured", timeline, step["seconds"], began_seconds),
-                predicted=predicted_view(title, plan) if same else None,
-                measured_breakdown=shares,
-                predicted_breakdown=asdict(plan.breakdown) if same else None,
-            )
+        same = micro_batches == plan.micro_batches and plan.costs.known
+        picture = StepPicture(
+            epoch=step["epoch"],
+            step=step["step"],
+            measured=timeline_view(title, "measured", timeline, step["seconds"], began_seconds),
+            predicted=predicted_view(title, plan) if same else None,
+            measured_breakdown=shares,
+            predicted_breakdown=asdict(plan.breakdown) if same else None,
         )
         traces = [timeline.chrome_trace(name="measured", pid=0)]
         traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
-        trace = json.dumps([event for events in traces for event in events])
-        (self._folder / TRACE).write_text(trace, encoding="utf-8")
+        trace = [event for events in traces for event in events]
+        if step["position"] == self._shown_position:
+            self._draw(reporter, picture, trace)
+        elif not self._drawn:
+            self._undrawn = picture, trace
+
+    def _draw(self, reporter: Reporter, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
+        self._drawn, self._undrawn = True, None
+        reporter.timeline(picture)
+        (self._folder / TRACE).write_text(json.dumps(trace), encoding="utf-8")
 
 
 class ShowEvaluation:

@@ -13,11 +13,10 @@ from functools import lru_cache
 import torch
 
 from gpipe_cli.config import TrainConfig
-from gpipe_cli.pipeline.clock import check
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.recording import MARKS, Recording, room
-from gpipe_cli.pipeline.schedule import Schedule, build, forward_only
+from gpipe_cli.pipeline.schedule import Schedule, forward_only
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.inputs import Reading
 from gpipe_cli.training.layout import Layout

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import metadata
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,47 @@ from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.reporting.measurement import hardware
 from gpipe_cli.training.costs import StepCosts, measured_costs, scaled
 from gpipe_cli.training.crew import interruptible, perform
-from gpipe_cli.training.hardware import physical_memory_bytes, resolved
-from gpipe_cli.training.layout import Layout, costs_by_figures, make_layout, torchrun_world
+from gpipe_cli.training.hardware import gpu_model, physical_memory_bytes, resolved
+from gpipe_cli.training.layout import Layout, costs_by_figures, make_layout, stages_at_once, torchrun_world
 from gpipe_cli.training.measuring import segment_layers
-from gpipe_cli.training.planning import mini_batch_samples
+from gpipe_cli.training.planning import micro_batches_of
 from gpipe_cli.training.shapes import Shapes
 from gpipe_cli.training.work import Measuring
 
-_VERSION = 2  # of what is remembered, and of how it is measured
+_VERSION = 3  # of what is remembered, and of how it is measured
 # What does not change how long a layer takes, or is said by the layout.
 _BESIDES = frozenset(
-    "partitions micro_batches schedule recompute executor partition batch_size batch_tokens epochs max_steps seed "
-    "gradient_clipping evaluate_every_epochs device memory_format threads data_workers timeout_seconds output "
-    "run_folder resume dry_run cost checkpoint hardware learning_rate preset init_from init_head".split()
+    [
+        "partitions",
+        "micro_batches",
+        "schedule",
+        "recompute",
+        "executor",
+        "partition",
+        "batch_size",
+        "batch_tokens",
+        "epochs",
+        "max_steps",
+        "seed",
+        "gradient_clipping",
+        "evaluate_every_epochs",
+        "device",
+        "memory_format",
+        "threads",
+        "data_workers",
+        "timeout_seconds",
+        "output",
+        "run_folder",
+        "resume",
+        "dry_run",
+        "cost",
+        "checkpoint",
+        "hardware",
+        "learning_rate",
+        "preset",
+        "init_from",
+        "init_head",
+    ]
 )
 
 
@@ -41,19 +70,18 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] =
     """
     if config.cost == "figures":
         return costs_by_figures(config, shapes)
-    whole = mini_batch_samples(config, shapes.lengths)
-    micro_batches = min(config.micro_batches, whole)
-    samples = -(-whole // micro_batches)
+    _, mean = micro_batches_of(config, shapes.lengths)
+    samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
-    layout = make_layout(replace(config, cost="figures", hardware=_unlimited(config)), shapes)
+    layout = make_layout(replace(config, cost="figures", recompute="never", hardware=_unlimited(config)), shapes)
     file = cache_folder(None) / "costs" / f"{_digest(config, layout, shapes, samples)}.json"
     alone = torchrun_world() in (None, 1)
     found = _remembered(file) if config.cost == "measured" and alone else None
     if found is None:
         if not alone:
             raise ValueError(
-                f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
-                "use cost=figures, or partition.balance=[...] as gpipe plan finds it"
+                f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the "
+                "same cut; use cost=figures, or partition.balance=[...] as gpipe plan finds it"
             )
         say(f"timing each of {len(shapes.costs)} layers for micro-batches of {samples} (cost={config.cost}) ...")
         found = _measure(config, shapes, layout, samples)
@@ -61,8 +89,9 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] =
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(found), encoding="utf-8")
         partial.replace(file)
-    costs = measured_costs(shapes, samples, layout.processes_here, found)
-    return scaled(costs, whole / micro_batches / samples)
+    in_process = None if layout.distributed else stages_at_once(config)
+    costs = measured_costs(shapes, samples, layout.processes_here, found, in_process=in_process)
+    return scaled(costs, mean / samples)
 
 
 def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int) -> dict[str, Any]:
@@ -120,7 +149,7 @@ def _digest(config: TrainConfig, layout: Layout, shapes: Shapes, samples: int) -
         "lengths": shapes.lengths,
         "torch": metadata.version("torch"),
         "machine": [machine["cpu"], machine["cores"]],
-        "gpu": resolved(config.hardware, layout.devices[0]).name,
+        "device": "cpu" if layout.devices[0] == "cpu" else gpu_model(),
         "processes": layout.processes,
         "threads": layout.threads,
         "memory_format": layout.memory_format,

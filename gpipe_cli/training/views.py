@@ -8,7 +8,7 @@ from gpipe_cli.hardware_settings import HardwareConfig
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.clock import grid
 from gpipe_cli.pipeline.simulator import ideal_bubble
-from gpipe_cli.pipeline.timeline import Timeline, What
+from gpipe_cli.pipeline.timeline import Timeline
 from gpipe_cli.reporting.description import Prediction
 from gpipe_cli.reporting.plan_view import (
     Candidate,
@@ -21,6 +21,7 @@ from gpipe_cli.reporting.plan_view import (
 )
 from gpipe_cli.reporting.timeline_view import Bar, TimelineKind, TimelineView
 from gpipe_cli.training.choosing import Choice
+from gpipe_cli.training.layout import threads_of
 from gpipe_cli.training.planning import Plan, StageBytes, mini_batch_samples
 from gpipe_cli.training.shapes import Shapes
 
@@ -43,7 +44,7 @@ def timeline_view(
             for s in spans
         ]
         for event in timeline.events[k] if timeline.events else ():
-            about = event.action.micro_batch if event.action is not None and event.what is not What.UPDATE else None
+            about = event.action.micro_batch if event.action is not None else None
             bars.append(
                 Bar(event.what.value, about, event.start_seconds - begin_seconds, event.end_seconds - begin_seconds)
             )
@@ -126,7 +127,7 @@ def plan_view(
         schedule=config.schedule,
         recompute=_recompute(config, plan),
         step_samples=samples,
-        hardware=_hardware_view(hardware, plan, limit_bytes),
+        hardware=_hardware_view(hardware, plan, limit_bytes, threads_of(config)),
         step_seconds=plan.step_seconds,
         bubble=plan.timeline.bubble,
         ideal_bubble=ideal_bubble(len(plan.stages), plan.micro_batches),
@@ -149,7 +150,7 @@ def _recompute(config: TrainConfig, plan: Plan) -> str:
     return f"auto ({sum(plan.recomputed)} of {len(plan.stages) * plan.micro_batches} forwards)"
 
 
-def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None) -> HardwareView:
+def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None, threads: int) -> HardwareView:
     measured = plan.costs.measured
 
     def times(value: float | None, factor: float) -> float | None:
@@ -158,7 +159,9 @@ def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None
     return HardwareView(
         name=hardware.name,
         source=plan.costs.source,
-        flops_per_second=None if measured else times(hardware.tflops, 1e12),
+        flops_per_second=None
+        if measured
+        else times(hardware.tflops, 1e12 * (threads if hardware.name == "cpu" else 1)),
         memory_bytes=limit_bytes,
         link_bytes_per_second=None if measured else times(hardware.link_gb_per_second, 1e9),
         link_latency_seconds=None if measured else times(hardware.link_microseconds, 1e-6),

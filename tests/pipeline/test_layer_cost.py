@@ -2,7 +2,7 @@
 
 import torch
 
-from gpipe_cli.pipeline.layer_cost import FLOPS_PER_BYTE, BoundaryTensor, LayerCost, Saved, as_boundary
+from gpipe_cli.pipeline.layer_cost import BoundaryTensor, LayerCost, Saved, as_boundary
 
 
 def test_a_shape_follows_samples_and_lengths() -> None:
@@ -21,7 +21,6 @@ def test_examples_vary_in_their_first_dimension_only() -> None:
 def test_work_is_flops_and_moved_bytes_forward_and_backward() -> None:
     cost = LayerCost("a", 7, 100.0, 200.0, 3.0, 5.0, ())
     assert cost.flops == 300
-    assert cost.work == 300 + FLOPS_PER_BYTE * 8
     assert cost.saved == Saved()
 
 

@@ -1,5 +1,6 @@
 """Recorded steps: every action once, in order, and the waiting told from the transfer."""
 
+import itertools
 import time
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_step_records_every_action_of_its_stages(name: str, recompute: str) ->
         assert before <= values[0] <= values[-1] <= after
     # all stages are in one process, so that at no time more than one action runs
     spans = sorted((s for stage in timeline.stages for s in stage), key=lambda span: span.start_seconds)
-    assert all(a.end_seconds <= b.start_seconds for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(spans))
     assert 0 < sum(timeline.busy_seconds) <= timeline.step_seconds
 
 

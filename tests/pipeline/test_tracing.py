@@ -56,7 +56,7 @@ def test_work_grows_with_bytes_where_there_are_no_flops() -> None:
     for name in ("norm", "relu"):
         assert small[name].flops == 0
         assert small[name].forward_bytes >= 2 * 4 * 4 * 8 * 8  # read once, written once, float32
-        assert large[name].work == pytest.approx(4 * small[name].work, rel=0.05)
+        assert large[name].forward_flops == pytest.approx(4 * small[name].forward_flops, rel=0.05)
 
 
 def test_an_evaluation_has_no_backward() -> None:

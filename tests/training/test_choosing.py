@@ -1,20 +1,24 @@
 """What is chosen for `auto`, what is solved for, and what is said when nothing fits."""
 
+from dataclasses import replace
+
 import pytest
 from training_runs import TINY, configure
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.layer_cost import LayerCost
-from gpipe_cli.training import choosing
-from gpipe_cli.training.choosing import choose, plan_or_refuse, solve_max_model
+from gpipe_cli.training import solving
+from gpipe_cli.training.choosing import choose, plan_or_refuse
 from gpipe_cli.training.costs import LayerSeconds, StepCosts
 from gpipe_cli.training.layout import costs_by_figures, memory_limit
 from gpipe_cli.training.planning import TooLargeError, make_plan
 from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.training.solving import solve_max_model
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
 LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",
-      "dataset=synthetic_text", "dataset.vocabulary=50", "batch_tokens=null", "batch_size=8", "hardware=h200"]  # fmt: skip
+      "dataset=synthetic_text", "dataset.vocabulary=50", "batch_tokens=null", "batch_size=8",
+      "hardware=h200"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +68,18 @@ def test_the_largest_is_found_by_doubling_and_halving(most: int) -> None:
         for limit in range(most + 2):
             asked = []
 
-            def fits(guess: int, limit: int = limit, asked: list[int] = asked) -> bool:  # noqa: B006  of this turn
+            def fits(guess: int, limit: int = limit, asked: list[int] = asked) -> bool:
                 asked.append(guess)
                 return guess <= limit
 
-            assert choosing._largest(fits, start, most) == min(limit, most)
+            assert solving._largest(fits, start, most) == min(limit, most)
             assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
 
 
 def test_partitions_and_micro_batches_are_chosen_together(shapes: Shapes) -> None:
-    config, plan, (choice,) = choose(configure(*SETTINGS), ["partitions", "micro_batches"], shapes, with_overhead(0.0))
+    config, plan, (choice,) = choose(
+        configure(*SETTINGS), ["partitions", "micro_batches"], shapes, with_overhead(0.0), elsewhere=True
+    )
     assert choice.setting == "partitions, micro_batches"
     assert len(choice.tried) == 4 * 5 - 5 * (len(shapes.costs) < 8)
     assert (config.partitions, config.micro_batches) == (len(plan.balance), plan.micro_batches)
@@ -82,7 +88,7 @@ def test_partitions_and_micro_batches_are_chosen_together(shapes: Shapes) -> Non
 
 def test_a_cut_by_hand_leaves_no_other_number_of_partitions(shapes: Shapes) -> None:
     config = configure(*SETTINGS, f"partition.balance=[1,{len(shapes.costs) - 1}]")
-    chosen, _, (choice,) = choose(config, ["partitions"], shapes, with_overhead(0.0))
+    chosen, _, (choice,) = choose(config, ["partitions"], shapes, with_overhead(0.0), elsewhere=True)
     assert chosen.partitions == 2
     assert sum(tried.plan is not None for tried in choice.tried) == 1
 
@@ -100,6 +106,20 @@ def test_nothing_to_choose_is_one_line(settings: str, line: str) -> None:
     with pytest.raises(ValueError, match=line) as error:
         choose(config, ["micro_batches"], read_shapes(config), with_overhead(0.0))
     assert "\n" not in str(error.value)
+
+
+def test_recomputation_is_compared_with_the_modes() -> None:
+    config = configure(*SETTINGS, "micro_batches=4", "partitions=2", "recompute=never")
+    shapes = read_shapes(config)
+    limit = 0.8 * needed_gib(config, shapes)
+    tight = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=limit))
+    _, plan, (choice,) = choose(tight, [], shapes, costs_by_figures)
+    assert choice.setting == "recompute"
+    never, auto, most = choice.tried
+    assert (never.plan, auto.plan) == (None, plan)
+    assert auto.value == f"auto: {plan.recomputed[0]}, {plan.recomputed[1]} of 4 per stage"
+    assert most.plan is not None
+    assert 0 < sum(plan.recomputed) < sum(most.plan.recomputed)
 
 
 def needed_gib(config: TrainConfig, shapes: Shapes) -> float:
@@ -120,8 +140,8 @@ def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(sh
     # what it advises does fit
     changes = line.rpartition("; use ")[2].split(" or ")
     for change in changes:
-        again = configure(*[s for s in SETTINGS], "micro_batches=2", "partitions=2", f"recompute={recompute}",
-                          f"hardware.memory_gib={limit}", *change.split(" with "))  # fmt: skip
+        again = configure(*list(SETTINGS), "micro_batches=2", "partitions=2", f"recompute={recompute}",
+                          f"hardware.memory_gib={limit}", *change.split())  # fmt: skip
         plan_or_refuse(again, shapes, costs_by_figures)
     assert changes[-1].startswith("hardware.memory_gib=")
     assert len(changes) == 2

@@ -11,8 +11,8 @@ from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.pipeline.simulator import EdgeCost
 from gpipe_cli.training.build import build_model
-from gpipe_cli.training.costs import LayerSeconds, StepCosts, figured, measured_costs, scaled
-from gpipe_cli.training.layout import costs_by_figures, make_layout, memory_limit
+from gpipe_cli.training.costs import LayerSeconds, StepCosts, figured, measured_costs, scaled, turns
+from gpipe_cli.training.layout import costs_by_figures, make_layout, memory_limit, stages_at_once
 from gpipe_cli.training.optimizer import build_optimizer
 from gpipe_cli.training.planning import Plan, TooLargeError, make_plan
 from gpipe_cli.training.shapes import Shapes, read_shapes
@@ -61,7 +61,7 @@ def test_figures_are_seconds_of_flops_bytes_and_operations(shapes: Shapes) -> No
         load_hardware("h200"), tflops=2.0, memory_gb_per_second=4.0, operation_microseconds=3.0,
         link_gb_per_second=8.0, link_microseconds=100.0,
     )  # fmt: skip
-    costs = figured(shapes, hardware, 2, threads=8, one_device=False)
+    costs = figured(shapes, hardware, 2, threads=8, at_once=9, linked=True)
     for cost, seconds in zip(shapes.costs, costs.layers, strict=True):
         expected = 2 * cost.forward_flops / 2e12 + 2 * cost.forward_bytes / 4e9 + cost.forward_operations * 3e-6
         assert seconds.forward == seconds.graph == pytest.approx(expected)
@@ -70,20 +70,33 @@ def test_figures_are_seconds_of_flops_bytes_and_operations(shapes: Shapes) -> No
         returned = sum(tensor.bytes(2) for tensor in cost.outputs if tensor.has_gradient)
         assert edge.forward_seconds == pytest.approx(1e-4 + sent / 8e9)
         assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
-    alone = figured(shapes, hardware, 2, threads=8, one_device=True)
+    alone = figured(shapes, hardware, 2, threads=8, at_once=9, linked=False)
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
 
 
 def test_a_cpus_figures_are_those_of_one_thread(shapes: Shapes) -> None:
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
-    one, four = (figured(shapes, cpu, 2, threads=threads, one_device=True) for threads in (1, 4))
+    one, four = (figured(shapes, cpu, 2, threads=threads, at_once=9, linked=False) for threads in (1, 4))
     for slow, fast in zip(one.layers, four.layers, strict=True):
         assert slow.backward == pytest.approx(4 * fast.backward)
 
 
+def test_stages_that_take_turns_take_the_time_of_all() -> None:
+    """Two stages in one process are no faster than one."""
+    settings = [*EVEN, "recompute=never", "executor=in_process"]
+    one, two = (configure(*settings, f"partitions={k}") for k in (1, 2))
+    plans = [make_plan(config, seen, costs_by_figures(config, seen), None)
+             for config in (one, two) for seen in [read_shapes(config)]]  # fmt: skip
+    assert plans[1].step_seconds == pytest.approx(plans[0].step_seconds)
+    assert stages_at_once(two) == 1
+    assert stages_at_once(configure(*settings, "partitions=2", "hardware=tpu_v2")) == 2
+    assert turns(2, 4) == (1.0, 1.0, 1.5, 2.0)
+    assert turns(4, 4) == ()
+
+
 def test_an_unknown_gpu_is_cut_all_the_same_but_nothing_is_predicted(shapes: Shapes) -> None:
     unknown = configure(*EVEN).hardware
-    costs = figured(shapes, unknown, 2, threads=1, one_device=False)
+    costs = figured(shapes, unknown, 2, threads=1, at_once=9, linked=True)
     assert not costs.known
     assert min(seconds.backward for seconds in costs.layers) > 0
 

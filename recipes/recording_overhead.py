@@ -1,0 +1,89 @@
+"""What recording costs: the same steps with it and without it, in turns.
+
+One process, all stages of the default job in it, so that nothing waits for anything and every microsecond counts. A
+step with recording makes its marks, reads them and makes the timeline and the breakdown of them, which in a run the
+parent process does beside the training. Then the same for marks alone.
+
+Usage: python recipes/recording_overhead.py [--steps 200]      two minutes
+"""
+
+import argparse
+import time
+from statistics import median
+
+import torch
+from hydra import compose, initialize_config_module
+
+from gpipe_cli.config import TrainConfig, from_tree
+from gpipe_cli.pipeline.breakdown import breakdown
+from gpipe_cli.pipeline.recording import measured_timeline
+from gpipe_cli.pipeline.schedule import Schedule
+from gpipe_cli.training.build import build_model
+from gpipe_cli.training.engine import build_engine
+from gpipe_cli.training.layout import make_layout
+from gpipe_cli.training.loss import CrossEntropy
+from gpipe_cli.training.planning import checked_schedule
+
+
+class Silent:
+    """A recorder, its clocks and its recording, none of which does anything."""
+
+    def __init__(self, stages: int) -> None:
+        self.clocks = dict.fromkeys(range(stages), self)
+
+    def now(self) -> None:
+        return None
+
+    def begin_step(self, schedule: Schedule) -> "Silent":
+        return self
+
+    def action(self, *marks: object) -> None:
+        pass
+
+
+def main(steps: int) -> None:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = from_tree(TrainConfig, compose("train", ["executor=in_process", "threads=1", "device=cpu"]))
+    layout = make_layout(config)
+    torch.set_num_threads(1)
+    engine = build_engine(config, layout, 0, None, build_model(config), lambda *a: None, begins=True)
+    schedule = checked_schedule(config.schedule, layout.partitions, config.micro_batches, layout.recompute)
+    sizes = [8] * config.micro_batches
+    images = torch.randn(32, 3, config.dataset.image_size, config.dataset.image_size)
+    targets = torch.randint(10, (32,))
+    loud, silent = engine.executor.recorder, Silent(layout.partitions)
+    taken: dict[str, list[float]] = {"without": [], "with": [], "reading": []}
+    for step in range(2 * steps + 10):
+        with_it = step % 2 == 1
+        engine.executor.recorder = loud if with_it else silent
+        objective = CrossEntropy(targets, sizes, label_smoothing=0.1, auxiliary_weight=0.0)
+        began = time.perf_counter()
+        recording = engine.executor.run(schedule, step, sizes, (images,), objective)
+        ran = time.perf_counter()
+        if step >= 10:
+            taken["with" if with_it else "without"].append(ran - began)
+            if with_it:
+                seconds = recording.seconds()
+                timeline = measured_timeline(schedule, [seconds[k] for k in range(layout.partitions)])
+                breakdown(timeline, config.micro_batches, ran - began)
+                taken["reading"].append(time.perf_counter() - ran)
+    without, reading = median(taken["without"]), median(taken["reading"])
+    ratio = median(a / b for a, b in zip(taken["with"], taken["without"], strict=True))
+    clock = loud.clocks[0]
+    began = time.perf_counter()
+    for _ in range(100_000):
+        clock.now()
+    mark = (time.perf_counter() - began) / 100_000
+    actions = sum(map(len, schedule))
+    print(f"step without recording        {1e3 * without:9.3f} ms, median of {steps}, {actions} actions")
+    print(f"with / without, step by step  {ratio:9.4f}")
+    print(
+        f"marks of a step               {1e6 * mark * 4 * actions:9.1f} us, {100 * mark * 4 * actions / without:.4f} %"
+    )
+    print(f"timeline and breakdown        {1e6 * reading:9.1f} us, {100 * reading / without:.3f} % (in the parent)")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    main(parser.parse_args().steps)

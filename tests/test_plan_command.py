@@ -1,0 +1,118 @@
+"""`gpipe plan` as its users type it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, command, configure
+
+from gpipe_cli.pipeline.simulator import ideal_bubble
+
+PLAN = [*TINY, "batch_size=8", "micro_batches=4"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *settings: str) -> dict[str, object]:
+    """Plans into `outputs`; returns plan.json."""
+    assert command(monkeypatch, "plan", *settings) == 0
+    file = max(Path("outputs").glob("*/plan.json"), key=lambda file: file.stat().st_mtime)
+    read: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
+    return read
+
+
+def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    read = plan(monkeypatch, *PLAN, "partitions=2")
+    shown = capsys.readouterr().out
+    (folder,) = Path("outputs").iterdir()
+    assert "_plan_amoebanet_synthetic_images_K2_M4" in folder.name
+    assert {file.name for file in folder.iterdir()} == {
+        "settings.yaml", "plan.json", "timeline.png", "timeline_trace.json",
+    }  # fmt: skip
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((folder / "timeline_trace.json").read_text(encoding="utf-8"))
+    actions = [event for event in trace if event["ph"] == "X" and event.get("cat") in ("F", "R", "B")]
+    assert len(actions) == 2 * (3 * 4 - 1)  # every micro-batch but the last is recomputed
+    assert read["kind"] == "predicted"
+    assert read["ideal_bubble"] == ideal_bubble(2, 4)
+    assert "stage 0 | F0 F1 F2 F3" in shown
+    assert "everything below is predicted" in shown
+
+
+def test_what_is_auto_is_chosen_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = plan(monkeypatch, *TINY, "batch_size=8", "micro_batches=auto", "recompute=auto", "hardware.memory_gib=1")
+    comparison, recompute = read["comparisons"]  # type: ignore[misc]
+    assert [candidate["value"].partition(":")[0] for candidate in recompute["candidates"]] == [
+        "never", "auto", "except_last",
+    ]  # fmt: skip
+    assert [candidate["value"] for candidate in comparison["candidates"]] == ["1", "2", "4", "8"]
+    assert sum(candidate["chosen"] for candidate in comparison["candidates"]) == 1
+
+
+def test_a_measured_plan_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = plan(monkeypatch, *PLAN, "partitions=2", "cost=measured")
+    assert "measured on this machine" in str(read["hardware"]["source"])  # type: ignore[index]
+    assert command(monkeypatch, "train", *PLAN, "partitions=2", "cost=measured", "dry_run=true", "run_folder=dry") == 0
+    result = json.loads(Path("dry/result.json").read_text(encoding="utf-8"))
+    assert result["prediction"]["step_seconds"] == read["step_seconds"]
+    layers = [len(stage["layers"]) for stage in read["stages"]]  # type: ignore[attr-defined]
+    assert [len(stage["layers"]) for stage in result["partitions"]] == layers
+
+
+def test_a_training_chooses_too_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*TINY, "batch_size=8", "partitions=auto", "micro_batches=auto", "dry_run=true", "run_folder=dry"]
+    assert command(monkeypatch, "train", *settings) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "chosen partitions and micro_batches" in shown
+    assert "compared" in shown
+    config = json.loads(Path("dry/result.json").read_text(encoding="utf-8"))["config"]
+    assert isinstance(config["partitions"], int)
+    assert isinstance(config["micro_batches"], int)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("hardware.memory_gib=0.0001", "hardware.memory_gib=0.0001: no cut fits; in the best one stage"),
+        ("hardware.memory_gib=-1", "hardware.memory_gib=-1.0: must be above 0"),
+        ("hardware=tpu_v2 hardware.tflops=null", "hardware.tflops=null: a step cannot be predicted without it"),
+        ("hardware=tpu_v2 hardware.link_gb_per_second=null", "hardware.link_gb_per_second=null: a step cannot be"),
+        ("hardware=tpu_v9", "hardware=tpu_v9: there is no such choice; choose one of auto, cpu, h200"),
+        ("micro_batches=auto batch_size=1", "micro_batches=auto: batch_size=1 cannot be divided"),
+        ("solve=max_model", "solve=max_model: needs a limit"),
+        ("solve=max_model hardware.memory_gib=1 partitions=auto", "partitions=auto cannot be chosen at the same time"),
+        ("solve=best", "solve=best: must be one of max_model"),
+        ("cost=guessed", "cost=guessed: must be one of figures, measured, measured_anew"),
+        ("partitions=99", "partitions=99: the model has only 7 layers"),
+        ("typo=1", "typo=1: there is no such setting"),
+        ("-m partitions=1,2", "-m: plan has no sweeps"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: str, line: str
+) -> None:
+    assert command(monkeypatch, "plan", *PLAN, "partitions=2", *settings.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("gpipe plan: ")
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+    assert not list(Path(".").glob("outputs/*"))
+
+
+def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = plan(monkeypatch, *TINY, "partitions=2", "hardware.memory_gib=0.02", "model.filters=16", "solve=max_model")
+    comparisons = read["comparisons"]
+    assert [comparison["setting"] for comparison in comparisons] == [  # type: ignore[attr-defined]
+        "model.filters", "model.normal_cells",
+    ]  # fmt: skip
+    given = configure(*TINY)
+    assert read["parameters"] > 0  # type: ignore[operator]
+    assert given.partitions == 2

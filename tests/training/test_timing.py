@@ -1,0 +1,123 @@
+"""Layers are timed by workers like those of a run, in segments if need be, and what was found is remembered."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, configure
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.training import timing
+from gpipe_cli.training.costs import StepCosts
+from gpipe_cli.training.measuring import segment_layers
+from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.training.timing import step_costs
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gpipe" / "costs"
+
+
+def timed(config: TrainConfig, shapes: Shapes) -> tuple[StepCosts, list[str]]:
+    said: list[str] = []
+    return step_costs(config, shapes, said.append), said
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
+    config = configure(*TINY, "cost=measured", f"partitions={partitions}", "ema_decay=0.9")
+    shapes = read_shapes(config)
+    costs, said = timed(config, shapes)
+    assert costs.measured
+    assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
+    assert min(costs.updates) > 0
+    assert costs.set_up > 0
+    assert costs.slowdown[0] == 1.0
+    assert len(costs.slowdown) == 2 or partitions == 1
+    linked = min(edge.forward_seconds for edge in costs.edges) > 0
+    assert linked == (partitions == 2)
+    assert said == [f"timing each of {len(shapes.costs)} layers for micro-batches of 3 (cost=measured) ..."]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_what_was_measured_is_remembered_until_something_changes(cache: Path) -> None:
+    config = configure(*TINY, "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    first, _ = timed(config, shapes)
+    (file,) = cache.iterdir()
+    again, said = timed(config, shapes)
+    assert (again, said) == (first, [])
+    # what layers do not depend on changes nothing; neither does a number of epochs
+    assert timed(replace(config, epochs=99, recompute="never"), shapes)[1] == []
+    # a file that was damaged is measured again
+    file.write_text("{", encoding="utf-8")
+    assert len(timed(config, shapes)[1]) == 1
+    assert json.loads(file.read_text(encoding="utf-8"))["alone"]
+    # other micro-batches, and being told to
+    assert len(timed(replace(config, micro_batches=1), shapes)[1]) == 1
+    assert len(timed(replace(config, cost="measured_anew"), shapes)[1]) == 1
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
+    """8 samples in 3: the largest has 3 and is what is timed."""
+    config = configure(*TINY, "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    costs, _ = timed(config, shapes)
+    (file,) = cache.iterdir()
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    assert costs.layers[0].backward == pytest.approx(raw["alone"][0][2] * 8 / 9)
+
+
+def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(*TINY, "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    monkeypatch.setattr(timing, "physical_memory_bytes", lambda: 2 * 10**6)
+    layout = timing.make_layout(replace(config, cost="figures"), shapes)
+    assert len(timing._segments(config, shapes, 3, layout)) > 1
+    costs, _ = timed(config, shapes)
+    assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "segments"),
+    [((1, 1, 1), 9, (3,)), ((5, 5, 5), 10, (2, 1)), ((20, 1, 20), 10, (1, 1, 1)), ((3,), 1, (1,))],
+)
+def test_segments_hold_what_fits(sizes: tuple[int, ...], limit: int, segments: tuple[int, ...]) -> None:
+    assert segment_layers(sizes, limit) == segments
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "model=transformer_lm model.layers=2 model.width=16 model.hidden=32 model.heads=2 model.length=8 "
+        "dataset=synthetic_text dataset.vocabulary=20 batch_tokens=null batch_size=4 micro_batches=2",
+        "model=transformer_nmt model.layers=1 model.width=16 model.hidden=32 model.heads=2 model.length=8 "
+        "dataset=cldr dataset.vocabulary=4000 batch_tokens=64 micro_batches=2",
+        "freeze=[stem]",
+    ],
+)
+def test_text_and_frozen_layers_are_timed_too(settings: str) -> None:
+    base = TINY if "freeze" in settings else ["threads=1"]
+    config = configure(*base, *settings.split(), "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    costs, _ = timed(config, shapes)
+    assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
+    if "freeze" in settings:
+        assert (costs.layers[0].backward, costs.updates[0] > 0) == (0.0, True)  # the moving average, if there is one
+
+
+def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    config = configure(*TINY, "cost=measured", "partitions=2")
+    with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
+        step_costs(config, read_shapes(config))
