@@ -108,3 +108,25 @@ def test_the_command_trains_on_the_device(tmp_path: Path, monkeypatch: pytest.Mo
     if torch.cuda.device_count() == 1:
         assert read_result(tmp_path / "2")["samples_per_second_kind"] == "measured_one_device"
     assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "2"))
+
+
+def test_events_tell_when_a_device_did_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for an event, and yet every step has its breakdown and its timeline."""
+    settings = [item for item in TINY if not item.startswith("device=")]
+    arguments = [*settings, "device=cuda", "executor=in_process", "partitions=2", "epochs=2"]
+    assert command(monkeypatch, "train", *arguments, f"run_folder={tmp_path / 'run'}") == 0
+    result = read_result(tmp_path / "run")
+    shares = result["breakdown"]["measured"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["compute"] > 0
+    assert 0 <= result["bubble"]["measured"] < 1
+    assert (tmp_path / "run" / "timeline.html").is_file()
+
+
+def test_layers_are_timed_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = [item for item in TINY if not item.startswith("device=")]
+    assert command(monkeypatch, "plan", *settings, "device=cuda", "cost=measured", f"output={tmp_path / 'plans'}") == 0
+    assert "layers measured on this machine" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "predicted    step 500.0 ms",
         "bubble       16.3 % predicted, 20.0 % ideal (K-1)/(M+K-1)",
         "speed        64.0 samples/s, predicted",
-        "utilisation  25.0 % of the devices' peak, predicted, without recomputation",
+        "utilisation  25.0 % of these figures, predicted, without recomputation",
         "             recomputation adds 25.0 % to the operations",
         "balance      the slowest stage takes 3.2 % more than the mean of all",
         "memory       1.8 GiB on stage 0, the fullest, predicted, of 128.0 GiB",
@@ -114,8 +114,8 @@ CHOICES = (
         "the shortest step that fits",
         (
             Candidate("2", None, 200 * 2**30, False, "stage 1 is 72.0 GiB over its memory; recompute=always fits"),
-            Candidate("4", 0.5, 2 * 2**30, chosen=True, samples_per_second=64.0),
-            Candidate("8", 5.123, 2**30, samples_per_second=6.25),
+            Candidate("4", 0.5, 2 * 2**30, chosen=True),
+            Candidate("8", 5.123, 2**30),
         ),
     ),
 )  # fmt: skip
@@ -152,10 +152,10 @@ def test_long_tables_are_cut_and_say_so(tmp_path: Path) -> None:
 def test_choices_say_what_was_compared(tmp_path: Path) -> None:
     lines = shown(plan(comparisons=CHOICES), tmp_path)
     assert "micro_batches compared, predicted: the shortest step that fits" in lines
-    assert "            4  500.0 ms        2.0 GiB       64.0  chosen" in lines
-    assert "            8    5.12 s        1.0 GiB        6.2" in lines
+    assert "            4  500.0 ms        2.0 GiB  chosen" in lines
+    assert "            8    5.12 s        1.0 GiB" in lines
     text = " ".join(" ".join(lines).split())
-    assert "2 - 200.0 GiB - stage 1 is 72.0 GiB over its memory;" in text
+    assert "2 - 200.0 GiB stage 1 is 72.0 GiB over its memory;" in text
     assert sum("chosen" in line for line in lines) == 1
 
 
@@ -169,9 +169,9 @@ def test_the_grid_is_shown_where_it_fits(tmp_path: Path) -> None:
 
 
 def test_what_hardware_does_not_say_is_left_out(tmp_path: Path) -> None:
-    unknown = HardwareView("mine", "layers measured on this machine", None, None, None, None, "Xeon")
+    unknown = HardwareView("mine", "layers measured on this machine", None, None, None, None)
     lines = shown(plan(hardware=unknown), tmp_path)
-    assert "hardware     mine: Xeon" in lines
+    assert "hardware     mine" in lines
     assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
     assert read_result(tmp_path, "plan.json")["utilisation"] is None
 
