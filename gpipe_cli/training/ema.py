@@ -25,6 +25,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         self.updates += 1
+        if not self._live:  # a stage of activations and pools
+            return
         decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
         torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1 - decay)
 
