@@ -7,12 +7,9 @@ conf/hardware/p40.yaml. All columns are relative to their own K = 2, M = 1; simu
 Usage: python recipes/simulated_table2.py      half a minute, no GPU
 """
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from statistics import mean
+
+from runs import gpipe
 
 # K, M: batch size, layers per partition, recomputation, torchgpipe's relative throughput, the paper's (TPU)
 CELLS = {
@@ -43,14 +40,9 @@ SETTINGS = [
 def simulated(k: int, m: int, batch: int, balance: tuple[int, ...] | None, recompute: str) -> float:
     """Samples a second."""
     cut = "null" if balance is None else f"[{','.join(map(str, balance))}]"
-    settings = [f"partitions={k}", f"micro_batches={m}", f"batch_size={batch}", f"recompute={recompute}"]
-    with tempfile.TemporaryDirectory() as folder:
-        line = [sys.executable, "-m", "gpipe_cli", "plan", *SETTINGS, *settings, f"partition.balance={cut}"]
-        done = subprocess.run([*line, f"output={folder}"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(line)}\n{done.stdout}{done.stderr}")
-        plan = json.loads(next(Path(folder).glob("*/plan.json")).read_text(encoding="utf-8"))
-    return plan["samples_per_second"]
+    cell = f"partitions={k}", f"micro_batches={m}", f"batch_size={batch}", f"recompute={recompute}"
+    speed: float = gpipe("plan", *SETTINGS, *cell, f"partition.balance={cut}")["samples_per_second"]
+    return speed
 
 
 def main() -> None:

@@ -27,40 +27,8 @@ from gpipe_cli.training.shapes import Shapes
 from gpipe_cli.training.work import Measuring
 
 _VERSION = 3  # of what is remembered, and of how it is measured
-# What does not change how long a layer takes, or is said by the layout.
-_BESIDES = frozenset(
-    [
-        "partitions",
-        "micro_batches",
-        "schedule",
-        "recompute",
-        "executor",
-        "partition",
-        "batch_size",
-        "batch_tokens",
-        "epochs",
-        "max_steps",
-        "seed",
-        "gradient_clipping",
-        "evaluate_every_epochs",
-        "device",
-        "memory_format",
-        "threads",
-        "data_workers",
-        "timeout_seconds",
-        "output",
-        "run_folder",
-        "resume",
-        "dry_run",
-        "cost",
-        "checkpoint",
-        "hardware",
-        "learning_rate",
-        "preset",
-        "init_from",
-        "init_head",
-    ]
-)
+# The settings that how long a layer takes depends on, but for what the layout says.
+_DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 
 
 def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] = lambda line: None) -> StepCosts:
@@ -141,7 +109,8 @@ def _unlimited(config: TrainConfig) -> Any:
 
 
 def _digest(config: TrainConfig, layout: Layout, shapes: Shapes, samples: int) -> str:
-    facts = {key: value for key, value in asdict(config).items() if key not in _BESIDES}
+    settings = asdict(config)
+    facts: dict[str, Any] = {key: settings[key] for key in _DECISIVE}
     machine = hardware((), layout.threads)
     facts |= {
         "version": _VERSION,

@@ -1,0 +1,28 @@
+"""What the measurements here share: `gpipe` as a user calls it, and the model that they are about."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# AmoebaNet-D (6, 64) at 128 px on noise, read inline, so that no other process takes part
+AMOEBANET = [
+    "model.normal_cells=6", "model.filters=64", "dataset=synthetic_images", "dataset.image_size=128",
+    "dataset.num_classes=1000", "dataset.train_samples=512", "dataset.test_samples=8", "batch_size=32",
+    "data_workers=0", "epochs=9",
+]  # fmt: skip
+
+
+def gpipe(command: str, *settings: str) -> dict[str, Any]:
+    """Runs `gpipe`; returns the plan.json or the result.json that it wrote. Ends the program if it fails."""
+    with tempfile.TemporaryDirectory() as output:
+        line = [sys.executable, "-m", "gpipe_cli", command, f"output={output}", *settings]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(line)}\n{done.stdout}{done.stderr}")
+        name = {"plan": "plan.json", "train": "result.json"}[command]
+        (file,) = Path(output).glob(f"*/{name}")
+        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return read
