@@ -7,13 +7,12 @@ a prediction and what became of it are compared number by number and picture by 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.pipeline.schedule import Action, Kind
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When an action ran; both times count from the same zero on every stage."""
 
     action: Action
@@ -33,8 +32,7 @@ class What(StrEnum):
     UPDATE = "update"  # of the weights
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """When a stage waited or did something else than an action; times as in a span."""
 
     what: What

@@ -7,7 +7,7 @@ given these plain values, so that a prediction and what became of it are drawn b
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
@@ -18,8 +18,7 @@ ACTIONS: tuple[BarKind, ...] = ("F", "R", "B")
 SHARES = ("compute", "recompute", "bubble", "imbalance", "transfer", "update", "set_up")
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """What a stage did, or waited for, in one interval."""
 
     what: BarKind  # forward, recompute, backward; or waiting for a neighbour, an exposed transfer, the weight update

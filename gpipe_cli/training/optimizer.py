@@ -10,7 +10,6 @@ from functools import cache
 from math import prod
 
 import torch
-from timm.optim.rmsprop_tf import RMSpropTF
 from torch import nn
 
 from gpipe_cli.optimizer_settings import AdafactorConfig, AdamConfig, OptimizerConfig, RMSPropConfig, SGDConfig
@@ -34,6 +33,8 @@ def build_optimizer(config: OptimizerConfig, parameters: Named) -> torch.optim.O
     groups = [group for group in groups if group["params"]]
     match config:  # the learning rate is set before every step
         case RMSPropConfig():
+            from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm brings torchvision: seconds that others save
+
             made: torch.optim.Optimizer = RMSpropTF(
                 groups, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
             )

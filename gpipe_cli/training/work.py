@@ -111,7 +111,9 @@ def workers() -> ForkServerContext:
     """The context that workers are started in."""
     context = multiprocessing.get_context("forkserver")
     # the libraries of the default job too: what is not imported here, every worker imports for itself
-    context.set_forkserver_preload(["gpipe_cli.training.worker", "sklearn.datasets", "sklearn.model_selection"])
+    context.set_forkserver_preload(
+        ["gpipe_cli.training.worker", "timm.optim.rmsprop_tf", "sklearn.datasets", "sklearn.model_selection"]
+    )
     return context
 
 
