@@ -256,7 +256,9 @@ def load(path: Path) -> TrainConfig:
         assert isinstance(tree, DictConfig)
         # runs from before there were plans: what they did is what these say
         older = OmegaConf.create({"cost": "figures", "hardware": asdict(load_hardware("auto"))})
-        return from_tree(TrainConfig, OmegaConf.merge(older, tree))  # type: ignore[arg-type]
+        complete = OmegaConf.merge(older, tree)
+        assert isinstance(complete, DictConfig)
+        return from_tree(TrainConfig, complete)
     except (OSError, AssertionError, YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
 

@@ -9,8 +9,7 @@ What makes results independent of the cut (law 1), layer by layer and not stage 
 * the tensors between layers, and the gradients that come back through them, always have the same strides, because
   kernels may sum in another order for another layout;
 * a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
-depends
-  on whether a cut lies between.
+  depends on whether a cut lies between.
 """
 
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ import torch
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.tracing import run_shapes
+from gpipe_cli.reporting.units import size
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.costs import StepCosts
 from gpipe_cli.training.layout import costs_by_figures, memory_limit, torchrun_world, usable_cores
@@ -116,7 +117,7 @@ def try_plan(config: TrainConfig, value: str, shapes: Shapes, costs: StepCosts, 
     try:
         return Tried(value, make_plan(config, shapes, costs, limit_bytes))
     except TooLargeError as error:
-        return Tried(value, None, f"stage {error.stage} is {_gib(error.missing_bytes)} over", over=error)
+        return Tried(value, None, f"stage {error.stage} is {size(error.missing_bytes)} over", over=error)
 
 
 def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhere: bool) -> Iterator[TrainConfig]:
@@ -164,13 +165,9 @@ def _refuse_single_samples(config: TrainConfig, shapes: Shapes) -> None:
 
 def _refusal(config: TrainConfig, shapes: Shapes, error: TooLargeError, prefix: str) -> ValueError:
     """Which stage is how much over the limit, and the smallest change that would fit."""
-    given, balance = config.hardware.memory_gib is not None, config.partition.balance
-    limit = f"{error.limit_bytes / 2**30:g}"
-    what = (
-        f"hardware.memory_gib={config.hardware.memory_gib:g}"
-        if given
-        else f"recompute=auto: {limit} GiB are here for a stage"
-    )
+    given, balance = config.hardware.memory_gib, config.partition.balance
+    here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
+    what = here if given is None else f"hardware.memory_gib={given:g}"
     cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
     remedies = []
     for changed, words in _changes(config, len(shapes.costs)):
@@ -185,7 +182,7 @@ def _refusal(config: TrainConfig, shapes: Shapes, error: TooLargeError, prefix: 
         remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:g}")
     advice = f"use {' or '.join(remedies)}" if remedies else "use a smaller model, or a machine with more memory"
     where = f"{cut} stage {error.stage} of {config.partitions}"
-    return ValueError(f"{prefix}{what}: {where} needs {_gib(error.missing_bytes)} more; {advice}")
+    return ValueError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
 
 
 def _changes(config: TrainConfig, layers: int) -> Iterator[tuple[TrainConfig, str]]:
@@ -204,7 +201,3 @@ def _changes(config: TrainConfig, layers: int) -> Iterator[tuple[TrainConfig, st
     for more in range(k + 1, 2 * k + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k):
         if more <= layers:
             yield replace(config, partitions=more, partition=free), f"partitions={more}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

@@ -21,7 +21,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple
-from gpipe_cli.pipeline.recording import Clock, HostClock, Recorder
+from gpipe_cli.pipeline.recording import Clock, Recorder
 from gpipe_cli.pipeline.schedule import Keep
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.training.build import build_model, outputs_of, real_model
@@ -242,7 +242,6 @@ class _Timer:
 def _time_link(layout: Layout, process: int, groups: Groups) -> tuple[float, float]:
     """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
     device = torch.device(layout.devices[process])
-    clock = HostClock() if device.type == "cpu" else None
     seconds = []
     for size in _LINK_BYTES if process < 2 else ():
         message = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -254,7 +253,7 @@ def _time_link(layout: Layout, process: int, groups: Groups) -> tuple[float, flo
                     dist.send(message, dst=1 - process, group=groups.forward)
                 else:
                     dist.recv(message, src=1 - process, group=groups.forward)
-            if clock is None:
+            if device.type != "cpu":
                 torch.cuda.synchronize(device)
             taken.append((time.perf_counter() - began) / 2)
         seconds.append(median(taken))

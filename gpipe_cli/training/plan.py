@@ -59,7 +59,7 @@ def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: P
     (folder / SETTINGS).write_text(to_yaml(config), encoding="utf-8")
     files = _write_timeline(made, model_name(config), folder)
     hardware = resolved(config.hardware, place(config)[0][0])
-    view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, (), files)
+    view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, files)
     show_plan(console, view, folder)
     return 0
 

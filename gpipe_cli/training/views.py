@@ -75,7 +75,6 @@ def plan_view(
     hardware: HardwareConfig,
     limit_bytes: int | None,
     choices: Sequence[Choice],
-    notes: Sequence[tuple[str, str]],
     files: Sequence[tuple[str, str]],
 ) -> PlanView:
     """What `gpipe plan` shows; `hardware` are the figures that hold."""
@@ -139,7 +138,6 @@ def plan_view(
         step_tokens=tokens,
         comparisons=tuple(_comparison(choice, samples) for choice in choices),
         grid=grid(plan.schedule, width=80) if drawable else None,
-        notes=tuple(notes),
         files=tuple(files),
     )
 
