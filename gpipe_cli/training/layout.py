@@ -212,5 +212,5 @@ def place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
 def _memory_format(config: TrainConfig, device: str) -> str:
     if config.memory_format != "auto":
         return config.memory_format
-    # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/side_by_side.py)
+    # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/measurements/side_by_side.py)
     return "channels_last" if config.task == "classification" else "contiguous"

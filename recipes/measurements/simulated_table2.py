@@ -4,7 +4,7 @@ torchgpipe measured the same table on eight Tesla P40 with partitions, batch siz
 (docs/benchmarks.rst; layers per partition as below). The simulation takes these and the figures in
 conf/hardware/p40.yaml. All columns are relative to their own K = 2, M = 1; simulated and measured are never mixed.
 
-Usage: python recipes/simulated_table2.py      2 minutes, no GPU
+Usage: python recipes/measurements/simulated_table2.py      2 minutes, no GPU
 """
 
 from statistics import mean

@@ -3,9 +3,9 @@
 Source    none of the paper's tables: the paper compares GPipe with itself. The settings are those at which the field
           was once measured for this repository: AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K=2, two cores, one
           thread per process. Samples/s belong to one machine on one day; only ratios of one run count.
-Command   python recipes/side_by_side.py                               everything
-          python recipes/side_by_side.py --micro-batches 4 --only ScheduleGPipe gpipe-never --rounds 9
-          python recipes/side_by_side.py --profile --only gpipe-never  where the time of each stage goes
+Command   python recipes/measurements/side_by_side.py                               everything
+          python recipes/measurements/side_by_side.py --micro-batches 4 --only ScheduleGPipe gpipe-never --rounds 9
+          python recipes/measurements/side_by_side.py --profile --only gpipe-never  where the time of each stage goes
           torchgpipe must be installed by hand, without the torch of 2020 it would ask for:
           pip install --no-deps torchgpipe==0.0.7
 Hardware  two idle CPU cores, 3 GB of memory

@@ -4,7 +4,7 @@ One process, all stages of the default job in it, so that nothing waits for anyt
 step with recording makes its marks, reads them and makes the timeline and the breakdown of them, which in a run the
 parent process does beside the training. Then the same for marks alone.
 
-Usage: python recipes/recording_overhead.py [--steps 200]      two minutes
+Usage: python recipes/measurements/recording_overhead.py [--steps 200]      two minutes
 """
 
 import argparse

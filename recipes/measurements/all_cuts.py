@@ -4,7 +4,7 @@ Each cut is run beside the one that `gpipe plan cost=measured_anew` chooses, one
 speed of a shared machine changes within minutes; what counts is the ratio of the two. All cuts have one round, those
 that come within 15 % of the chosen one have more, and their median counts.
 
-Usage: python recipes/all_cuts.py [--rounds 5]      3 minutes for the first round on 2 CPU cores
+Usage: python recipes/measurements/all_cuts.py [--rounds 5]      3 minutes for the first round on 2 CPU cores
 """
 
 import argparse
