@@ -16,6 +16,7 @@ class HardwareConfig:
 
     name: Literal["auto", "cpu", "h200", "p40", "p100_pcie", "tpu_v2", "tpu_v3"]
     tflops: float | None  # that layers reach, in 10^12 a second; of a CPU, one thread's
+    peak_tflops: float | None  # by the data sheet, of one device; of a CPU, all its cores'
     memory_gib: float | None  # that a stage must stay below
     memory_gb_per_second: float | None
     operation_microseconds: float | None  # from one operation to the next, however small

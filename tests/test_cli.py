@@ -143,7 +143,7 @@ def test_recipes_extend_the_defaults(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train plan evaluate check"),
+        ("gpipe tr", "train bench plan evaluate check reproduce compare"),
         ("gpipe train micro", "micro_batches="),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),

@@ -12,9 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+from training_runs import command, wait_until
 
-from gpipe_cli.commands import sweep
-from gpipe_cli.commands.sweep import Run, differences, error_line, free_folder, run_process, show_table
+from gpipe_cli.commands import child
+from gpipe_cli.commands.child import error_line, run_process
+from gpipe_cli.commands.sweep_folder import SWEEP
+from gpipe_cli.commands.sweep_names import differences, free_folder, varied_settings
+from gpipe_cli.reporting.result import read_result
+from gpipe_cli.reporting.sweep_table import Run, show_table
 
 CAN_TRAIN = importlib.util.find_spec("gpipe_cli.training.processes") is not None
 
@@ -33,6 +38,10 @@ def test_runs_are_named_by_what_differs() -> None:
     two = [["partitions=2", "micro_batches=4"], ["partitions=4", "micro_batches=8"]]
     assert differences(two, []) == ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]
     assert differences([["epochs=2"]], ["epochs=2"]) == ["run"]
+    added = [["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]]
+    assert differences(added, []) == ["steps=5", "steps=9"]
+    assert varied_settings(added, []) == [{"steps": 5}, {"steps": 9}]
+    assert varied_settings(jobs, task) == [{"micro_batches": 1}, {"micro_batches": 4}]
 
 
 def test_folders_are_new_and_safe(tmp_path: Path) -> None:
@@ -70,7 +79,7 @@ def test_a_process_reports_its_end(capfd: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupt_ends_the_whole_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sweep, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(child, "GRACE_SECONDS", 0.3)
     code = (
         "import pathlib, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # neither it nor its child wants to end
@@ -194,3 +203,98 @@ def test_runs_lie_side_by_side_in_the_sweep(tmp_path: Path) -> None:
         written = json.loads((folder / f"micro_batches={count}" / "result.json").read_text())
         assert written["status"] == "dry_run"
         assert "epochs: 7\n" in (folder / f"micro_batches={count}" / "config.yaml").read_text()
+
+
+HELD = [
+    "model=custom", "model.target=bench_models:odd", "dataset=synthetic_images", "dataset.image_size=8",
+    "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=4",
+    "data_workers=0", "threads=1", "device=cpu", "partitions=1", "checkpoint.every_steps=1", "recompute=never",
+]  # fmt: skip
+
+
+def environment_of(output: Path) -> dict[str, str]:
+    """Where runs find the model, and the model what lets it go."""
+    return {"PYTHONPATH": str(Path(__file__).parent), "HELD_UNTIL": str(output / "go")}
+
+
+def train_again(folder: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment_of(folder.parent).items():
+            patch.setenv(name, value)
+        return command(patch, "train", f"resume={folder}")
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """A sweep whose second run was under way when Ctrl-C came: its folder, its exit code, what it said."""
+    output = tmp_path_factory.mktemp("interrupted")
+    arguments = ["-m", *HELD, "+model.arguments.way=held", "micro_batches=1,2,8", "max_steps=4", f"output={output}"]
+    started = [sys.executable, "-m", "gpipe_cli", "train", *arguments]
+    environment = os.environ | environment_of(output)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(started, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        held = "*_sweep/micro_batches=2/checkpoints/step_00000002/index.json"
+        wait_until(lambda: list(output.glob(held)) or process.poll() is not None, 120, "the second run")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    (folder,) = output.glob("*_sweep")
+    return folder, process.returncode, said
+
+
+def test_an_interrupted_sweep_goes_on(interrupted: tuple[Path, int, str], capfd: pytest.CaptureFixture[str]) -> None:
+    folder, exit_code, said = interrupted
+    assert exit_code == 130
+    assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in said
+    first, held = folder / "micro_batches=1", folder / "micro_batches=2"
+    assert [read_result(run)["status"] for run in (first, held)] == ["completed", "interrupted"]
+    before = (first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns
+    (folder.parent / "go").touch()
+    assert train_again(folder) == 1, "the third run is impossible"
+    output = capfd.readouterr().out
+    assert "run 1 of 3: micro_batches=1: completed before, skipped\n" in output
+    assert len(re.findall(r"(?m)^ *[12] +micro_batches=\d +completed ", output)) == 2, "both are in the table"
+    assert f"\ngo on with  gpipe train resume={folder}\n" in output
+    assert ((first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns) == before
+    result = read_result(held)
+    assert (result["status"], result["steps"], result["resumed_from"]) == ("completed", 4, str(held))
+
+
+@pytest.mark.parametrize(
+    ("command_name", "more", "line"),
+    [
+        ("train", "epochs=3", "epochs=3: resume={} is a sweep, whose runs would then differ in more than it says"),
+        ("train", "-cn other", "-cn other: resume={} is a sweep"),
+        ("train", "--cfg job", "--cfg job: resume={} is a sweep"),
+        ("bench", "", "resume={}: is a sweep of gpipe train; go on with it by gpipe train resume="),
+        ("train", "damaged", "{}/sweep.json: cannot be read as a sweep"),
+        ("train", "no json", "{}/sweep.json: not valid JSON"),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_line(
+    command_name: str,
+    more: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = {"damaged": '{"command": "train"}', "no json": "{"}.get(more)
+    Path("sweep").mkdir()
+    Path("sweep", SWEEP).write_text(text or '{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
+    arguments = [] if text else more.split()
+    assert command(monkeypatch, command_name, "resume=sweep", *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"gpipe {command_name}: {line.format('sweep')}")
+    assert len(said.splitlines()) == 1
+    assert [path.name for path in Path("sweep").iterdir()] == [SWEEP]
+
+
+def test_a_sweep_does_not_begin_where_another_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / SWEEP).write_text("{}")
+    assert command(monkeypatch, "train", "-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"gpipe train: hydra.sweep.dir={tmp_path}: a sweep lies there already; go on with it by ")
+    assert [path.name for path in tmp_path.iterdir()] == [SWEEP]

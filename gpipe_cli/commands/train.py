@@ -10,9 +10,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import CommandLine, arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
+from gpipe_cli.commands.sweep_folder import SweepFolder, resumed_sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
-from gpipe_cli.training.work import interruptible_import, start_importing
+from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
+from gpipe_cli.training.work import Bench, interruptible_import, start_importing
 from gpipe_cli.typed import show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
@@ -26,8 +28,14 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
-    arguments = arranged(arguments)
+    typed, arguments = arguments, arranged(arguments)
     line = read("train", arguments)
+    folder = resumed_sweep("train", line)
+    if folder is None:
+        folder = SweepFolder("train", typed)
+    else:
+        arguments = arranged([*folder.arguments, *folder.place])
+        line = read("train", arguments)
     refuse_groups(line)
     for key in ("init_from", "init_head"):
         if line.overrides.get("resume") is not None and (value := line.overrides.get(key)) is not None:
@@ -39,21 +47,23 @@ def main(arguments: Sequence[str]) -> int:
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
         arguments = [*arguments, *(f"{group}={name}" for group, name in chosen.items())]
-    sweep.register_launcher()
-    received: list[DictConfig | sweep.Run] = []
+    sweep.register_launcher(folder)
+    received: list[DictConfig | Run] = []
     try:
         compose("train", arguments, TrainConfig, received)
     finally:
-        runs = [run for run in received if isinstance(run, sweep.Run)]
+        folder.discard()
+        runs = [run for run in received if isinstance(run, Run)]
         if runs:  # also after Ctrl-C
-            sweep.show_table(runs)
+            show_table(runs)
+            show_rest(folder.planned, runs, folder.go_on_with)
     for tree in received:
         if isinstance(tree, DictConfig):
             replace_batch_size(tree, line.overrides)
             auto = take_auto(tree)
             config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides), auto)
             with preparing():
-                return _train(config, auto)
+                return perform(config, auto)
     return 1 if any(run.failed for run in runs) else 0
 
 
@@ -64,11 +74,12 @@ def refuse_groups(line: CommandLine) -> None:
             raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
 
 
-def _train(config: TrainConfig, auto: Sequence[str]) -> int:
+def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Bench | None = None) -> int:
+    """Trains, or with `bench` measures a training; returns the exit code. `what` is as `make_run_folder` has it."""
     takes_weights = config.init_from is not None and config.resume is None
     if takes_weights:
         find_run("init_from", str(config.init_from), config.output)
-    folder = make_run_folder(config, datetime.now(), auto)
+    folder = make_run_folder(config, datetime.now(), auto, what)
     try:
         if not config.dry_run:
             start_importing()  # in a process beside this one, while this one imports torch itself
@@ -78,7 +89,7 @@ def _train(config: TrainConfig, auto: Sequence[str]) -> int:
 
         if takes_weights:  # known from names and shapes, also to a dry run
             check_init_from(config)
-        return launch(config, folder, auto)
+        return launch(config, folder, auto, bench)
     finally:  # refused or interrupted before anything ran, then nothing is left behind
         with contextlib.suppress(OSError):  # it is not empty
             folder.rmdir()

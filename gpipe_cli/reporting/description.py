@@ -12,6 +12,9 @@ from gpipe_cli.reporting.task import Task
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 SpeedKind = Literal["measured", "measured_one_device"]
+Command = Literal["train", "bench"]
+
+WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,18 @@ class PartitionDescription:
     parameters: int
     cost_share: float | None  # of the computation, as the partitioner counts it, 0 to 1; None: unknown
     device: str  # `cpu`, `cuda:0`
+    # Of each layer, forward and backward of one micro-batch as predicted; in a run without a prediction they tell
+    # layers from each other and no more. (): unknown.
+    layer_seconds: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key that the configuration of some run may have, though not that of this one, if it has another model."""
+
+    key: str  # `model.filters`
+    kind: Literal["number", "switch", "text"]  # text: also what may be null, a list or one of several kinds
+    choices: tuple[str, ...] = ()  # of a text that can be nothing else
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,22 @@ class Prediction:
     def from_figures(self) -> bool:
         """Whether the seconds follow from the figures of some hardware, which need not be this machine."""
         return self.source.startswith("hardware=")
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """The operations that the model itself needs in a step, as the plan counts them, and what the devices could do."""
+
+    step: float  # forward and backward of every layer, recomputation not counted, of a full mini-batch
+    samples: int  # of that mini-batch
+    tokens: int | None  # of that mini-batch, all as long as the longest; None for images
+    peak_per_second: float | None  # of all devices that are used, by their data sheet; None: not known
+    peak_source: str  # where the peak comes from, or why it is not known
+
+    def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
+        """Of real samples, or for text of real tokens: padding is no work. None without a speed."""
+        rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
+        return None if rate is None else self.step / planned * rate
 
 
 @dataclass(frozen=True)
@@ -71,6 +102,10 @@ class RunDescription:
     preset: str | None = None  # name of the settings that it began with
     notes: tuple[tuple[str, str], ...] = ()  # more lines of the banner: label, fact
     prediction: Prediction | None = None
+    settings: tuple[Setting, ...] = ()  # of all runs, so that theirs stand in one table; (): those of `config`
+    flops: StepFlops | None = None
+    command: Command = "train"
+    warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
     # Text only.
     vocabulary: int | None = None  # tokens in it
     languages: int | None = None  # of a translation

@@ -7,7 +7,7 @@ without UTF-8, where the sentences of a translation are shown as escapes.
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.reporting.breakdown import share_facts
-from gpipe_cli.reporting.description import PartitionDescription, RunDescription, TranslationResult
+from gpipe_cli.reporting.description import PartitionDescription, RunDescription, SpeedKind, TranslationResult
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, perplexity, plural, rate, size
 
@@ -83,7 +83,7 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
     if result["status"] in ("interrupted", "failed"):
         show_facts(console, [("checkpoint", checkpoint)])
         if resume is not None:
-            show_facts(console, [("go on with", f"gpipe train {_override('resume', resume)}")])
+            show_facts(console, [("go on with", f"gpipe train {override('resume', resume)}")])
     if steps:
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
 
@@ -134,16 +134,24 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     yield "executor", f"{run.executor}, {plural(run.threads, 'thread')} for each process"
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the stages' time"
     yield "global batch", _global_batch(run, micro_batches)
+    if run.command == "bench":
+        assert run.max_steps is not None
+        yield "measuring", f"{plural(run.max_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
+    else:
+        yield "training", _training(run)
+    yield from run.notes
+    yield "run folder", str(folder)
+    if run.resumed_from is not None:
+        yield "resumed from", f"{run.resumed_from}, {plural(run.first_step, 'step')} done"
+
+
+def _training(run: RunDescription) -> str:
     training = plural(run.epochs, "epoch")
     if run.steps_per_epoch is not None:
         training += f" of {plural(run.steps_per_epoch, 'step')}"
     if run.max_steps is not None and run.steps_per_epoch is not None:
         training += f", stopping after {plural(run.total_steps, 'step')}"
-    yield "training", f"{training}, learning rate {learning_rate(run.learning_rate)}"
-    yield from run.notes
-    yield "run folder", str(folder)
-    if run.resumed_from is not None:
-        yield "resumed from", f"{run.resumed_from}, {plural(run.first_step, 'step')} done"
+    return f"{training}, learning rate {learning_rate(run.learning_rate)}"
 
 
 def _samples_of_data(run: RunDescription) -> str:
@@ -191,14 +199,23 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if result["samples_per_second"] is not None:
         warm_up = "warm-up included" if result["speed_includes_warm_up"] else "warm-up excluded"
         yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step (medians, {warm_up})"
-        if result["samples_per_second_kind"] == "measured_one_device":
-            yield "", "measured_one_device: stages shared a device or cores"
-        else:
-            yield "", "measured: every stage had a device or cores of its own"
+        yield "", speed_kind(result["samples_per_second_kind"])
     yield from share_facts(result)
-    memory = [f"stage {stage} {size(peak)}" for stage, peak in enumerate(result["memory_bytes"])]
+    yield from memory_facts("peak memory", result["memory_bytes"])
+
+
+def speed_kind(kind: SpeedKind) -> str:
+    """Whether it is the speed of a pipeline."""
+    if kind == "measured_one_device":
+        return "measured_one_device: stages shared a device or cores"
+    return "measured: every stage had a device or cores of its own"
+
+
+def memory_facts(label: str, sizes: Sequence[int]) -> Iterable[tuple[str, str]]:
+    """Labelled lines: `stage 0 605.2 MiB, stage 1 605.8 MiB`."""
+    memory = [f"stage {stage} {size(peak)}" for stage, peak in enumerate(sizes)]
     for first in range(0, len(memory), MEMORY_PER_LINE):
-        yield "" if first else "peak memory", ", ".join(memory[first : first + MEMORY_PER_LINE])
+        yield "" if first else label, ", ".join(memory[first : first + MEMORY_PER_LINE])
 
 
 def _speed(result: dict[str, Any]) -> str:
@@ -213,7 +230,7 @@ def _one_line(text: str) -> str:
     return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())
 
 
-def _override(key: str, value: str) -> str:
+def override(key: str, value: str) -> str:
     """`key=value` as one types it: Hydra takes commas and brackets for its own, the shell takes blanks."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"

@@ -9,7 +9,10 @@ from array import array
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from typing import Any
+
+from gpipe_cli.reporting.description import StepFlops
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
@@ -48,14 +51,29 @@ class Throughput:
         return 0 < self.steps <= self.warm_up_steps
 
     @property
+    def counted_steps(self) -> int:
+        """Steps that the medians are over."""
+        return len(self._counted(self._seconds))
+
+    @property
     def samples_per_second(self) -> float | None:
         """Median over steps; None without any."""
         return _median(self._counted(self._samples))
 
     @property
+    def samples_per_second_quartiles(self) -> list[float] | None:
+        """First and third quartile over steps; None without any."""
+        return _quartiles(self._counted(self._samples))
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Median over steps, padding not counted; None without any, as for images."""
         return _median(self._counted(self._tokens))
+
+    @property
+    def tokens_per_second_quartiles(self) -> list[float] | None:
+        """As ``samples_per_second_quartiles``."""
+        return _quartiles(self._counted(self._tokens))
 
     @property
     def step_seconds(self) -> float | None:
@@ -75,6 +93,21 @@ class Throughput:
 
     def _counted(self, values: Sequence[float]) -> Sequence[float]:
         return values if self.includes_warm_up else values[min(self.warm_up_steps, len(values)) :]
+
+
+def flops_result(flops: StepFlops | None, speed: Throughput) -> dict[str, Any]:
+    """The entries of result.json that say how much of a device's peak the model's own operations reach.
+
+    The share is that of PaLM's authors (model FLOPs utilization, MFU): recomputation does not count as work.
+    """
+    per_second = None if flops is None else flops.per_second(speed.samples_per_second, speed.tokens_per_second)
+    peak = None if flops is None else flops.peak_per_second
+    return {
+        "model_flops": None if flops is None else flops.step,
+        "model_flops_per_second": per_second,
+        "peak_flops_per_second": peak,
+        "mfu": None if per_second is None or peak is None else per_second / peak,
+    }
 
 
 class EpochMeans:
@@ -131,6 +164,13 @@ def versions(text: bool = False) -> dict[str, str | None]:
 
 def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
+
+
+def _quartiles(values: Sequence[float]) -> list[float] | None:
+    if len(values) < 2:
+        return [values[0], values[0]] if values else None
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return [first, third]
 
 
 def _cpu_model() -> str:

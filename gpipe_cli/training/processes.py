@@ -14,14 +14,16 @@ from gpipe_cli.training.crew import interruptible, perform
 from gpipe_cli.training.layout import Layout, make_layout
 from gpipe_cli.training.prepare import prepare
 from gpipe_cli.training.show import Show, ShowEvaluation, ShowNothing, show_dry_run
-from gpipe_cli.training.work import Evaluation, Task, Training
+from gpipe_cli.training.work import Bench, Evaluation, Task, Training
 
 
-def launch(config: TrainConfig | EvaluateConfig, folder: Path, auto: Collection[str] = ()) -> int:
+def launch(
+    config: TrainConfig | EvaluateConfig, folder: Path, auto: Collection[str] = (), bench: Bench | None = None
+) -> int:
     """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 130 interrupted).
 
-    The settings in `auto` are chosen first. Raises ValueError, one line, for what the user can mend before anything has
-    run.
+    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else. Raises
+    ValueError, one line, for what the user can mend before anything has run.
     """
     leads = int(os.environ.get("RANK", "0")) == 0
     show: Show | ShowEvaluation | ShowNothing
@@ -37,8 +39,8 @@ def launch(config: TrainConfig | EvaluateConfig, folder: Path, auto: Collection[
         if training.dry_run:
             show_dry_run(prepared, text, folder)
             return 0
-        task = Training(text, folder)
-        show = Show(prepared, text, folder) if leads else ShowNothing()
+        task = Training(text, folder, bench)
+        show = Show(prepared, text, folder, bench) if leads else ShowNothing()
     return _run(training, layout, task, show, folder)
 
 

@@ -49,9 +49,12 @@ def train(
     join: Join,
     report: Report,
     watch: Watch,
+    *,
+    only_steps: bool = False,
 ) -> None:
     """Train as process number `process`. `join` connects the processes; `report` speaks to the parent, which shows and
-    writes what it hears; `watch` hears every action before it is performed.
+    writes what it hears; `watch` hears every action before it is performed. With `only_steps`, for a measurement,
+    nothing is evaluated and no checkpoint is written.
 
     Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does, and
     DivergedError.
@@ -63,6 +66,8 @@ def train(
     _refuse_other_cuts(team, layout)
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
     training, test = data.training_set(team), data.test_set(team)
+    if only_steps:
+        test.close()  # what loads it would take time from the steps
     batches = training.batches
     check_epochs(config, start, batches.steps_per_epoch)
     start = replace(start, steps_per_epoch=batches.steps_per_epoch)
@@ -124,6 +129,10 @@ def train(
         recording, recorded_began = result.recording, began
         epoch_ends = position + 1 == batches.steps_per_epoch
         over = progress.step == end_step
+        if only_steps:
+            if over:
+                break
+            continue
         if over or (epoch_ends and (epoch + 1) % config.evaluate_every_epochs == 0):
             with engine.evaluating(averages=bool(engine.averages)):
                 totals = evaluate(config, engine, team, test)

@@ -22,15 +22,18 @@ from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.recording import measured_timeline
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reporting.console import LINE_SECONDS
-from gpipe_cli.reporting.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.description import WARM_UP_STEPS, PartitionDescription, RunDescription
+from gpipe_cli.reporting.evaluation_result import EvaluationResult, show_evaluation
 from gpipe_cli.reporting.facts import show_line
-from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
+from gpipe_cli.reporting.hyperparameters import settings_of
+from gpipe_cli.reporting.reporter import Reporter
 from gpipe_cli.reporting.timeline_view import StepPicture
 from gpipe_cli.training.fine_tuning import frozen_facts
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.planning import checked_schedule
 from gpipe_cli.training.prepare import Prepared
-from gpipe_cli.training.views import predicted_view, prediction, timeline_view
+from gpipe_cli.training.views import layer_seconds_of, predicted_view, prediction, step_flops, timeline_view
+from gpipe_cli.training.work import Bench
 
 TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
 _SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
@@ -41,8 +44,8 @@ Ending = Literal["completed", "failed", "interrupted"]
 class Show:
     """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
 
-    def __init__(self, prepared: Prepared, text: str, folder: Path) -> None:
-        self._prepared, self._text, self._folder = prepared, text, folder
+    def __init__(self, prepared: Prepared, text: str, folder: Path, bench: Bench | None = None) -> None:
+        self._prepared, self._text, self._folder, self._bench = prepared, text, folder, bench
         self._reporter: Reporter | None = None
         self._last: dict[str, Any] | None = None  # the step whose recording comes next
         self._shown_position = 1
@@ -76,14 +79,15 @@ class Show:
                 self._draw(self._reporter, *self._undrawn)
             self._reporter.finish(ending, error)
         elif error is not None:
-            Console(stderr=True).print(f"failed before the first step: {error}", markup=False, highlight=False)
+            line = f"failed before the first step: {' '.join(error.split())}"
+            Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _start(self, message: dict[str, Any]) -> None:
         (self._folder / "config.yaml").write_text(self._text, encoding="utf-8")
         # a step past the warm-up; not the last one of an epoch, which may be short
         self._shown_position = min(_SHOWN_POSITION, max(1, message["steps_per_epoch"] - 1))
         message["notes"] = (*message.get("notes", ()), *self._prepared.notes)
-        self._reporter = Reporter(self._folder, describe(self._prepared, self._text, **message))
+        self._reporter = Reporter(self._folder, describe(self._prepared, self._text, bench=self._bench, **message))
         self._reporter.banner()
         self._reporter.start()
 
@@ -99,6 +103,8 @@ class Show:
         reporter.recorded({"step": step["step"], "breakdown": shares, "bubble": timeline.bubble})
         if self._drawn and step["position"] != self._shown_position:
             return
+        if self._bench is not None and step["step"] < self._bench.warm_up_steps + self._bench.steps:
+            return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
         title = f"epoch {step['epoch']}, step {step['step']}"
         same = micro_batches == plan.micro_batches and plan.costs.known
         picture = StepPicture(
@@ -112,7 +118,7 @@ class Show:
         traces = [timeline.chrome_trace(name="measured", pid=0)]
         traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
         trace = [event for events in traces for event in events]
-        if step["position"] == self._shown_position:
+        if step["position"] == self._shown_position or self._bench is not None:
             self._draw(reporter, picture, trace)
         elif not self._drawn:
             self._undrawn = picture, trace
@@ -182,14 +188,20 @@ def describe(
     languages: int | None = None,
     unigram_perplexity: float | None = None,
     notes: tuple[tuple[str, str], ...] = (),
+    bench: Bench | None = None,
 ) -> RunDescription:
     """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
     config, layout = prepared.config, prepared.layout
     every = sum(layout.cost)
     partitions = tuple(
-        PartitionDescription(names, parameters, cost / every if every else None, device)
-        for names, parameters, cost, device in zip(
-            layout.layer_names, layout.parameters, layout.cost, layout.devices, strict=True
+        PartitionDescription(names, parameters, cost / every if every else None, device, layer_seconds)
+        for names, parameters, cost, device, layer_seconds in zip(
+            layout.layer_names,
+            layout.parameters,
+            layout.cost,
+            layout.devices,
+            layer_seconds_of(prepared.plan),
+            strict=True,
         )
     )
     return RunDescription(
@@ -223,6 +235,7 @@ def describe(
         ),
         config=asdict(config),
         config_yaml=text,
+        settings=settings_of(TrainConfig),
         speed_kind="measured_one_device" if layout.one_device else "measured",
         threads=layout.threads,
         max_steps=config.max_steps,
@@ -230,6 +243,9 @@ def describe(
         first_step=first_step,
         gpu_names=gpu_names,
         prediction=prediction(prepared.plan) if prepared.plan.costs.known else None,
+        flops=step_flops(config, prepared.shapes, layout),
+        command="train" if bench is None else "bench",
+        warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
     )
 
 

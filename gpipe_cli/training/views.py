@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.hardware_settings import HardwareConfig
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.clock import grid
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.pipeline.timeline import Timeline
-from gpipe_cli.reporting.description import Prediction
+from gpipe_cli.reporting.description import Prediction, StepFlops
 from gpipe_cli.reporting.plan_view import (
     Candidate,
     Comparison,
@@ -21,7 +21,8 @@ from gpipe_cli.reporting.plan_view import (
 )
 from gpipe_cli.reporting.timeline_view import Bar, TimelineKind, TimelineView
 from gpipe_cli.training.choosing import Choice
-from gpipe_cli.training.layout import threads_of
+from gpipe_cli.training.hardware import resolved
+from gpipe_cli.training.layout import Layout, threads_of
 from gpipe_cli.training.planning import Plan, StageBytes, mini_batch_samples
 from gpipe_cli.training.shapes import Shapes
 
@@ -64,6 +65,47 @@ def prediction(plan: Plan) -> Prediction:
         breakdown=asdict(plan.breakdown),
         memory_bytes=tuple(stage.total for stage in plan.memory),
         activation_bytes=plan.saved_bytes,
+    )
+
+
+def step_flops(config: TrainConfig, shapes: Shapes, layout: Layout) -> StepFlops:
+    """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
+    samples = mini_batch_samples(config, shapes.lengths)
+    peak, source = _peak(config.hardware, layout)
+    return StepFlops(
+        step=sum(cost.flops for cost in shapes.costs) * samples,
+        samples=samples,
+        tokens=samples * max(shapes.lengths) if config.task != "classification" else None,
+        peak_per_second=peak,
+        peak_source=source,
+    )
+
+
+def _peak(hardware: HardwareConfig, layout: Layout) -> tuple[float | None, str]:
+    """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
+
+    The peak of a machine that the settings name but that is not here says nothing of what ran here.
+    """
+    device = layout.devices[0]
+    here = resolved(load_hardware("auto"), device).name  # auto: a GPU without a file
+    figures = resolved(hardware, device)
+    if hardware.name not in ("auto", here) and (here != "auto" or device == "cpu"):
+        return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
+    if figures.peak_tflops is None:
+        what = "this CPU" if device == "cpu" else "this GPU"
+        return None, f"the peak of {what} is not known; hardware.peak_tflops=... says it"
+    # under torchrun machines count their GPUs from 0, each
+    devices = layout.processes if layout.distributed and device != "cpu" else len(set(layout.devices))
+    each = f"{figures.peak_tflops:g} TFLOP/s"
+    given = figures.peak_tflops != load_hardware(figures.name).peak_tflops
+    name = "hardware.peak_tflops" if given else figures.name
+    return figures.peak_tflops * 1e12 * devices, f"{each} ({name})" if devices == 1 else f"{devices} x {each} ({name})"
+
+
+def layer_seconds_of(plan: Plan) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Of each stage, and of each of its layers: forward and backward of one micro-batch, as predicted."""
+    return tuple(
+        tuple((layer.graph, layer.backward) for layer in plan.costs.layers[first:end]) for first, end in plan.bounds
     )
 
 

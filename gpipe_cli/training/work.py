@@ -26,11 +26,21 @@ WATCHED = 6
 
 
 @dataclass(frozen=True)
+class Bench:
+    """What is measured of a training: so many steps, after so many that do not count. Nothing is evaluated, and no
+    checkpoint is written."""
+
+    warm_up_steps: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Training:
     """Train from the first step, or the one that is resumed, to the last."""
 
     config_yaml: str
     folder: Path
+    bench: Bench | None = None
 
 
 @dataclass(frozen=True)

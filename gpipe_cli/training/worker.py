@@ -50,8 +50,9 @@ def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> No
 
     try:
         match job.task:
-            case Training(text, folder):
-                train(job.config, text, job.layout, folder, job.process, join, report, watch)
+            case Training(text, folder, bench):
+                only_steps = bench is not None
+                train(job.config, text, job.layout, folder, job.process, join, report, watch, only_steps=only_steps)
             case Evaluation(checkpoint, decode):
                 score(job.config, decode, checkpoint, job.layout, job.process, join, report, watch)
             case Measuring(segments, samples):

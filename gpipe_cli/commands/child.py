@@ -1,0 +1,81 @@
+"""A command run as a child of this one: its own process tree, and what it said if it failed.
+
+Sweeps (the tables of the paper) and recipes run `gpipe` many times; each time is a fresh process, so that a failed run
+keeps nothing alive, and Ctrl-C ends all of it.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import IO
+
+GRACE_SECONDS = 3.5  # from Ctrl-C until a run that has not ended by itself is killed; a command ends within 5 s
+INTERRUPTED = 130
+
+
+def run_process(command: Sequence[str], output: IO[str] | None = None) -> tuple[int, str, bool]:
+    """Runs the command to its end, its output shown as it comes, or, all that it prints, written to the file `output`.
+
+    Returns its exit code, its error line, and whether it was ended because we were interrupted (the code is then 130).
+    """
+    tail, interrupted = bytearray(), False
+    # A session of its own: Ctrl-C reaches the run through us and only once, and its whole tree can be ended together.
+    with (
+        _interruptible(),
+        subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, start_new_session=True) as process,
+    ):
+        assert process.stderr is not None
+        try:
+            copier = threading.Thread(
+                target=_copy, args=(process.stderr.fileno(), output or sys.stderr, tail), daemon=True
+            )
+            copier.start()
+            exit_code = process.wait()
+        except KeyboardInterrupt:
+            interrupted, exit_code = True, INTERRUPTED
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                process.wait(GRACE_SECONDS)
+            with contextlib.suppress(ProcessLookupError):  # its whole tree has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
+        copier.join(0.5)  # a process that outlives its run may hold the pipe open
+    return exit_code, error_line(tail.decode(errors="replace")) or f"exit code {exit_code}", interrupted
+
+
+def error_line(stderr: str) -> str:
+    """The line of a run's stderr that says what went wrong: gpipe's own, or the last exception's, or the last one."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    own = [said[1] for line in lines if (said := re.match(r"gpipe \w+: (.*)", line))]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (own or raised or lines or [""])[-1]
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A closed terminal and `kill` end a sweep as Ctrl-C does: the run has a session of its own and would live on."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _copy(descriptor: int, output: IO[str], tail: bytearray) -> None:
+    """Copies what comes to `output` at once, unfinished lines included; `tail` keeps the end of it."""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(descriptor, 65536):
+            output.write(chunk.decode(errors="replace"))
+            output.flush()
+            tail += chunk
+            del tail[:-8192]

@@ -1,0 +1,255 @@
+"""`gpipe bench`: the same steps as a training and nothing else; the table of a sweep."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import LIVELY, TINY, command, configure
+
+from gpipe_cli.config import load, to_yaml
+from gpipe_cli.reporting.bench_table import bench_status, bench_table, write_bench
+from gpipe_cli.reporting.measurement import Throughput
+from gpipe_cli.reporting.result import read_result, write_result
+from gpipe_cli.reporting.sweep_table import Run
+from gpipe_cli.training.layout import make_layout
+from gpipe_cli.training.shapes import read_shapes
+from gpipe_cli.training.views import step_flops
+
+TESTS = Path(__file__).parent
+ODD = [
+    "model=custom", "model.target=bench_models:odd", "dataset=synthetic_images", "dataset.image_size=8",
+    "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=4", "micro_batches=1",
+    "data_workers=0", "threads=1", "device=cpu", "partitions=1",
+]  # fmt: skip
+FIVE = ["warm_up_steps=2", "steps=3"]
+
+
+def program(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS))
+        return command(patch, *arguments)
+
+
+def losses(folder: Path) -> list[float]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.value for event in events.Scalars("train/loss")]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five steps in two processes: more than an epoch, and past where a training would be evaluated and saved."""
+    output = tmp_path_factory.mktemp("measured")
+    peak = "hardware.peak_tflops=0.002"
+    assert program("bench", *TINY, *LIVELY, *FIVE, "partitions=2", peak, f"output={output}") == 0
+    (folder,) = output.iterdir()
+    return folder
+
+
+def test_the_steps_are_those_of_a_training(measured: Path, tmp_path: Path) -> None:
+    settings = [*TINY, *LIVELY, "partitions=1", "epochs=5", "max_steps=5", f"run_folder={tmp_path}"]
+    assert program("train", *settings) == 0
+    assert losses(measured) == losses(tmp_path)
+    assert len(losses(measured)) == 5
+    trained = read_result(tmp_path)
+    assert (trained["command"], trained["speed_steps"]) == ("train", 2)
+    assert trained["model_flops"] == read_result(measured)["model_flops"]
+
+
+def test_what_a_measurement_leaves(measured: Path) -> None:
+    result = read_result(measured)
+    assert "_bench_amoebanet_synthetic_images_K2_M3" in measured.name
+    assert (result["command"], result["status"], result["steps"]) == ("bench", "completed", 5)
+    assert (result["warm_up_steps"], result["speed_steps"]) == (2, 3)
+    assert (result["test"], result["best"]) == (None, None)
+    assert not (measured / "checkpoints").exists()
+    assert {path.name for path in measured.iterdir()} >= {"config.yaml", "timeline.html", "timeline.png"}
+    first, third = result["samples_per_second_quartiles"]
+    assert first <= result["samples_per_second"] <= third
+    # forward and backward of a full mini-batch of 8; the speed counts the samples that there were
+    assert result["model_flops_per_second"] == pytest.approx(result["model_flops"] / 8 * result["samples_per_second"])
+    assert result["peak_flops_per_second"] == 2e9, "one CPU, whatever the stages on it"
+    assert result["mfu"] == pytest.approx(result["model_flops_per_second"] / 2e9)
+    assert len(result["activation_bytes"]) == len(result["memory_bytes"]) == 2
+    assert sum(result["breakdown"]["measured"].values()) == pytest.approx(1)
+
+
+def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "model=transformer_lm dataset=synthetic_text model.layers=3 model.width=16 model.heads=2 model.length=8"
+    text += " device=cpu threads=1 batch_size=4 micro_batches=2 partitions=1 data_workers=0"
+    assert program("bench", *text.split(), *FIVE, f"run_folder={tmp_path}") == 0
+    result = read_result(tmp_path)
+    planned = result["model_flops"] / (4 * 8)
+    assert result["model_flops_per_second"] == pytest.approx(planned * result["tokens_per_second"])
+    assert (result["mfu"], result["peak_flops_per_second"]) == (None, None)
+    output = capsys.readouterr().out
+    assert "measuring    3 steps after 2 of warm-up\n" in output
+    assert "epoch" not in output
+    assert " tokens/s (median; quartiles " in output
+    assert "MFU          not known: the peak of this CPU is not known; hardware.peak_tflops=... says it" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("epochs=3", "epochs=3: a measurement ends after its steps, be they many epochs or less than one; give steps="),
+        ("max_steps=3", "max_steps=3: a measurement ends after its steps; give steps=... and warm_up_steps=..."),
+        ("dry_run=true", "dry_run=true: a measurement of nothing; leave it out, or use gpipe train or gpipe plan"),
+        ("checkpoint.keep=3", "checkpoint.keep=3: a measurement writes no checkpoints; leave it out"),
+        ("resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
+        ("steps=0", "steps=0: must be 1 or more"),
+        ("warm_up_steps=-1", "warm_up_steps=-1: must be 0 or more"),
+        ("steps=many", "steps=many: must be a whole number"),
+        ("rounds=2", "rounds=2: one configuration has nothing to take turns with; add -m"),
+        ("-m rounds=1,2", "rounds=1,2: all rows of a table have the same rounds; give one number"),
+        ("-m partitions=1,2 rounds=0", "rounds=0: must be 1 or more"),
+        ("-m dataset=digits,cifr10", "dataset=cifr10: there is no such choice"),
+        ("partitions=20", "partitions=20: the model has only 10 layers; use partitions=10 or fewer"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "bench", *arguments.split()) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"gpipe bench: {line}")
+    assert len(said.err.splitlines()) == 1
+    assert list(tmp_path.glob("outputs/*")) == []
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rounds of cells that come to different ends; the recipe is one for `gpipe train`."""
+    folder = tmp_path_factory.mktemp("table")
+    recipe = "defaults:\n  - train\n  - _self_\nseed: 7\nmax_steps: 1\nrecipe: {title: nothing}\n"
+    (folder / "small.yaml").write_text(recipe)
+    taken = folder / "sweep" / "model.arguments.way=fine" / "notes.txt"  # somebody's
+    taken.parent.mkdir(parents=True)
+    taken.touch()
+    arguments = ["-cd", str(folder), "-cn", "small", "-m", *ODD, *FIVE, "rounds=2", f"hydra.sweep.dir={folder}/sweep"]
+    assert program("bench", *arguments, "+model.arguments.way=fine,hungry,wrong") == 0
+    return folder / "sweep"
+
+
+def test_cells_that_cannot_be_are_rows(table: Path) -> None:
+    written = read_result(table, "bench.json")
+    assert (written["varies"], written["rounds"]) == (["model.arguments.way"], 2)
+    rows = {row["settings"]["model.arguments.way"]: row for row in written["rows"]}
+    ends = {way: row["status"] for way, row in rows.items()}
+    assert ends == {"fine": "measured", "hungry": "out_of_memory", "wrong": "impossible"}
+    assert "can't allocate memory" in rows["hungry"]["reason"]
+    assert "way=wrong: cannot be" in rows["wrong"]["reason"]
+    fine = rows["fine"]
+    assert (fine["relative"], fine["rounds_measured"]) == (1.0, 2)
+    assert fine["folders"] == ["model.arguments.way=fine-2", "model.arguments.way=fine-3"]
+    assert [file.name for file in (table / "model.arguments.way=fine").iterdir()] == ["notes.txt"]
+    assert [read_result(table / folder)["config"]["seed"] for folder in fine["folders"]] == [7, 7]
+    assert read_result(table / fine["folders"][0])["steps"] == 5, "max_steps of the recipe is for gpipe train"
+    # a second round of what cannot be would be no other
+    begun = json.loads((table / "sweep.json").read_text())["runs"]
+    assert [(run["run"], run["round"]) for run in begun] == [(1, 1), (1, 2), (2, 1), (3, 1)]
+    with (table / "bench.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["status"] for line in lines] == list(ends.values())
+    assert float(lines[0]["samples_per_second"]) == fine["samples_per_second"]
+
+
+def test_a_table_goes_on_where_it_was_interrupted(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (table / "bench.json").read_bytes(), sorted(table.iterdir())
+    assert program("bench", f"resume={table}") == 0
+    assert ((table / "bench.json").read_bytes(), sorted(table.iterdir())) == before, "nothing was left to do"
+    output = capsys.readouterr().out
+    assert output.count("before, skipped") == 4
+    assert "go on with" not in output
+
+    sweep = read_result(table, "sweep.json")
+    sweep["runs"][3]["exit_code"] = None  # as if the sweep had been killed when the last cell had begun
+    write_result(table, sweep, "sweep.json")
+    assert program("bench", f"resume={table}") == 0
+    assert capsys.readouterr().out.count("before, skipped") == 3
+    assert (table / "bench.json").read_bytes() == before[0], "the last cell came to the same end again"
+    assert read_result(table, "sweep.json")["runs"][3]["exit_code"] == 2
+
+
+def measured_run(number: int, turn: int, speed: float, **changes: Any) -> Run:
+    result: dict[str, Any] = {
+        "samples_per_second": speed,
+        "samples_per_second_kind": "measured",
+        "executor": "in_process",
+        "hardware": {"threads_per_process": 1},
+        "config": {"partitions": number, "model": {"filters": 4}, "output": "outputs"},
+    }
+    settings = {"partitions": number}
+    return Run(f"partitions={number}", Path("x"), 0, 1.0, result | changes, number, turn, settings)
+
+
+def test_rounds_are_compared_within_themselves() -> None:
+    """The machine is twice as fast in the second round, and three times in the third."""
+    speeds = {1: (10.0, 20.0, 30.0), 2: (15.0, 28.0, 60.0)}
+    runs = [measured_run(n, turn, speeds[n][turn - 1]) for turn in (1, 2, 3) for n in (1, 2)]
+    first, second = bench_table(runs, 3)["rows"]
+    assert first["relative"] == 1
+    assert second["relative"] == 1.5  # of 1.5, 1.4 and 2
+    assert (second["samples_per_second"], second["range_over_rounds"]) == (28.0, [15.0, 60.0])
+
+
+def test_what_differs_without_being_asked_for_is_shown() -> None:
+    other = {"executor": "distributed", "config": {"partitions": 2, "model": {"filters": 8}, "output": "x"}}
+    rows = bench_table([measured_run(1, 1, 10.0), measured_run(2, 1, 10.0, **other)], 1)["rows"]
+    assert [row["resolved"] for row in rows] == [
+        {"model.filters": 4, "executor": "in_process"},
+        {"model.filters": 8, "executor": "distributed"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "error", "status"),
+    [
+        (0, "", "measured"),
+        (2, "hardware.memory_gib=1.0: stage 0 needs more", "impossible"),
+        (1, "0F0 failed (stage 0): OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
+        (1, "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes", "out_of_memory"),
+        (1, "stage 1 was killed by signal 9 (SIGKILL) in 1F0", "out_of_memory"),
+        (1, "stage 1 was killed by signal 11 (SIGSEGV) in 1F0", "failed"),
+        (-9, "exit code -9", "out_of_memory"),
+        (1, "RuntimeError: boom", "failed"),
+        (130, "exit code 130", "interrupted"),
+    ],
+)
+def test_ends_of_a_cell(exit_code: int, error: str, status: str, tmp_path: Path) -> None:
+    run = Run("seed=1", tmp_path / "seed=1", exit_code, 1.0, {}, settings={"seed": 1}, error=error)
+    if exit_code:
+        table = bench_table([run], 1)
+        assert table["rows"][0]["status"] == status
+        write_bench(tmp_path, table)
+    assert bench_status(run) == status
+
+
+def test_quartiles_are_over_counted_steps() -> None:
+    speed = Throughput(warm_up_steps=1)
+    for samples in (100, 1, 2, 3, 4, 5):
+        speed.add(samples, 1.0)
+    assert (speed.counted_steps, speed.samples_per_second, speed.samples_per_second_quartiles) == (5, 3, [2, 4])
+    assert speed.tokens_per_second_quartiles is None
+
+
+def test_the_peak_is_that_of_what_it_ran_on() -> None:
+    """A plan may name any machine; this one is a CPU."""
+    config = configure(*TINY, "hardware=tpu_v3", "partitions=1")
+    assert config.hardware.peak_tflops == 61.5
+    shapes = read_shapes(config)
+    flops = step_flops(config, shapes, make_layout(config, shapes))
+    assert flops.peak_per_second is None
+    assert "hardware=tpu_v3 is not what it ran on" in flops.peak_source
+    assert (flops.samples, flops.tokens) == (8, None)
+
+
+def test_runs_from_before_there_were_peaks_are_read(tmp_path: Path) -> None:
+    config = configure(*TINY)
+    text = "".join(line for line in to_yaml(config).splitlines(keepends=True) if "peak_tflops" not in line)
+    (tmp_path / "config.yaml").write_text(text)
+    assert load(tmp_path) == config
