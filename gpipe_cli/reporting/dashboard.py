@@ -6,14 +6,31 @@ count those done; accuracies are shares, 0 to 1.
 
 import html
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from gpipe_cli.reporting.breakdown import share_word
-from gpipe_cli.reporting.description import EvaluationMessage, Prediction, RecordedMessage, StepMessage, Translation
+from gpipe_cli.reporting.description import (
+    EvaluationMessage,
+    Prediction,
+    RecordedMessage,
+    RunDescription,
+    Status,
+    StepMessage,
+    Translation,
+)
+from gpipe_cli.reporting.hyperparameters import (
+    end_summary,
+    experiment_summary,
+    forget,
+    hyperparameters,
+    start_summary,
+    varied_by,
+)
 from gpipe_cli.reporting.task import Task, perplexity, words_of
 from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reporting.units import duration, percent, size
@@ -21,6 +38,7 @@ from gpipe_cli.reporting.units import duration, percent, size
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 TRAIN_LOSS = "train/loss"  # what is minimized
 TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
@@ -42,7 +60,23 @@ PREDICTED_STEP_SECONDS = "speed/predicted_step_seconds"
 BUBBLE_MEASURED = "bubble/measured"  # idle share of the pipeline's window
 BUBBLE_PREDICTED = "bubble/predicted"
 BUBBLE_IDEAL = "bubble/ideal"  # (K-1)/(M+K-1)
+# What became of a run, once, beside its settings. HParams shows the first five of a task at first, and as parallel
+# coordinates only runs that have all of what is shown.
+FINAL_TOP1 = "final/top1"  # of the test set, as are top-5, loss, perplexity and accuracy
+FINAL_TOP5 = "final/top5"
+FINAL_LOSS = "final/loss"
+FINAL_PERPLEXITY = "final/perplexity"
+FINAL_TOKEN_ACCURACY = "final/token_accuracy"
+FINAL_SAMPLES_PER_SECOND = "final/samples_per_second"
+FINAL_TOKENS_PER_SECOND = "final/tokens_per_second"
+FINAL_STEP_SECONDS = "final/step_seconds"
+FINAL_BUBBLE = "final/bubble"
+FINAL_MEMORY = "final/memory_gib"  # of the fullest stage
+_FINAL_OF_ALL = (FINAL_STEP_SECONDS, FINAL_BUBBLE, FINAL_MEMORY, FINAL_LOSS)
+_FINAL_OF_IMAGES = (FINAL_TOP1, FINAL_SAMPLES_PER_SECOND, *_FINAL_OF_ALL, FINAL_TOP5)
+_FINAL_OF_TEXT = (FINAL_PERPLEXITY, FINAL_TOKENS_PER_SECOND, *_FINAL_OF_ALL, FINAL_TOKEN_ACCURACY)
 TIMELINE = "timeline"  # pictures, one per epoch
+PARTITIONS = "partitions"  # a picture of the cut
 PREDICTION = "prediction"  # in words
 TRANSLATIONS = "translations"
 CONFIG = "config"
@@ -57,6 +91,9 @@ def memory_tag(stage: int) -> str:
     return f"memory/stage_{stage}_gib"
 
 
+EVERY_MEMORY = r"memory/stage_\d+_gib$"  # of all stages, however many a run has, as charts of Custom Scalars name tags
+
+
 def share_tag(share: str) -> str:
     """Measured share of the stage-time of a step; of the bubble too, here of the whole step."""
     return f"step/{share}"
@@ -66,8 +103,10 @@ class Dashboard:
     """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed."""
 
     def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
+        forget(folder)  # what a run that is resumed into its folder said of itself before
         # A resumed run repeats what came after its checkpoint: readers drop old events from the purge step on.
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1, flush_secs=FLUSH_SECONDS)
+        self._folder = folder
         self._first_step = first_step
         self._text = words_of(task).text
         self._constants: tuple[tuple[str, float], ...] = ()
@@ -77,6 +116,21 @@ class Dashboard:
         # Four blanks are Markdown for text that stays as it is.
         for tag, text in ((CONFIG, config_yaml), (BANNER, banner)):
             self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), self._first_step)
+        self._writer.flush()
+
+    def begin(self, run: RunDescription) -> None:
+        """The settings, in the tab HParams from now on: a run that is killed is there with them."""
+        values = hyperparameters(run.config, run.settings)
+        varied = varied_by(self._folder, values)
+        own, others = (_FINAL_OF_TEXT, _FINAL_OF_IMAGES) if self._text else (_FINAL_OF_IMAGES, _FINAL_OF_TEXT)
+        self._add(experiment_summary(values, run.settings, varied, tuple(dict.fromkeys((*own, *others)))))
+        self._add(start_summary(values, time.time()))
+        self._writer.flush()
+
+    def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
+        """What became of the run, beside its settings; ``result`` is that of result.json."""
+        self._draw(step, _final(result))
+        self._add(end_summary(status, time.time()))
         self._writer.flush()
 
     def predict(self, prediction: Prediction | None, ideal_bubble: float) -> None:
@@ -91,12 +145,7 @@ class Dashboard:
                 (PREDICTED_STEP_SECONDS, prediction.step_seconds),
             )
             self._writer.add_text(PREDICTION, _prediction_table(prediction), self._first_step)
-            charts = {
-                "bubble": ["Multiline", [BUBBLE_MEASURED, BUBBLE_PREDICTED, BUBBLE_IDEAL]],
-                "step seconds": ["Multiline", [STEP_SECONDS, PREDICTED_STEP_SECONDS]],
-                "step": ["Multiline", [share_tag(share) for share in SHARES]],
-            }
-            self._writer.add_custom_scalars({"measured and predicted": charts})
+        self._writer.add_custom_scalars(_layout(self._text, prediction is not None))
         self._writer.flush()
 
     def step(self, message: StepMessage) -> None:
@@ -121,9 +170,17 @@ class Dashboard:
         self._writer.add_image(TIMELINE, picture, step, dataformats="HWC")
         self._writer.flush()
 
+    def partitions(self, picture: "NDArray[np.uint8]") -> None:
+        """A picture of the cut, of shape (height, width, 3)."""
+        self._writer.add_image(PARTITIONS, picture, self._first_step, dataformats="HWC")
+        self._writer.flush()
+
     def close(self) -> None:
         """Writes what is left; harmless when repeated."""
         self._writer.close()
+
+    def _add(self, summary: "Summary") -> None:
+        self._writer._get_file_writer().add_summary(summary)
 
     def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:
         for tag, value in points:
@@ -164,6 +221,39 @@ def _test_text(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]
     yield TEST_LOSS, message["loss"]
     yield TEST_PERPLEXITY, perplexity(message["loss"])
     yield TEST_TOKEN_ACCURACY, message["top1"]
+
+
+def _final(result: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    test = result["test"] or {}
+    yield FINAL_TOP1, test.get("top1")
+    yield FINAL_TOP5, test.get("top5")
+    yield FINAL_LOSS, test.get("loss")
+    yield FINAL_PERPLEXITY, test.get("perplexity")
+    yield FINAL_TOKEN_ACCURACY, test.get("token_accuracy")
+    yield FINAL_SAMPLES_PER_SECOND, result["samples_per_second"]
+    yield FINAL_TOKENS_PER_SECOND, result.get("tokens_per_second")
+    yield FINAL_STEP_SECONDS, result["step_seconds"]
+    yield FINAL_BUBBLE, result["bubble"]["measured"]
+    yield FINAL_MEMORY, max(result["memory_bytes"]) / GIB if result["memory_bytes"] else None
+
+
+def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
+    """The tab Custom Scalars: its charts show all runs that are ticked.
+
+    TensorBoard merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a chart
+    does not depend on K, and runs of images and of text add to each other.
+    """
+    accuracy = ("perplexity", [TRAIN_PERPLEXITY, TEST_PERPLEXITY]) if text else ("top-1", [TRAIN_TOP1, TEST_TOP1])
+    speed = ("tokens per second", [TOKENS_PER_SECOND]) if text else ("samples per second", [SAMPLES_PER_SECOND])
+    runs = [accuracy, speed, ("bubble", [BUBBLE_MEASURED]), ("memory of every stage, GiB", [EVERY_MEMORY])]
+    layout = {"runs side by side": {title: ["Multiline", tags] for title, tags in runs}}
+    if predicted:
+        layout["measured and predicted"] = {
+            "bubble": ["Multiline", [BUBBLE_MEASURED, BUBBLE_PREDICTED, BUBBLE_IDEAL]],
+            "step seconds": ["Multiline", [STEP_SECONDS, PREDICTED_STEP_SECONDS]],
+            "step": ["Multiline", [share_tag(share) for share in SHARES]],
+        }
+    return layout
 
 
 def _prediction_table(prediction: Prediction) -> str:

@@ -7,10 +7,11 @@ process. ``step`` in every message counts optimizer steps done, epochs count fro
 import io
 import time
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.reporting.bench_report import BenchConsole, show_measurement
 from gpipe_cli.reporting.breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
 from gpipe_cli.reporting.console import RunConsole
 from gpipe_cli.reporting.dashboard import Dashboard
@@ -20,25 +21,16 @@ from gpipe_cli.reporting.description import (
     RunDescription,
     Status,
     StepMessage,
-    TranslationResult,
 )
-from gpipe_cli.reporting.facts import (
-    TIMELINE_PAGE,
-    outcome_of_test,
-    outcome_of_translation,
-    show_banner,
-    show_facts,
-    show_summary,
-)
-from gpipe_cli.reporting.measurement import Throughput, hardware, versions
+from gpipe_cli.reporting.facts import TIMELINE_PAGE, show_banner, show_summary
+from gpipe_cli.reporting.measurement import Throughput, flops_result, hardware, versions
 from gpipe_cli.reporting.result import RESULT, read_result, write_result
 from gpipe_cli.reporting.task import Task, scores, words_of
 from gpipe_cli.reporting.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.timeline_view import StepPicture
-from gpipe_cli.reporting.units import duration, plural
 
-EVALUATION = "evaluate.json"
 TIMELINE_PICTURE = "timeline.png"
+PARTITION_PICTURE = "partitions.png"
 
 
 class Reporter:
@@ -59,18 +51,21 @@ class Reporter:
         self._steps = description.first_step
         self._memory_bytes: list[int] = []
         self._checkpoint: str | None = None
-        self._throughput = Throughput()
+        self._throughput = Throughput(description.warm_up_steps)
         self._shares = MeasuredShares()
         self._activation_bytes: list[int] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
+        self._cut_drawn = False
         self._machine = {
             "versions": versions(self._text),
             "hardware": hardware(description.gpu_names, description.threads),
         }
         self._test, self._best = _earlier(description)
-        self._console = RunConsole(console or Console(), description)
+        shows = BenchConsole if description.command == "bench" else RunConsole
+        self._console = shows(console or Console(), description)
         self._dashboard = Dashboard(folder, description.first_step, description.task)
+        self._dashboard.begin(description)
         self._dashboard.predict(description.prediction, description.ideal_bubble)
         self._write()
 
@@ -121,6 +116,19 @@ class Reporter:
         image = draw(views)
         write_picture(self._folder / TIMELINE_PICTURE, image)
         self._dashboard.timeline(picture.step, image)
+        self._draw_cut()
+
+    def _draw_cut(self) -> None:
+        """The partitions as a picture, once: with the first timeline, as whoever waits for one waits for both."""
+        from gpipe_cli.reporting import partition_picture
+        from gpipe_cli.reporting.timeline_picture import write_picture
+
+        if self._cut_drawn or not partition_picture.known(self._run):
+            return
+        self._cut_drawn = True
+        image = partition_picture.draw(self._run)
+        write_picture(self._folder / PARTITION_PICTURE, image)
+        self._dashboard.partitions(image)
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The test set was seen."""
@@ -144,11 +152,18 @@ class Reporter:
             return
         self._status, self._error = status, error
         self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
+        if status != "interrupted":  # whoever did that waits
+            self._draw_cut()
+        self._dashboard.end(status, self._steps, self._result())
         self._dashboard.close()
         self._console.stop()
         if not self._throughput.includes_warm_up:
             self._compare()
-        show_summary(self._console.console, self._result(), self._folder, *self._resumable())
+        if self._run.command == "bench":
+            note = "" if self._run.flops is None else self._run.flops.peak_source
+            show_measurement(self._console.console, self._result(), note, self._folder)
+        else:
+            show_summary(self._console.console, self._result(), self._folder, *self._resumable())
 
     def _resumable(self) -> tuple[str, str | None]:
         """In words, the checkpoint to go on from, and the folder to name then."""
@@ -172,6 +187,7 @@ class Reporter:
     def _result(self) -> dict[str, Any]:
         run, speed = self._run, self._throughput
         return {
+            "command": run.command,
             "status": self._status,
             "error": self._error,
             "task": run.task,
@@ -185,11 +201,16 @@ class Reporter:
             "test": self._test,
             "best": self._best,
             "samples_per_second": speed.samples_per_second,
+            "samples_per_second_quartiles": speed.samples_per_second_quartiles,
             "samples_per_second_kind": run.speed_kind,
             "step_seconds": speed.step_seconds,
             "speed_includes_warm_up": speed.includes_warm_up,
+            "speed_steps": speed.counted_steps,
+            "warm_up_steps": speed.warm_up_steps,
+            **flops_result(run.flops, speed),
             "memory_bytes": self._memory_bytes,
             "global_batch": run.global_batch,
+            "executor": run.executor,
             "ideal_bubble": run.ideal_bubble,
             **share_result(self._shares, run.prediction, run.ideal_bubble),
             "activation_bytes": self._activation_bytes,
@@ -211,60 +232,10 @@ class Reporter:
     def _result_of_text(self) -> dict[str, Any]:
         return {
             "tokens_per_second": self._throughput.tokens_per_second,
+            "tokens_per_second_quartiles": self._throughput.tokens_per_second_quartiles,
             "unigram_perplexity": self._run.unigram_perplexity,
             "global_batch_tokens": self._run.global_batch_tokens,
         }
-
-
-class EvaluationResult(TypedDict):
-    """What `gpipe evaluate` found."""
-
-    checkpoint: str
-    task: NotRequired[Task]  # an image classification if it is not said, as in a description
-    samples: int
-    tokens: NotRequired[int | None]  # as in a step
-    loss: float
-    top1: float  # share of right predictions, of samples or tokens
-    top5: float | None
-    averaged: bool
-    seconds: float
-    unigram_perplexity: NotRequired[float | None]  # text only
-    translation: NotRequired[TranslationResult | None]  # None: nothing was decoded
-
-
-def show_evaluation(console: Console, folder: Path, result: EvaluationResult) -> None:
-    """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
-    found = _found(result)
-    write_result(folder, found, EVALUATION)
-    words = words_of(found["task"])
-    seen = f"{found['samples']:,} with {plural(found['tokens'], 'token')}" if words.text else f"{found['samples']:,}"
-    facts = [
-        ("checkpoint", found["checkpoint"]),
-        ("test", outcome_of_test(found, found.get("unigram_perplexity"))),
-        (f"{words.sample}s", f"{seen} in {duration(found['seconds'])}"),
-    ]
-    translation = found.get("translation")
-    if translation is not None:
-        facts += outcome_of_translation(translation)
-    show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
-
-
-def _found(result: EvaluationResult) -> dict[str, Any]:
-    """What evaluate.json holds: the scores of the task, and nothing that the task does not know."""
-    task = result.get("task", "classification")
-    found: dict[str, Any] = {
-        "checkpoint": result["checkpoint"],
-        "task": task,
-        "samples": result["samples"],
-        **scores(task, result["loss"], result["top1"], result.get("top5")),
-        "averaged": result["averaged"],
-        "seconds": result["seconds"],
-    }
-    if words_of(task).text:
-        found |= {"tokens": result["tokens"], "unigram_perplexity": result.get("unigram_perplexity")}
-    if task == "translation":
-        found["translation"] = result.get("translation")
-    return found
 
 
 def _tested(task: Task, message: EvaluationMessage) -> dict[str, Any]:

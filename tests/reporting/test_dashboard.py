@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from reporting_runs import (
     TRANSLATIONS,
+    age,
     evaluation,
     prediction,
     recorded,
@@ -139,6 +140,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
         first.step(step(number, loss=1.0))
     first.evaluated(evaluation(4))
     first.close()
+    age(tmp_path)
     second = Dashboard(tmp_path, first_step=4)
     for number in range(5, 8):
         second.step(step(number, loss=2.0))
@@ -176,18 +178,51 @@ def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) 
     assert "| 1 | 512.0 MiB | 3.0 MiB |" in table
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
-def test_measured_and_predicted_share_a_chart(tmp_path: Path) -> None:
+def charts(folder: Path) -> dict[str, dict[str, list[str]]]:
+    """The tags of every chart in Custom Scalars, by category and title."""
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+    (event,) = events(folder).Tensors("custom_scalars__config__")
+    categories = Layout.FromString(event.tensor_proto.string_val[0]).category
+    return {category.title: {c.title: list(c.multiline.tag) for c in category.chart} for category in categories}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
+def test_measured_and_predicted_share_a_chart(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.predict(prediction(), 0.2)
     board.close()
-    (event,) = events(tmp_path).Tensors("custom_scalars__config__")
-    (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
-    tags = {chart.title: list(chart.multiline.tag) for chart in category.chart}
+    tags = charts(tmp_path)["measured and predicted"]
     assert tags["bubble"] == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
     assert tags["step seconds"] == ["speed/step_seconds", "speed/predicted_step_seconds"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
+@pytest.mark.parametrize(
+    ("task", "accuracy", "speed"),
+    [
+        ("classification", ("top-1", "top1"), ("samples per second", "samples_per_second")),
+        ("language_model", ("perplexity", "perplexity"), ("tokens per second", "tokens_per_second")),
+    ],
+)
+def test_runs_stand_side_by_side_in_charts(
+    tmp_path: Path, task: Task, accuracy: tuple[str, str], speed: tuple[str, str]
+) -> None:
+    board = Dashboard(tmp_path, task=task)
+    board.predict(None, 0.2)
+    board.step(text_step(1, memory_bytes=[2**30] * 12) if task != "classification" else step(1, memory_bytes=[1] * 12))
+    board.close()
+    (memory,) = charts(tmp_path)["runs side by side"].pop("memory of every stage, GiB")
+    assert charts(tmp_path) == {  # and nothing predicted
+        "runs side by side": {
+            accuracy[0]: [f"train/{accuracy[1]}", f"test/{accuracy[1]}"],
+            speed[0]: [f"speed/{speed[1]}"],
+            "bubble": ["bubble/measured"],
+            "memory of every stage, GiB": [memory],
+        }
+    }
+    shown = {tag for tag in events(tmp_path).Tags()["scalars"] if re.match(memory, tag)}  # as TensorBoard does
+    assert shown == {dashboard.memory_tag(stage) for stage in range(12)}
 
 
 def test_without_a_prediction_the_bubble_stands_beside_the_ideal_one(tmp_path: Path) -> None:

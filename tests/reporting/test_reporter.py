@@ -19,7 +19,8 @@ from reporting_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpipe_cli.reporting.reporter import EvaluationResult, Reporter, show_evaluation
+from gpipe_cli.reporting.evaluation_result import EvaluationResult, show_evaluation
+from gpipe_cli.reporting.reporter import Reporter
 from gpipe_cli.reporting.result import read_result
 from gpipe_cli.reporting.timeline_view import StepPicture
 

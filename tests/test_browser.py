@@ -1,0 +1,154 @@
+"""The dashboard as whoever runs a sweep sees it: TensorBoard's own page, in a real browser, over real event files."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from reporting_runs import description, evaluation, log, prediction, recorded, step, timeline
+
+from gpipe_cli.reporting.description import PartitionDescription
+from gpipe_cli.reporting.reporter import Reporter
+from gpipe_cli.reporting.timeline_view import StepPicture
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+CHROMIUM = shutil.which("chromium")
+PATIENCE_SECONDS = 60
+TOP1 = {1: 0.875, 4: 0.625}  # by micro-batches
+RUNS = [f"sweep/micro_batches={micro_batches}" for micro_batches in TOP1]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH"),
+    pytest.mark.skipif(find_spec("playwright") is None, reason="no playwright: pip install -e '.[browser]'"),
+]
+
+
+def write_run(folder: Path, micro_batches: int) -> None:
+    """A training of four steps, as the reporter hears of it."""
+    partitions = (
+        PartitionDescription(("stem", "normal_1"), 432_100, 0.4, "cpu", ((1e-3, 2e-3), (3e-3, 6e-3))),
+        PartitionDescription(("normal_2", "classifier"), 812_300, 0.6, "cpu", ((4e-3, 8e-3), (1e-3, 5e-3))),
+    )
+    config = {"partitions": 2, "micro_batches": micro_batches, "max_steps": None, "model": {"filters": 16}}
+    run = description(config=config, partitions=partitions, prediction=prediction())
+    reporter = Reporter(folder, run, log()[0])
+    reporter.banner()
+    for number in range(1, 5):
+        reporter.step(step(number))
+        reporter.recorded(recorded(number))
+    reporter.timeline(StepPicture(1, 3, timeline()))
+    reporter.evaluated(evaluation(4, top1=TOP1[micro_batches]))
+    reporter.finish("completed")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a TensorBoard over two runs of a sweep."""
+    logs = tmp_path_factory.mktemp("outputs")
+    for micro_batches in TOP1:
+        write_run(logs / "sweep" / f"micro_batches={micro_batches}", micro_batches)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--host", "127.0.0.1"]
+    said = logs / "said"
+    with said.open("w") as file:
+        server = subprocess.Popen([*command, "--port", str(port)], stdout=file, stderr=file, env=os.environ)
+    try:
+        found = f"http://127.0.0.1:{port}"
+        end = time.monotonic() + PATIENCE_SECONDS
+        while _runs(found) != RUNS:
+            assert server.poll() is None, said.read_text()
+            assert time.monotonic() < end, said.read_text()
+            time.sleep(0.2)
+        yield found
+    finally:
+        server.terminate()
+        server.wait(PATIENCE_SECONDS)
+
+
+def _runs(address: str) -> list[str]:
+    try:
+        with urlopen(f"{address}/data/runs") as answer:
+            return sorted(json.load(answer))
+    except URLError:
+        return []
+
+
+@pytest.fixture(scope="module")
+def page() -> "Iterator[Page]":
+    """One page for all tabs: what takes time is to load TensorBoard's code."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        page.set_default_timeout(1000 * PATIENCE_SECONDS)
+        yield page
+        browser.close()
+
+
+def test_runs_are_named_by_what_differs_and_have_curves(page: "Page", address: str) -> None:
+    page.goto(f"{address}/#timeseries")
+    for run in RUNS:
+        page.get_by_text(run, exact=True).first.wait_for()
+    for tag in ("bubble/measured", "bubble/ideal"):
+        page.get_by_text(tag, exact=True).first.wait_for()
+
+
+def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> None:
+    page.goto(f"{address}/#hparams")
+    table = page.locator("tf-hparams-table-view")
+    for run in RUNS:
+        table.get_by_text(run, exact=True).first.wait_for()
+    for column in ("micro_batches", "max_steps", "model.filters", "final/top1", "final/samples_per_second"):
+        table.get_by_text(column, exact=True).first.wait_for()
+    for shown in ("null", "16.000", *(f"{top1:#.5g}" for top1 in TOP1.values()), "512.00"):
+        table.get_by_text(shown, exact=True).first.wait_for()
+    pane = page.locator("tf-hparams-query-pane")
+    pane.get_by_text("final/memory_gib", exact=True).first.wait_for()
+    for curve in ("train/loss", "bubble/measured", "memory/stage_0_gib"):
+        assert pane.get_by_text(curve).count() == 0, f"{curve} is taken for a metric"
+
+
+def test_every_run_is_a_line_over_settings_and_metrics(page: "Page", address: str) -> None:
+    """TensorBoard leaves out a run that lacks something of what is shown at first."""
+    page.goto(f"{address}/#hparams")
+    page.get_by_text("Parallel Coordinates View").first.click()
+    lines = page.locator("tf-hparams-parallel-coords-plot g.foreground path")
+    lines.nth(len(RUNS) - 1).wait_for()
+    assert lines.count() == len(RUNS)
+
+
+def test_every_run_has_pictures_of_timeline_and_partitions(page: "Page", address: str) -> None:
+    page.goto(f"{address}/#images")
+    for tag in ("partitions", "timeline"):
+        for run in RUNS:
+            loader = page.locator("tf-image-loader").filter(has_text=f"tag: {tag}").filter(has_text=run)
+            loader.locator("img").wait_for()
+            width = "image => image.decode().then(() => image.naturalWidth)"
+            assert loader.locator("img").evaluate(width) > 1000
+
+
+def test_charts_put_the_runs_side_by_side(page: "Page", address: str) -> None:
+    page.goto(f"{address}/#custom_scalars")
+    for category in ("runs side by side", "measured and predicted"):
+        page.get_by_text(category, exact=True).first.wait_for()
+    charts = page.locator("tf-custom-scalar-multi-line-chart-card")
+    # Lines of both runs, in one chart however many layouts there are: training and test, one, one, two stages.
+    for title, lines in (("top-1", 4), ("samples per second", 2), ("memory of every stage, GiB", 4)):
+        charts.filter(has_text=title).get_by_text(f"Matches ({lines})").wait_for()
+    assert charts.count() == 7  # these and the bubble; bubble, step and its seconds beside what was predicted
