@@ -15,9 +15,12 @@ from gpipe_cli.typed import nearest, one_line
 
 COMMANDS = {
     "train": "train a model with GPipe, or sweep over settings with -m",
+    "bench": "measure a configuration, or with -m a table of them: speed, bubble, memory, FLOP/s",
     "plan": "predict a step: time, bubble, memory; on this machine or another",
     "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
     "check": "prove on your own model that partitions, schedules and recomputation change nothing",
+    "reproduce": "a table, figure or result of the paper, at the scale that the machine allows",
+    "compare": "runs beside each other: a table of what differs, curves, bars and a page",
 }
 USAGE = "\n".join(
     [

@@ -1,0 +1,154 @@
+"""`gpipe compare`: runs beside each other, as the paper's tables set them: what differs, and what came of it."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+OUTPUT = Path("outputs")
+HELP = """\
+Puts runs beside each other: a table of what differs and what came of it, their curves and bars.
+
+Usage: gpipe compare RUN [RUN ...] [--csv] [--output FOLDER]
+
+RUN is the folder of a run of gpipe train or gpipe bench, or a folder of such: a sweep, or outputs with all there is.
+Speeds, bubbles and memory in one column were all measured. Runs that failed and runs of different models
+are shown as well, with a note that says what cannot be compared.
+
+Options
+  --csv              print the table as CSV, all columns, and write no files
+  --output FOLDER    where the files go (outputs/<time>_compare); an earlier
+                     comparison there is replaced
+
+Files
+  comparison.html    table to be sorted, curves and bars, in one file that loads nothing
+  comparison.csv     the table, all columns
+  curves.png         train loss, test accuracy or perplexity, and speed over the steps
+  bars.png           final accuracy, speed, measured bubble and peak memory
+
+Examples
+  gpipe compare outputs/2026-01-31_12-00-00_sweep
+  gpipe compare outputs/first outputs/second --output /tmp/both
+  gpipe compare outputs --csv | column -s, -t
+
+Exit codes: 0 something could be shown, 2 nothing could.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints its usage above what is wrong, and leaves; here that is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see gpipe compare --help")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: the user can mend it; one line.
+    """
+    if arguments[:1] == ["-sc"]:  # tab completion asks for settings; runs are folders, which shells know by themselves
+        return 0
+    parser = _Parser(prog="gpipe compare", add_help=False, allow_abbrev=False)
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=Path)
+    parser.add_argument("--csv", action="store_true")
+    parser.add_argument("--output", metavar="FOLDER", type=Path)
+    parser.add_argument("-h", "--help", action="store_true")
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.help:
+        _write(HELP)
+        return 0
+    if not given.runs:
+        raise ValueError(f"RUN: give the folder of a run, or of several{_newest()}")
+    if given.csv and given.output is not None:
+        raise ValueError(f"--output {given.output}: --csv writes no files; leave one of them out")
+    return _compare(given.runs, given.csv, given.output)
+
+
+def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
+    from gpipe_cli.reporting.comparison import compare
+    from gpipe_cli.reporting.comparison_report import show_comparison, to_csv, write_comparison
+    from gpipe_cli.reporting.run_record import RunRecord, find_runs, read_run
+
+    problems: list[str] = []
+    found: dict[Path, Path] = {}  # each run once, however often it is named
+    for folder in folders:
+        try:
+            found |= {run.resolve(): run for run in find_runs(folder) if run.resolve() not in found}
+        except ValueError as error:
+            problems.append(str(error))
+    runs: list[RunRecord] = []
+    for folder in found.values():
+        try:
+            runs.append(read_run(folder))
+        except ValueError as error:
+            problems.append(str(error))
+    if not runs:
+        more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        raise ValueError(f"{problems[0]}{more}{'' if found else _newest()}")
+    for problem in problems:  # on stderr: the table of --csv may be read by a program
+        sys.stderr.write(f"gpipe compare: left out: {problem}\n")
+    comparison = compare(runs)
+    if as_csv:
+        _write(to_csv(comparison))
+        return 0
+    folder = _make_folder(output, datetime.now())
+    try:
+        console = Console()
+        show_comparison(console, comparison)
+        write_comparison(console, comparison, folder)
+    finally:  # interrupted before anything was written, then nothing is left behind
+        if output is None:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+    return 0
+
+
+def _make_folder(output: Path | None, now: datetime) -> Path:
+    """Makes the folder for the files: ``output``, where an earlier comparison is replaced, or one named by time.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    chosen = output or OUTPUT / f"{now:%Y-%m-%d_%H-%M-%S}_compare"
+    try:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            return output
+        folder, count = chosen, 1
+        OUTPUT.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # two comparisons within one second
+                count += 1
+                folder = chosen.with_name(f"{chosen.name}-{count}")
+    except OSError as error:
+        raise ValueError(
+            f"--output {chosen}: no folder can be made there ({error.strerror}); choose another by --output"
+        ) from error
+
+
+def _newest() -> str:
+    """`; the newest runs are outputs/a, outputs/b`, if there are any."""
+    from gpipe_cli.reporting.run_record import newest_runs
+
+    newest = [str(run) for run in newest_runs(OUTPUT)]
+    return f"; the newest runs are {', '.join(newest)}" if newest else f"; there is no run in {OUTPUT} either"
+
+
+def _write(text: str) -> None:
+    """To stdout; where nobody reads on, `gpipe compare --help | head`, that is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,154 @@
+"""`gpipe compare` as its users type it, over real runs."""
+
+import csv
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, command
+
+from gpipe_cli.reporting.result import read_result, write_result
+
+RUN = [*TINY, "executor=in_process", "max_steps=3", "checkpoint.every_epochs=0"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with `outputs`, in which lie a sweep of K = 1, 2 and a run that failed."""
+    folder = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for k in (1, 2):
+            assert command(patch, "train", *RUN, f"partitions={k}", f"run_folder=outputs/sweep/K{k}") == 0
+        failed = folder / "outputs" / "failed"
+        failed.mkdir()
+        (failed / "config.yaml").write_text((folder / "outputs/sweep/K2/config.yaml").read_text(encoding="utf-8"))
+        result = read_result(folder / "outputs/sweep/K2")
+        write_result(failed, {**result, "status": "failed", "error": "boom", "test": None, "best": None})
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def test_a_sweep_is_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command(monkeypatch, "compare", "outputs/sweep", "outputs/sweep/K2", "--output", str(tmp_path / "new")) == 0
+    captured = capsys.readouterr()
+    shown = " ".join(captured.out.split())
+    assert captured.err == ""
+    assert "2 runs, completed" in shown  # K = 2 is named twice and shown once
+    assert "train/loss is identical to the last bit: partitions=1, partitions=2" in shown
+    files = {file.name: file for file in (tmp_path / "new").iterdir()}
+    assert set(files) == {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
+    assert all(files[name].read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "bars.png"))
+    page = files["comparison.html"].read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 2
+    assert "identical to the last bit" in page
+    assert command(monkeypatch, "compare", "outputs/sweep", "--csv") == 0
+    captured = capsys.readouterr()
+    assert captured.out == files["comparison.csv"].read_text(encoding="utf-8")
+    one, two = csv.DictReader(io.StringIO(captured.out))
+    for row, k in ((one, 1), (two, 2)):
+        result = read_result(Path(f"outputs/sweep/K{k}"))
+        assert row["partitions"] == str(k)
+        assert float(row["samples_per_second"]) == result["samples_per_second"]
+        assert float(row["test_top1"]) == result["test"]["top1"]
+        assert float(row["memory_bytes_fullest"]) == max(result["memory_bytes"])
+        assert float(row["bubble_measured"]) == result["bubble"]["measured"]
+
+
+def test_all_of_outputs_and_what_is_wrong_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn = Path("outputs/torn")
+    torn.mkdir()
+    (torn / "config.yaml").touch()
+    (torn / "result.json").write_text('{"status": ', encoding="utf-8")
+    try:
+        assert command(monkeypatch, "compare", "outputs", "nowhere") == 0
+        captured = capsys.readouterr()
+        wrong = captured.err.splitlines()
+        assert [line.partition(": left out: ")[2].partition(":")[0] for line in wrong] == [
+            "nowhere", "outputs/torn/result.json",
+        ]  # fmt: skip
+        shown = " ".join(captured.out.split())
+        assert "failed: boom" in shown
+        (made,) = Path("outputs").glob("*_compare")  # and of a comparison nothing is compared again
+        assert {file.name for file in made.iterdir()} == {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
+        assert command(monkeypatch, "compare", "outputs", "--csv") == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1 + 3
+    finally:
+        (torn / "result.json").unlink()
+        (torn / "config.yaml").unlink()
+        torn.rmdir()
+
+
+def test_a_single_run_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "curves.png").write_bytes(b"of other runs")
+    assert command(monkeypatch, "compare", "outputs/failed", "--output", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "1 run\n" in shown
+    assert "no run has curves" in shown
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bars.png", "comparison.csv", "comparison.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("", "gpipe compare: RUN: give the folder of a run, or of several; the newest runs are outputs/"),
+        ("nowhere", "gpipe compare: nowhere: there is no such folder; the newest runs are outputs/"),
+        ("empty", "gpipe compare: empty: no run there (looked for config.yaml in it and up to two levels below)"),
+        ("nowhere empty", "nowhere: there is no such folder (and 1 more like it)"),
+        ("unread", "gpipe compare: unread: has no result.json"),
+        ("outputs/sweep --csv --output x", "gpipe compare: --output x: --csv writes no files"),
+        ("outputs/sweep --output file/x", "gpipe compare: --output file/x: no folder can be made there"),
+        ("outputs/sweep --cvs", "gpipe compare: unrecognized arguments: --cvs; see gpipe compare --help"),
+        ("--output", "gpipe compare: argument --output: expected one argument; see gpipe compare --help"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Path, arguments: str, line: str
+) -> None:
+    (place / "empty").mkdir(exist_ok=True)
+    (place / "file").touch()
+    (place / "unread").mkdir(exist_ok=True)
+    (place / "unread" / "config.yaml").touch()
+    before = sorted(place.rglob("*"))
+    assert command(monkeypatch, "compare", *arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert line in captured.err
+    assert captured.err.count("\n") == 1
+    assert sorted(place.rglob("*")) == before
+
+
+def test_tab_completion_leaves_folders_to_the_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", "gpipe compare out")
+    assert command(monkeypatch, "-sc", "query=bash") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_and_csv_import_no_torch() -> None:
+    code = (
+        "import sys; from gpipe_cli.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit('heavy' if {'torch', 'tensorboard', 'matplotlib'} & set(sys.modules) else code)"
+    )
+    for arguments, shown in ((["--help"], "Usage: gpipe compare RUN"), (["outputs/sweep", "--csv"], "run,partitions,")):
+        answer = subprocess.run(
+            [sys.executable, "-c", code, "compare", *arguments], capture_output=True, text=True, check=False,
+            env={**os.environ, "COLUMNS": "80"},
+        )  # fmt: skip
+        assert (answer.returncode, answer.stderr) == (0, "")
+        assert shown in answer.stdout
