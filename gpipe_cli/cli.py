@@ -29,7 +29,7 @@ USAGE = "\n".join(
         "Usage: gpipe COMMAND [setting=value ...]",
         "",
         "Commands",
-        *(f"  {name:<10}{line}" for name, line in COMMANDS.items()),
+        *(f"  {name:<11}{line}" for name, line in COMMANDS.items()),
         "",
         "  gpipe COMMAND --help    settings and examples of a command",
         "  gpipe --version",

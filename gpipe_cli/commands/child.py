@@ -5,6 +5,7 @@ keeps nothing alive, and Ctrl-C ends all of it.
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import IO
 
 GRACE_SECONDS = 3.5  # from Ctrl-C until a run that has not ended by itself is killed; a command ends within 5 s
 INTERRUPTED = 130
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_process(command: Sequence[str], output: IO[str] | None = None) -> tuple[int, str, bool]:
@@ -28,7 +30,9 @@ def run_process(command: Sequence[str], output: IO[str] | None = None) -> tuple[
     # A session of its own: Ctrl-C reaches the run through us and only once, and its whole tree can be ended together.
     with (
         _interruptible(),
-        subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, start_new_session=True) as process,
+        subprocess.Popen(
+            command, stdout=output, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent
+        ) as process,
     ):
         assert process.stderr is not None
         try:
@@ -46,6 +50,12 @@ def run_process(command: Sequence[str], output: IO[str] | None = None) -> tuple[
                 os.killpg(process.pid, signal.SIGKILL)
         copier.join(0.5)  # a process that outlives its run may hold the pipe open
     return exit_code, error_line(tail.decode(errors="replace")) or f"exit code {exit_code}", interrupted
+
+
+def _end_with_parent() -> None:
+    """In the child: a parent that is killed cannot end it, so the kernel does, as `kill` would (Linux)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def error_line(stderr: str) -> str:
