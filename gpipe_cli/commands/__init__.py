@@ -18,12 +18,14 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.main import get_args_parser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.typed import nearest, one_line, settings, unknown
 
+# What a recipe says beside the settings of a training, and to which command; the others leave it alone.
+BESIDE = {"recipe": "reproduce", "solve": "plan", "warm_up_steps": "bench", "steps": "bench", "rounds": "bench"}
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
 
 
@@ -95,11 +97,19 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
     Raises:
         ValueError: the configuration cannot be composed.
     """
+
+    def take(given: Any) -> None:
+        if isinstance(given, DictConfig):
+            with open_dict(given):
+                for key in [key for key, whose in BESIDE.items() if whose != command]:
+                    given.pop(key, None)
+        received.append(given)
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or else Hydra prints what went wrong, and leaves
     shell_completion = arguments[:1] == ["-sc"]  # installs itself under the name of the program: gpipe
     sys.argv = ["gpipe" if shell_completion else f"gpipe {command}", *arguments]
     try:
-        hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(received.append)()
+        hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(take)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _translated(error, settings(kind)) from error
     except BrokenPipeError:  # `gpipe train --help | head`: nobody reads on, neither now nor when Python ends

@@ -84,7 +84,8 @@ def markdown(reproduction: Reproduction) -> str:
 
 
 def _heading(column: Column) -> tuple[str, str]:
-    return column.heading, column.origin if column.origin not in ("", column.heading) else ""
+    said = column.origin in ("", column.heading) or (column.origin == "difference" and column.heading)
+    return column.heading, "" if said else column.origin
 
 
 def _rich(table: Table) -> RichTable:

@@ -1,0 +1,154 @@
+"""`gpipe reproduce`: one table, figure or result of the paper, at the scale that the machine allows."""
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpipe_cli.commands.child import INTERRUPTED, run_process
+from gpipe_cli.reporting.facts import show_facts, show_line
+from gpipe_cli.reporting.recipe_report import show_reproduction
+from gpipe_cli.reproduction.recipe import Recipe, load, names
+from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError
+
+HELP = """Reproduces a table, figure or result of the GPipe paper, and prints its numbers beside ours.
+
+Usage: gpipe reproduce                               lists the recipes
+       gpipe reproduce NAME [setting=value ...]      runs one
+
+Settings
+  scale      auto: the paper's scale if the GPUs for it are here, or else a desk's | desk | paper (auto)
+  output     folder of the folder that everything goes to (outputs)
+  any other  goes to every command of the recipe: seed=1, batch_size=64
+
+Writes reproduction.md, reproduction.json and log.txt, beside the runs themselves.
+
+Examples
+  gpipe reproduce table2_amoebanet
+  gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
+  gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
+"""
+SCALES = ("auto", "desk", "paper")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: the user can mend it; one line.
+    """
+    if any(argument in ("-h", "--help") for argument in arguments):
+        sys.stdout.write(HELP)
+        return 0
+    if arguments[:1] == ["-sc"]:  # completion of names; Hydra's is of settings
+        return 0
+    settings = {argument.partition("=")[0]: argument for argument in arguments if "=" in argument}
+    rest = [argument for argument in arguments if "=" not in argument]
+    if dashed := [argument for argument in arguments if argument.startswith("-")]:
+        raise ValueError(f"{dashed[0]}: there is no such option; write NAME setting=value, see gpipe reproduce --help")
+    scale = settings.pop("scale", "scale=auto").partition("=")[2]
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale}: must be one of {', '.join(SCALES)}")
+    output = settings.pop("output", "output=outputs").partition("=")[2].strip("'\"")
+    for key in ("run_folder", "resume", "hydra.sweep.dir"):
+        if key in settings:
+            raise ValueError(f"{settings[key]}: a recipe makes its own folders; give output=FOLDER")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("torchrun: a recipe starts its own processes; call gpipe reproduce")
+    if not rest:
+        if settings:
+            raise ValueError(f"{next(iter(settings.values()))}: of which recipe? gpipe reproduce lists them")
+        _list(Console())
+        return 0
+    if len(rest) > 1:
+        raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
+    return _reproduce(rest[0], load(rest[0]), scale, tuple(settings.values()), output)
+
+
+def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], output: str) -> int:
+    console = Console()
+    chosen, why = fitting_scale(recipe.needs, _gpus()) if scale == "auto" else (_scale(scale), "as was asked for")
+    folder = _make_folder(Path(output), name)
+
+    def say(line: str) -> None:
+        show_line(console, line)
+
+    show_facts(console, [("recipe", f"{name}: {recipe.title}"), ("source", recipe.source)])
+    show_facts(console, [("scale", f"{chosen}: {why}"), ("folder", str(folder))])
+    if chosen == "desk":
+        show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores")])
+    try:
+        found = reproduce(name, recipe, chosen, why, given, folder, run_process, say)
+    except KeyboardInterrupt:
+        show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
+        return INTERRUPTED
+    except CommandFailedError as error:
+        show_line(console, f"failed: {error}", "bold red")
+        return 1
+    except ValueError as error:
+        raise ValueError(_with_remedy(str(error), recipe, chosen)) from error
+    finally:
+        _remove_empty(folder)
+    show_reproduction(console, found, folder)
+    return 0
+
+
+def _with_remedy(message: str, recipe: Recipe, scale: Scale) -> str:
+    """A recipe at the paper's scale that lacks its data: how to get it, and what works without."""
+    if scale != "paper" or recipe.needs.how is None or "dataset" not in message:
+        return message
+    return f"{message}; {recipe.needs.how}; scale=desk runs without it"
+
+
+def _scale(given: str) -> Scale:
+    return "desk" if given == "desk" else "paper"
+
+
+def _gpus() -> list[int]:
+    """Bytes of each."""
+    from torch import cuda
+
+    return [int(cuda.get_device_properties(gpu).total_memory) for gpu in range(cuda.device_count())]
+
+
+def _make_folder(output: Path, name: str) -> Path:
+    stem, count = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}", 1
+    folder = output / stem
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # two within one second
+            count += 1
+            folder = output / f"{stem}-{count}"
+        except OSError as error:
+            raise ValueError(
+                f"output={output}: no folder can be made there ({error.strerror}); choose another"
+            ) from error
+
+
+def _remove_empty(folder: Path) -> None:
+    """Refused before anything ran, then nothing is left behind but what was there."""
+    if {path.name for path in folder.rglob("*") if path.is_file()} <= {LOG}:
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        folder.rmdir()
+
+
+def _list(console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("recipe", "reproduces", "at a desk"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
+    for name in names():
+        recipe = load(name)
+        table.add_row(*(Text(cell) for cell in (name, recipe.title, recipe.desk.duration)))
+    console.print(table)
+    console.print()
+    show_line(console, "gpipe reproduce NAME runs one; gpipe reproduce --help")

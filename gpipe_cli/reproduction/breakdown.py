@@ -1,0 +1,97 @@
+"""Where the time of a step goes: the pie of the NeurIPS version (section 3.1), with two partitions.
+
+Three times the same shares of stage-time: measured by `gpipe bench`, simulated by `gpipe plan` from layers timed here,
+and the paper's, which are those of TPUs and of a model that it does not name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isclose
+from typing import Any
+
+from gpipe_cli.reporting.breakdown import share_word
+from gpipe_cli.reporting.recipe_report import Column, Table
+from gpipe_cli.reporting.share_picture import draw_shares
+from gpipe_cli.reporting.timeline_picture import write_picture
+from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.units import percent
+from gpipe_cli.reproduction.numbers import NONE
+from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
+
+_PICTURE = "breakdown.png"
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """The paper's shares of a step, 0 to 1; it has no slice for transfers."""
+
+    compute: float
+    recompute: float
+    bubble: float
+    imbalance: float
+    update: float  # a slice without a name, by subtraction
+    set_up: float
+
+    def __post_init__(self) -> None:
+        if not isclose(sum(self.shares.values()), 1.0, abs_tol=1e-9):
+            raise ValueError(f"breakdown: the shares add up to {sum(self.shares.values()):g}; they must to 1")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in SHARES if name != "transfer"}
+
+
+def reproduce(what: Breakdown, runner: Runner) -> Findings:
+    (row,) = runner.bench("measured")["rows"]
+    if row["breakdown"] is None:
+        raise CommandFailedError(row["reason"] or "no step was recorded")
+    planned = runner.plan("simulated", "cost=measured")
+    measured, simulated, paper = row["breakdown"], planned["breakdown"], what.shares
+    rows = tuple(
+        (
+            share_word(name),
+            percent(paper.get(name)),
+            percent(measured[name]),
+            percent(simulated[name]),
+            f"{100 * (measured[name] - paper[name]):+.1f}" if name in paper else NONE,
+        )
+        for name in SHARES
+    )
+    columns = (
+        Column("share of a step"),
+        Column("paper", "paper"),
+        Column("here", "measured"),
+        Column("layers here", "simulated"),
+        Column("here - paper, points", "difference"),
+    )
+    stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"
+    table = Table(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns, rows)
+    picture = runner.folder / _PICTURE
+    write_picture(
+        picture,
+        draw_shares([("paper (TPU)", paper), ("measured here", measured), ("simulated, layers timed here", simulated)]),
+    )
+    return Findings((table,), _notes(row, planned, paper), (("picture", str(picture)),))
+
+
+def _notes(
+    row: Mapping[str, Any], planned: Mapping[str, Any], paper: Mapping[str, float]
+) -> tuple[tuple[str, str], ...]:
+    shares = row["breakdown"]
+    lines = [
+        ("paper", "no slice for transfers, which its TPUs hide; model and M are not named: K and the shares are"),
+        ("simulated", f"from {planned['hardware']['source']}"),
+        (
+            "found",
+            f"recompute / compute is {shares['recompute'] / shares['compute']:.2f} measured, "
+            f"{paper['recompute'] / paper['compute']:.2f} in the paper, 0.33 where a backward is two forwards",
+        ),
+        (
+            "found",
+            f"bubble of the pipeline's window {percent(row['bubble'])} measured, {percent(planned['bubble'])} "
+            f"simulated, {percent(row['ideal_bubble'])} ideal (K-1)/(M+K-1)",
+        ),
+    ]
+    if row["kind"] == "measured_one_device":
+        lines.append(("measured", "the stages shared a device or cores: not the shares of a pipeline"))
+    return tuple(lines)

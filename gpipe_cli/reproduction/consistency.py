@@ -1,0 +1,162 @@
+"""The same training with 1, 2, 4 and 8 partitions (consistent training, supplement of the NeurIPS paper).
+
+Synchronous updates do not depend on the number of partitions: the paper finds differences within the deviation of
+repeated runs. Here they are the same bits, and the deviation between seeds stands beside that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from gpipe_cli.reporting.curves import same_curves
+from gpipe_cli.reporting.recipe_report import Column, Table
+from gpipe_cli.reporting.run_record import RunRecord, read_run
+from gpipe_cli.reproduction.numbers import NONE, number, percents
+from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.reproduction.weights import difference, digest, final_tensors
+
+CURVES = "curves.png"
+DIGITS = 12  # of a digest that are shown; all of them are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """Which runs: every number of partitions with the first seed, and the first number with the other seeds."""
+
+    partitions: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for key in ("partitions", "seeds"):
+            if len(set(getattr(self, key))) < 2 or len(set(getattr(self, key))) < len(getattr(self, key)):
+                raise ValueError(f"consistency.{key}={list(getattr(self, key))}: must be 2 or more that differ")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One of the runs."""
+
+    partitions: int
+    seed: int
+    record: RunRecord
+
+    @property
+    def result(self) -> Any:
+        return self.record.result
+
+
+def reproduce(what: Consistency, runner: Runner) -> Findings:
+    """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other.
+
+    Raises ValueError for settings that the experiment makes itself, and as `gpipe train` does; and CommandFailedError.
+    """
+    for key, values in (("partitions", what.partitions), ("seed", what.seeds)):
+        if (value := runner.given(key)) is not None:
+            listed = ", ".join(map(str, values))
+            raise ValueError(f"{key}={value}: this recipe compares {key}={listed}; leave it out")
+    first, seed = what.partitions[0], what.seeds[0]
+    same = [_train(runner, partitions, seed) for partitions in what.partitions]
+    others = [_train(runner, first, other) for other in what.seeds[1:]]
+    weights = [final_tensors(run.record.folder) for run in same]
+    digests = [digest(tensors) for tensors in weights]
+    digests += [digest(final_tensors(run.record.folder)) for run in others]
+    losses = _as_the_first([*same, *others])
+    notes = [("losses", _losses_note(same, losses)), ("weights", _weights_note(same, weights, digests))]
+    picture = _draw([*same, *others], runner.folder)
+    tables = (_runs([*same, *others], losses, digests), _spread(what, same, [same[0], *others]))
+    return Findings(tables, tuple(notes), (("curves", str(picture)),))
+
+
+def _train(runner: Runner, partitions: int, seed: int) -> Trained:
+    name = f"partitions_{partitions}_seed_{seed}"
+    runner.train(name, f"partitions={partitions}", f"seed={seed}")
+    return Trained(partitions, seed, read_run(runner.folder / name))
+
+
+def _as_the_first(runs: Sequence[Trained]) -> list[bool]:
+    """Whether the logged losses of every step are the first run's, to the last bit."""
+    from gpipe_cli.reporting.dashboard import TRAIN_LOSS
+
+    groups = same_curves([run.record for run in runs], TRAIN_LOSS)
+    alike = next((group for group in groups if 0 in group), (0,))
+    return [position in alike for position in range(len(runs))]
+
+
+def _losses_note(same: Sequence[Trained], losses: Sequence[bool]) -> str:
+    from gpipe_cli.reporting.dashboard import TRAIN_LOSS
+
+    curve = same[0].record.curves.get(TRAIN_LOSS)
+    steps = len(curve.steps) if curve is not None else 0
+    other = [str(run.partitions) for run, alike in zip(same, losses, strict=False) if not alike]
+    if other:
+        return (
+            f"K = {', '.join(other)}: of {steps:,} steps, some losses differ from those with K = {same[0].partitions}"
+        )
+    return f"those of all {steps:,} steps are the same bits with K = {_listed(same)}"
+
+
+def _weights_note(same: Sequence[Trained], weights: Sequence[Any], digests: Sequence[str]) -> str:
+    if len(set(digests[: len(same)])) == 1:
+        return f"all {len(weights[0]):,} tensors of the last checkpoint are the same bits with K = {_listed(same)}"
+    return "; ".join(
+        f"K = {run.partitions}: {difference(weights[0], tensors)}"
+        for run, tensors, sha in zip(same, weights, digests, strict=False)
+        if sha != digests[0]
+    )
+
+
+def _draw(runs: Sequence[Trained], folder: Path) -> Path:
+    from gpipe_cli.reporting.curve_picture import draw_curves
+    from gpipe_cli.reporting.dashboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
+    from gpipe_cli.reporting.timeline_picture import write_picture
+
+    write_picture(folder / CURVES, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
+    return folder / CURVES
+
+
+def _runs(runs: Sequence[Trained], losses: Sequence[bool], digests: Sequence[str]) -> Table:
+    columns = (
+        Column("K"),
+        Column("seed"),
+        Column("top-1", "measured"),
+        Column("loss", "measured"),
+        Column("losses of all steps", "measured"),
+        Column("SHA-256 of weights", "measured"),
+    )
+    rows = tuple(
+        (
+            str(run.partitions),
+            str(run.seed),
+            percents(run.result["test"]["top1"]),
+            number(run.result["test"]["loss"], 6),
+            ("as in row 1" if alike else "others") if place else NONE,
+            sha[:DIGITS],
+        )
+        for place, (run, alike, sha) in enumerate(zip(runs, losses, digests, strict=True))
+    )
+    return Table(f"The same training, test set of {runs[0].result['dataset']}", columns, rows)
+
+
+def _spread(what: Consistency, same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
+    columns = (
+        Column("standard deviation of"),
+        Column("", "paper"),
+        *(Column(of, "measured") for of in ("top-1", "loss")),
+    )
+    rows = (
+        (f"K = {_listed(same)}, seed {what.seeds[0]}", "within the next row's", *_deviations(same)),
+        (f"seeds {', '.join(map(str, what.seeds))}, K = {what.partitions[0]}", NONE, *_deviations(repeated)),
+    )
+    return Table("Between numbers of partitions, and between seeds", columns, rows)
+
+
+def _deviations(runs: Sequence[Trained]) -> tuple[str, str]:
+    tests = [run.result["test"] for run in runs]
+    top1 = 100 * stdev(test["top1"] for test in tests)
+    return f"{number(top1, 3)} points", number(stdev(test["loss"] for test in tests), 6)
+
+
+def _listed(runs: Sequence[Trained]) -> str:
+    return ", ".join(str(run.partitions) for run in runs)

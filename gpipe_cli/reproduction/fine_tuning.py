@@ -1,0 +1,86 @@
+"""The paper's transfer learning (section 4, Table 4 of v5): ImageNet's AmoebaNet-B on seven other data sets.
+
+The paper fine-tunes five times and reports the mean. At its scale the run to begin with is the user's, because it takes
+weeks; at a desk it is made here.
+"""
+
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from gpipe_cli.reporting.recipe_report import Column, Table
+from gpipe_cli.reproduction.numbers import NONE, difference, number, percents
+from gpipe_cli.reproduction.runner import Findings, Runner
+
+PRETRAINED, FROM_SCRATCH = "pretrained", "from_scratch"  # folders of runs
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """The paper's accuracies on the test set, in percent, and how ours are reached."""
+
+    top1: float  # mean of the runs
+    previous_best: float  # of others, before the paper
+    runs: int  # with seeds 0, 1, ...
+    begins_with: str  # the recipe that makes the run to begin with
+    pretraining: tuple[str, ...]  # settings of the run to begin with, at a desk
+    fine_tuning: tuple[str, ...]  # of the others, at a desk
+
+    def __post_init__(self) -> None:
+        if self.runs < 2:
+            raise ValueError(f"fine_tuning.runs={self.runs}: a deviation takes 2 or more")
+
+
+def reproduce(what: FineTuning, runner: Runner) -> Findings:
+    """Fine-tunes with every seed; at a desk also learns the same without the weights of another run.
+
+    Raises ValueError for settings that the experiment makes itself, and as the commands do; and CommandFailedError.
+    """
+    if (seed := runner.given("seed")) is not None:
+        raise ValueError(f"seed={seed}: this recipe runs seeds 0 to {what.runs - 1} and takes their mean; leave it out")
+    begins_with, settings = runner.given("init_from"), what.fine_tuning if runner.desk else ()
+    if begins_with is None and not runner.desk:
+        raise ValueError(
+            "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "
+            f"reproduce {what.begins_with} scale=paper and give init_from=FOLDER of its run; scale=desk makes its own"
+        )
+    pretrained = None
+    if begins_with is None:
+        pretrained = runner.train(PRETRAINED, "init_from=null", "seed=0", *what.pretraining)
+        begins_with = f"'{runner.folder / PRETRAINED}'"
+    begin = f"init_from={begins_with}"
+    runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(what.runs)]
+    scratch = runner.train(FROM_SCRATCH, "init_from=null", "seed=0", *settings) if pretrained is not None else None
+    notes = [("deviation", f"of a sample of {what.runs} runs, which differ in their seed only; the paper prints none")]
+    if runner.desk:
+        notes.append(("differences", "none where data or sizes are not the paper's"))
+    return Findings((_means(what, runs, pretrained, scratch, runner.desk), _each(runs)), tuple(notes))
+
+
+def _means(
+    what: FineTuning,
+    runs: list[dict[str, Any]],
+    pretrained: dict[str, Any] | None,
+    scratch: dict[str, Any] | None,
+    desk: bool,
+) -> Table:
+    percent = [100 * run["test"]["top1"] for run in runs]
+    top1, apart = mean(percent), stdev(percent)
+    rows = [
+        (f"top-1, mean of {len(runs)} runs", f"{what.top1:.1f} %", f"{top1:.2f} %", difference(top1, what.top1, desk)),
+        ("standard deviation, points", NONE, number(apart, 2), NONE),
+        ("best before the paper", f"{what.previous_best:.1f} %", NONE, NONE),
+    ]
+    if pretrained is not None:
+        rows.append(("the run begun with, its classes", NONE, percents(pretrained["test"]["top1"]), NONE))
+    if scratch is not None:
+        rows.append(("from scratch, seed 0", NONE, percents(scratch["test"]["top1"]), NONE))
+    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
+    return Table(f"Fine-tuned, test set of {runs[0]['dataset']}", columns, tuple(rows))
+
+
+def _each(runs: list[dict[str, Any]]) -> Table:
+    rows = tuple(
+        (str(run["config"]["seed"]), percents(run["test"]["top1"]), number(run["test"]["loss"], 4)) for run in runs
+    )
+    return Table("Each run", (Column("seed"), Column("top-1", "measured"), Column("loss", "measured")), rows)

@@ -1,0 +1,98 @@
+"""A recipe: one table, figure or result of the paper as a configuration of ours, with the paper's numbers.
+
+The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`. What they say beside
+that, under `recipe`, is read here: where the numbers stand, what the machine must have, what is left out on a smaller
+one (a desk), and which experiment it is. Each kind of experiment has a file of its own in this room.
+"""
+
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+
+import yaml
+
+from gpipe_cli.reproduction.breakdown import Breakdown
+from gpipe_cli.reproduction.consistency import Consistency
+from gpipe_cli.reproduction.largest_model import LargestModel
+from gpipe_cli.reproduction.throughput import Throughput
+from gpipe_cli.reproduction.training import Training
+from gpipe_cli.typed import nearest, one_line, typed
+
+FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
+Experiment = LargestModel | Throughput | Breakdown | Training | Consistency
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the paper's scale takes."""
+
+    gpus: int
+    memory_gib: float  # of each
+    data: str | None  # dataset=..., if it does not come with the program
+    how: str | None  # to get the data, and where to put it
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """The same experiment on two CPU cores."""
+
+    settings: tuple[str, ...]  # in place of the recipe's
+    scaled: str  # what is smaller, and what stands in for the data: a line
+    duration: str  # on 2 CPU cores, as it was
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The node `recipe` of a file in recipes/. Exactly one experiment is not None."""
+
+    title: str
+    source: str  # table and version of the paper
+    hardware: str  # of the paper
+    needs: Needs
+    desk: Desk
+    choices: tuple[str, ...]  # where the paper gives no number: what we took, and why
+    largest_model: LargestModel | None = None
+    throughput: Throughput | None = None
+    breakdown: Breakdown | None = None
+    training: Training | None = None
+    consistency: Consistency | None = None
+
+    def __post_init__(self) -> None:
+        if len(self._experiments) != 1:
+            names = ", ".join(field.name for field in fields(self)[-5:])
+            raise ValueError(f"recipe: has {len(self._experiments)} experiments; give one of {names}")
+
+    @property
+    def experiment(self) -> Experiment:
+        return self._experiments[0]
+
+    @property
+    def _experiments(self) -> list[Experiment]:
+        kinds = (self.largest_model, self.throughput, self.breakdown, self.training, self.consistency)
+        return [kind for kind in kinds if kind is not None]
+
+
+def names() -> list[str]:
+    """Of all recipes, in the order of the paper."""
+    order = ("table1", "table2", "table3", "figure3", "breakdown", "imagenet", "transfer", "multilingual", "batch_size")
+
+    def place(name: str) -> tuple[int, str]:
+        return next((at for at, prefix in enumerate(order) if name.startswith(prefix)), len(order)), name
+
+    return sorted((file.stem for file in FOLDER.glob("*.yaml")), key=place)
+
+
+def load(name: str) -> Recipe:
+    """The recipe in recipes/<name>.yaml.
+
+    Raises:
+        ValueError: there is none, or it is not one.
+    """
+    known = names()
+    if name not in known:
+        raise ValueError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
+    file = FOLDER / f"{name}.yaml"
+    try:
+        return typed(Recipe, yaml.safe_load(file.read_text(encoding="utf-8"))["recipe"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as a recipe: {one_line(error)}") from error

@@ -1,0 +1,85 @@
+"""From a recipe to its tables: `gpipe reproduce` below the command line."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from gpipe_cli.reporting.measurement import hardware
+from gpipe_cli.reporting.recipe_report import Reproduction
+from gpipe_cli.reporting.units import plural, size
+from gpipe_cli.reproduction import breakdown, consistency, largest_model, throughput, training
+from gpipe_cli.reproduction.breakdown import Breakdown
+from gpipe_cli.reproduction.consistency import Consistency
+from gpipe_cli.reproduction.largest_model import LargestModel
+from gpipe_cli.reproduction.recipe import FOLDER, Needs, Recipe
+from gpipe_cli.reproduction.runner import Findings, Perform, Runner, last_wins
+from gpipe_cli.reproduction.throughput import Throughput
+from gpipe_cli.reproduction.training import Training
+
+Scale = Literal["desk", "paper"]
+
+
+def fitting_scale(needs: Needs, gpus: Sequence[int]) -> tuple[Scale, str]:
+    """The scale that the machine allows, and why.
+
+    Args:
+        gpus: bytes of each.
+    """
+    wanted = f"the paper's scale needs {plural(needs.gpus, 'GPU')} of {needs.memory_gib:g} GiB"
+    enough = [memory for memory in gpus if memory >= needs.memory_gib * 2**30]
+    if len(enough) >= needs.gpus:
+        return "paper", f"{wanted}: they are here"
+    here = f"{plural(len(gpus), 'GPU')} of {size(min(gpus))}" if gpus else "no GPU"
+    return "desk", f"{wanted}, and there is {here}"
+
+
+def reproduce(
+    name: str,
+    recipe: Recipe,
+    scale: Scale,
+    why: str,
+    given: Sequence[str],
+    folder: Path,
+    perform: Perform,
+    say: Callable[[str], None],
+) -> Reproduction:
+    """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
+
+    Raises ValueError as the commands do for bad input, and CommandFailedError.
+    """
+    begin = time.monotonic()
+    settings = (*(recipe.desk.settings if scale == "desk" else ()), *given)
+    runner = Runner(name, FOLDER, folder, last_wins(settings), perform, say, scale == "desk", users=tuple(given))
+    found = _run(recipe, runner)
+    notes = [("scale", f"{scale}: {why}")]
+    if scale == "desk":
+        notes.append(("scaled down", recipe.desk.scaled))
+    notes += [("our choice", choice) for choice in recipe.choices]
+    machine = hardware((), 1)
+    return Reproduction(
+        name=name,
+        title=recipe.title,
+        source=recipe.source,
+        scale=scale,
+        machine=f"{machine['cores']} cores of {machine['cpu']}",
+        tables=found.tables,
+        notes=(*notes, *found.notes),
+        commands=tuple(runner.commands),
+        files=found.files,
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _run(recipe: Recipe, runner: Runner) -> Findings:
+    match recipe.experiment:
+        case LargestModel() as what:
+            return largest_model.reproduce(what, runner)
+        case Throughput() as what:
+            return throughput.reproduce(what, runner)
+        case Breakdown() as what:
+            return breakdown.reproduce(what, runner)
+        case Training() as what:
+            return training.reproduce(what, runner)
+        case Consistency() as what:
+            return consistency.reproduce(what, runner)

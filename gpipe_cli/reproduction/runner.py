@@ -1,0 +1,138 @@
+"""Runs the commands of a recipe, as anybody could type them, and reads what they wrote.
+
+Each is a process of its own. What they print goes to a log: a recipe runs up to twenty of them, and its own answer is
+a table.
+"""
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from gpipe_cli.reporting.recipe_report import Table
+from gpipe_cli.reporting.result import RESULT, read_result
+from gpipe_cli.reporting.units import duration
+
+LOG = "log.txt"
+Perform = Callable[[Sequence[str], IO[str]], tuple[int, str, bool]]  # exit code, error line, whether interrupted
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an experiment found."""
+
+    tables: tuple[Table, ...]
+    notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
+    files: tuple[tuple[str, str], ...] = ()  # what it is, path: pictures, pages
+
+
+class CommandFailedError(RuntimeError):
+    """A command of the recipe ended with exit code 1: not by bad input, and not by Ctrl-C."""
+
+
+@dataclass
+class Runner:
+    """What all commands of a recipe share.
+
+    ``settings`` hold for every command: those of the scale, then those that the user gave, which win.
+    """
+
+    name: str  # of the recipe
+    recipes: Path
+    folder: Path  # where all runs go
+    settings: tuple[str, ...]
+    perform: Perform
+    say: Callable[[str], None]
+    desk: bool  # the scale
+    commands: list[str] = field(default_factory=list)  # that were run, as one types them
+    users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
+
+    def given(self, key: str) -> str | None:
+        """The value of a setting that holds for every command; None: each command has its own."""
+        found = (setting.partition("=") for setting in self.settings)
+        return next((value for name, _, value in found if name == key), None)
+
+    def with_settings(self, *settings: str) -> "Runner":
+        """The same with these in place of the scale's; without any, at the size of the paper. The user's still win."""
+        return replace(self, settings=last_wins((*settings, *self.users)))
+
+    def without(self, *keys: str) -> "Runner":
+        """The same without these settings, be they the user's: where a command finds out what they would be."""
+        kept = tuple(setting for setting in self.settings if setting.partition("=")[0] not in keys)
+        return replace(self, settings=kept)
+
+    def bench(self, name: str, *settings: str) -> dict[str, Any]:
+        """`gpipe bench -m` of what has several values in ``settings``; returns bench.json.
+
+        Raises ValueError if no cell is possible: then it is a setting of all of them that cannot be.
+        """
+        folder = self.folder / name
+        try:
+            self._run(["bench", "-m"], [*settings, f"hydra.sweep.dir='{folder}'"])
+        except CommandFailedError:
+            rows = read_result(folder, "bench.json")["rows"] if (folder / "bench.json").is_file() else []
+            if failed := [row["reason"] for row in rows if row["status"] not in ("measured", "impossible")]:
+                raise CommandFailedError(
+                    f"{failed[0]}; the command and what it said are in {self.folder / LOG}"
+                ) from None
+            if not rows or any(row["status"] != "impossible" for row in rows):
+                raise
+            shutil.rmtree(folder)  # refused before anything ran: nothing is left behind
+            raise ValueError(rows[0]["reason"]) from None
+        return read_result(folder, "bench.json")
+
+    def plan(self, name: str, *settings: str) -> dict[str, Any]:
+        """`gpipe plan`; returns plan.json."""
+        folder = self.folder / name
+        self._run(["plan"], [*settings, f"run_folder='{folder}'"])
+        return read_result(folder, "plan.json")
+
+    def train(self, name: str, *settings: str) -> dict[str, Any]:
+        """`gpipe train`; returns result.json. The run lies in ``folder / name``."""
+        folder = self.folder / name
+        self._run(["train"], [*settings, f"run_folder='{folder}'"])
+        return read_result(folder, RESULT)
+
+    def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
+        """`gpipe evaluate` of a run of this recipe; returns evaluate.json. It takes no setting of a training."""
+        folder = self.folder / name
+        self._perform(["evaluate", f"run='{folder}'", *settings])
+        return read_result(folder, "evaluate.json")
+
+    def _run(self, command: Sequence[str], settings: Sequence[str]) -> None:
+        self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *last_wins((*settings, *self.settings))])
+
+    def _perform(self, arguments: Sequence[str]) -> None:
+        typed = f"gpipe {shlex.join(arguments)}"
+        self.commands.append(typed)
+        self.say(f"runs         {' '.join(self._short(arguments))}")
+        begin = time.monotonic()
+        with (self.folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(f"\n$ {typed}\n")
+            log.flush()
+            code, error, interrupted = self.perform([sys.executable, "-m", "gpipe_cli", *arguments], log)
+        if interrupted:
+            raise KeyboardInterrupt
+        if code == 2:
+            raise ValueError(error)
+        if code != 0:
+            raise CommandFailedError(f"{error}; the command and what it said are in {self.folder / LOG}")
+        self.say(f"             {duration(time.monotonic() - begin)}")
+
+    def _short(self, arguments: Sequence[str]) -> list[str]:
+        """Without what is the same in every command, or names only a place; the log has all of it."""
+        places = ("run_folder=", "hydra.sweep.dir=")
+        kept = [one for one in arguments if not one.startswith(places) and one not in self.settings]
+        if "-cd" in kept:
+            at = kept.index("-cd")
+            del kept[at : at + 4]
+        return kept
+
+
+def last_wins(settings: Sequence[str]) -> tuple[str, ...]:
+    """One value for each setting: Hydra refuses two. The last one counts, at the place of the first."""
+    return tuple({setting.partition("=")[0]: setting for setting in settings}.values())

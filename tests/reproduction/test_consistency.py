@@ -1,0 +1,87 @@
+"""The same training with several numbers of partitions: what is compared, and what is said when something differs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import TINY, column, merged, real_runner
+
+from gpipe_cli.reporting.run_record import read_run
+from gpipe_cli.reproduction import consistency
+from gpipe_cli.reproduction.consistency import CURVES, DIGITS, Consistency, Trained, reproduce
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.runner import Findings
+from gpipe_cli.reproduction.weights import difference, digest, final_tensors
+
+WHAT = Consistency(partitions=(1, 3), seeds=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+    folder = tmp_path_factory.mktemp("consistency")
+    settings = merged(*load("consistency").desk.settings, *TINY, "max_steps=2", "micro_batches=3")
+    return reproduce(WHAT, real_runner("consistency", folder, *settings)), folder
+
+
+def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) -> None:
+    findings, folder = found
+    runs, spread = findings.tables
+    assert list(zip(column(runs, "K"), column(runs, "seed"), strict=True)) == [("1", "0"), ("3", "0"), ("1", "1")]
+    assert column(runs, "losses of all steps", "measured") == ["-", "as in row 1", "others"]
+    one, three, other = column(runs, "SHA-256 of weights", "measured")
+    assert one == three != other
+    assert one == digest(final_tensors(folder / "partitions_1_seed_0"))[:DIGITS]
+    partitions, seeds = column(spread, "loss", "measured")
+    assert float(partitions) == 0 < float(seeds)
+    notes = dict(findings.notes)
+    assert notes["losses"] == "those of all 2 steps are the same bits with K = 1, 3"
+    tensors = final_tensors(folder / "partitions_3_seed_0")
+    assert notes["weights"] == f"all {len(tensors):,} tensors of the last checkpoint are the same bits with K = 1, 3"
+
+
+def test_curves_are_drawn(found: tuple[Findings, Path]) -> None:
+    findings, folder = found
+    assert findings.files == (("curves", str(folder / CURVES)),)
+    assert (folder / CURVES).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
+    """The run with another seed in the place of one with another number of partitions."""
+    _, folder = found
+    runs = [Trained(k, 0, read_run(folder / f"partitions_1_seed_{seed}")) for k, seed in ((1, 0), (3, 1))]
+    weights = [final_tensors(run.record.folder) for run in runs]
+    alike = consistency._as_the_first(runs)
+    assert alike == [True, False]
+    assert consistency._losses_note(runs, alike) == "K = 3: of 2 steps, some losses differ from those with K = 1"
+    note = consistency._weights_note(runs, weights, [digest(tensors) for tensors in weights])
+    assert note.startswith("K = 3: ")
+    assert f"of {len(weights[0])} tensors differ" in note
+
+
+@pytest.mark.parametrize("setting", ["partitions=2", "seed=1"])
+def test_what_is_compared_cannot_be_set(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{setting}: this recipe compares .*; leave it out"):
+        reproduce(WHAT, real_runner("consistency", tmp_path, setting))
+
+
+def test_digests_are_of_names_types_shapes_and_bits() -> None:
+    zeros = torch.zeros(2)
+    others = [{"a": -zeros}, {"b": zeros}, {"a": zeros.reshape(1, 2)}, {"a": zeros.int()}]
+    assert len({digest(tensors) for tensors in ({"a": zeros}, *others)}) == 5
+    nan = torch.tensor([float("nan"), 1.0])
+    assert digest({"a": nan}) == digest({"a": nan.clone()})
+    square = torch.arange(4.0).reshape(2, 2)  # transposed, its memory is not in order
+    assert digest({"a": square.T}) == digest({"a": square.T.contiguous()}) != digest({"a": square})
+    assert digest({"steps": torch.tensor(3)}) != digest({"steps": torch.tensor(4)})
+
+
+def test_differences_are_counted() -> None:
+    one = {"a": torch.zeros(2), "b": torch.ones(3)}
+    other = {"a": torch.zeros(2), "b": torch.tensor([1.0, 1.25, 0.5])}
+    assert difference(one, other) == "1 of 2 tensors differ, by 5.0e-01 at most"
+    assert difference(one, {"a": torch.zeros(2)}) == "1 tensor in one of them only"
+
+
+def test_a_run_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint to compare"):
+        final_tensors(tmp_path)

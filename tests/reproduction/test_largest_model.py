@@ -1,0 +1,120 @@
+"""Table 1: what is planned, what was counted, and the largest model that fits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reproduction_runs import cells, runner
+
+from gpipe_cli.commands.child import run_process
+from gpipe_cli.reproduction import largest_model
+from gpipe_cli.reproduction.largest_model import LargestModel
+from gpipe_cli.reproduction.largest_model_tables import Size
+from gpipe_cli.reproduction.recipe import FOLDER, load
+from gpipe_cli.reproduction.runner import Runner
+
+MB = 10**6
+SIZES = (
+    Size("Naive-1", "(18, 8)", ("model.filters=8",), 1, 10e6, 0.12, 3.0),
+    Size("Pipeline-1", "(18, 16)", ("model.filters=16",), 1, 20e6, 0.24, 2.0),
+    Size("Pipeline-2", "(18, 32)", ("model.filters=32",), 2, 40e6, 0.48, 4.0),
+)
+WHAT = LargestModel("GB", 4, SIZES, (1, 2), "filters")
+
+
+def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """A model has a million parameters for each filter; 16 bytes of each, and 100 MB more for each stage."""
+    k, filters = int(settings["partitions"]), int(settings.get("model.filters", "8"))
+    naive = settings["recompute"] == "never"
+    assert naive == (settings["micro_batches"] == "1")
+    if command == "bench":
+        (folder / "run").mkdir(parents=True)
+        (folder / "run" / "result.json").write_text(f'{{"prediction": {{"activation_bytes": {[1000] * k}}}}}')
+        return "bench.json", {"rows": [{"folders": ["run"], "activation_bytes": [1000] * (k - 1) + [1024]}]}
+    comparisons = []
+    if "++solve" in settings:
+        if naive and settings.get("hardware.memory_gib") == "0.001":
+            raise ValueError("solve=max_model: not even the smallest model fits (stage 0 is 1 B over); use less")
+        filters = 9 if naive else 24 * k
+        tried = [{"value": str(filters), "chosen": True}, {"value": str(filters + 1), "chosen": False}]
+        comparisons = [
+            {"setting": "model.normal_cells", "candidates": [{"value": "99", "chosen": True}]},
+            {"setting": "model.filters", "candidates": tried},
+        ]
+    elif filters == 32 and "here_" not in folder.name and settings.get("hardware.memory_gib") != "null":
+        raise ValueError("hardware.memory_gib=8: no cut fits; in the best one stage 0 of 2 needs 1.0 GiB more")
+    memory = {
+        "weights_bytes": 4 * filters * MB / k,
+        "optimizer_bytes": 8 * filters * MB / k,
+        "gradients_bytes": 4 * filters * MB / k,
+        "activations_bytes": 60 * MB,
+        "workspace_bytes": 40 * MB,
+        "total_bytes": 16 * filters * MB / k + 100 * MB,
+        "limit_bytes": 2**30,
+    }
+    plan = {
+        "parameters": filters * MB,
+        "model_name": f"AmoebaNet-D (18, {filters})",
+        "hardware": {"name": "tpu_v2"},
+        "comparisons": comparisons,
+    }
+    return "plan.json", {**plan, "stages": [{"memory": memory}] * k}
+
+
+def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_path: Path) -> None:
+    found = largest_model.reproduce(WHAT, runner(tmp_path, answer))
+    parameters, model, activations, largest, trained = found.tables
+    assert cells(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
+    assert cells(model, "weights, optimizer", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
+    assert cells(model, "and gradients", "planned") == ["0.13", "0.26", "0.51"]
+    assert cells(model, "planned - paper", "difference") == ["-0.02", "-0.05", "-0.10"]
+    assert cells(activations, "activations", "planned") == ["0.10", "0.10", "0.20"]
+    assert cells(activations, "fits", "planned") == ["yes", "yes", "no"]
+    assert (
+        "found",
+        "by our count Pipeline-2 would not fit the paper's accelerators, gradients included",
+    ) in found.notes
+    assert cells(largest, "size", "planned") == ["(18, 9)", "(18, 24)", "(18, 48)"]
+    assert cells(largest, "times", "paper") == ["1.0", "2.0", "4.0"]
+    assert cells(largest, "times", "planned") == ["1.0", "2.7", "5.3"]
+    assert cells(largest, "planned - paper", "difference") == ["+0.0", "+0.7", "+1.3"]
+    assert trained.title == "Trained here: the largest model below 1.0 GiB a stage; times Naive-1's"
+    assert cells(trained, "", "") == ["Naive-1", "Pipeline-1", "Pipeline-2"]
+    assert cells(trained, "activations", "planned") == ["1000 B", "1000 B", "2.0 KiB"]
+    assert cells(trained, "activations", "counted") == ["1.0 KiB", "1.0 KiB", "2.0 KiB"]
+    assert cells(trained, "counted - planned", "difference") == ["+24 B"] * 3
+    assert ("found", "activations planned and counted are the same to the byte in 0 of 3 rows") in found.notes
+
+
+def test_what_fits_nowhere_is_said(tmp_path: Path) -> None:
+    found = largest_model.reproduce(WHAT, runner(tmp_path, answer, "hardware.memory_gib=0.001"))
+    largest, trained = found.tables[3:]
+    assert cells(largest, "times", "planned") == ["-", "1.0", "2.0"]  # relative to the first that fits
+    assert cells(largest, "times", "paper") == ["0.5", "1.0", "2.0"]
+    assert cells(trained, "", "") == ["Pipeline-1", "Pipeline-2"]
+    assert ("found", "by our count no model of this family fits as Naive-1, however small") in found.notes
+
+
+def test_what_rows_differ_in_cannot_be_given(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^partitions=3: is what the rows of this table differ in; leave it out$"):
+        largest_model.reproduce(WHAT, runner(tmp_path, answer, "partitions=3"))
+
+
+def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    recipe = load("table1_transformer")
+    assert recipe.largest_model is not None
+    tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
+    settings = tuple(s for s in recipe.desk.settings if s.partition("=")[0] not in {t.partition("=")[0] for t in tiny})
+    settings = (*settings, *tiny, "hardware.memory_gib=0.0004")
+    settings = tuple({s.partition("=")[0]: s for s in settings}.values())
+    here = Runner("table1_transformer", FOLDER, tmp_path, settings, run_process, lambda line: None, True)
+    (row,) = largest_model._train(LargestModel("GiB", 4, recipe.largest_model.sizes, (), "layers"), here)
+    assert row.name == "Naive-1"
+    assert int(row.shown) >= 1
+    assert 0 < row.fullest_bytes <= row.limit_bytes
+    assert row.counted
+    assert row.counted == row.planned

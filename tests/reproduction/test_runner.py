@@ -1,0 +1,81 @@
+"""What all commands of a recipe share."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Runner, last_wins
+
+
+def runner(folder: Path, outcome: tuple[int, str, bool], seen: list[list[str]], *users: str) -> Runner:
+    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
+        seen.append(list(command))
+        log.write("said\n")
+        return outcome
+
+    settings = last_wins(("model.filters=16", "threads=1", *users))
+    return Runner("some_recipe", Path("recipes"), folder, settings, perform, lambda line: None, True, users=users)
+
+
+def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    with pytest.raises(FileNotFoundError):  # nothing was run, so there is nothing to read
+        runner(tmp_path, (0, "", False), seen, "threads=2").plan("a", "hardware=p40", "model.filters=8", "threads=4")
+    (command,) = seen
+    settings = command[command.index("-cn") + 2 :]
+    assert settings == ["hardware=p40", "model.filters=16", "threads=2", f"run_folder='{tmp_path / 'a'}'"]
+    assert command[2:8] == ["gpipe_cli", "plan", "-cd", "recipes", "-cn", "some_recipe"]
+
+
+def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    desk = runner(tmp_path, (0, "", False), seen, "seed=3")
+    paper = desk.with_settings()
+    assert paper.settings == ("seed=3",)
+    assert desk.with_settings("seed=1", "epochs=2").settings == ("seed=3", "epochs=2")
+    with pytest.raises(FileNotFoundError):
+        paper.train("a")
+    assert desk.commands == paper.commands  # one list of all that was run
+    assert len(desk.commands) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "raised", "words"),
+    [
+        ((2, "typo=1: there is no such setting", False), ValueError, "^typo=1: there is no such setting$"),
+        ((1, "RuntimeError: broken", False), CommandFailedError, r"^RuntimeError: broken; .*log\.txt$"),
+        ((130, "", True), KeyboardInterrupt, "^$"),
+    ],
+)
+def test_what_becomes_of_a_command_is_told_by_its_exit_code(
+    tmp_path: Path, outcome: tuple[int, str, bool], raised: type[BaseException], words: str
+) -> None:
+    with pytest.raises(raised, match=words):
+        runner(tmp_path, outcome, []).bench("a", "partitions=1,2")
+    log = (tmp_path / LOG).read_text(encoding="utf-8")
+    assert log.startswith("\n$ gpipe bench -m -cd recipes -cn some_recipe partitions=1,2 ")
+    assert log.endswith("said\n")
+
+
+def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
+    rows = [{"status": "impossible", "reason": "model.filters=x: must be a whole number"}]
+    here = runner(tmp_path, (1, "model.filters=x: must be a whole number", False), [])
+
+    def bench(*statuses: str) -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "bench.json").write_text(json.dumps({"rows": [{**rows[0], "status": s} for s in statuses]}))
+        here.bench("a", "partitions=1,2")
+
+    with pytest.raises(ValueError, match=r"^model\.filters=x: must be a whole number$"):
+        bench("impossible", "impossible")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(CommandFailedError, match=r"^model\.filters=x: .*log\.txt$"):
+        bench("impossible", "failed")
+
+
+def test_a_setting_that_is_found_out_takes_the_place_of_all(tmp_path: Path) -> None:
+    here = runner(tmp_path, (0, "", False), [], "model.filters=8")
+    assert here.without("model.filters").settings == ("threads=1",)

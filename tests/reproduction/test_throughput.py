@@ -1,0 +1,155 @@
+"""Speed over K and M: which commands, and which numbers in which column."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reproduction_runs import cells, runner
+
+from gpipe_cli.pipeline.simulator import ideal_bubble
+from gpipe_cli.reproduction import throughput
+from gpipe_cli.reproduction.throughput import Model, Row, Throughput
+
+ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
+WHAT = Throughput((Model("Some model", ROWS, figures=("hardware=tpu_v2",)),))
+CPU = "device=cpu"
+
+
+def ideal(k: int, m: int) -> float:
+    return k * (1 - ideal_bubble(k, m))
+
+
+class Machine:
+    """Measures 0.9 of the ideal, plans the ideal; by figures twice that for every cell but the first."""
+
+    def __init__(self, status: str = "measured") -> None:
+        self.status, self.asked = status, list[tuple[str, Mapping[str, str]]]()
+
+    def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+        self.asked.append((command, settings))
+        if command == "plan":
+            k, m = int(settings["partitions"]), int(settings["micro_batches"])
+            twice = 2 if settings["cost"] == "figures" and (k, m) != (2, 1) else 1
+            return "plan.json", {"samples_per_second": 7 * twice * ideal(k, m), "step_samples": 32}
+        ks, ms = ([int(part) for part in settings[key].split(",")] for key in ("partitions", "micro_batches"))
+        never = settings.get("recompute") == "never"
+        rows = [self.row(k, m, never, len(ks) * len(ms) > 1) for k in ks for m in ms]
+        return "bench.json", {"rows": rows}
+
+    def row(self, k: int, m: int, never: bool, several: bool) -> dict[str, Any]:
+        bad = self.status != "measured" and m == 4
+        speed = (8 if never else 9) * ideal(k, m)
+        return {
+            "settings": {"partitions": k, "micro_batches": m} if several else {},
+            "status": self.status if m == 4 else "measured",
+            "samples_per_second": None if bad else speed,
+            "relative": None if bad else 9 / 8 * speed,  # as if the first row were another one
+            "kind": "measured",
+        }
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "hardware", lambda gpus, threads: {"cores": 2})
+
+
+def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
+    machine = Machine()
+    found = throughput.reproduce(WHAT, runner(tmp_path, machine, settings=(CPU, "model.filters=16")))
+    (table,) = found.tables
+    assert cells(table, "K", "") == ["2", "2", "4", "4"]
+    expected = [f"{ideal(k, m) / ideal(2, 1):.2f}" for k in (2, 4) for m in (1, 4)]
+    assert cells(table, "here", "measured") == [*expected[:2], "-", "-"]  # two cores: no more than K = 2
+    assert cells(table, "layers here", "simulated") == expected
+    doubled = [1.0, *(2 * ideal(k, m) / ideal(2, 1) for k, m in ((2, 4), (4, 1), (4, 4)))]
+    assert cells(table, "paper's size", "simulated") == [f"{value:.2f}" for value in doubled]
+    assert cells(table, "simulated - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
+    assert cells(table, "here - paper", "difference") == ["-"] * 4  # a desk's model is another one
+    assert all("torchgpipe" not in (column.heading, column.origin) for column in table.columns)
+    notes = dict(found.notes)
+    off = sum(abs(value - 1.5) for value in doubled[1:]) / 3
+    assert (
+        notes["found"] == f"Some model, simulated at the paper's size: off from the paper's by {off:.2f} in the "
+        "mean of 3 cells"
+    )
+    measured = [settings for command, settings in machine.asked if command == "bench"]
+    assert [(s["partitions"], s["micro_batches"]) for s in measured] == [("2", "1,4")]
+    timed = [s for _, s in machine.asked if s.get("cost") == "measured"]
+    assert {(s["executor"], s["hardware"], s["model.filters"]) for s in timed} == {("in_process", "cpu", "16")}
+    figured = [s for _, s in machine.asked if s.get("cost") == "figures"]
+    assert [s.get("hardware") for s in figured] == ["tpu_v2"] * 4
+    assert all("model.filters" not in s for s in figured)  # the paper's size, also at a desk
+
+
+def test_at_the_papers_scale_what_is_measured_is_compared_too(tmp_path: Path) -> None:
+    (table,) = throughput.reproduce(WHAT, runner(tmp_path, Machine(), CPU, desk=False)).tables
+    assert cells(table, "here - paper", "difference") == ["-0.50", "+0.10", "-", "-"]
+
+
+def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path) -> None:
+    rows = (Row(1, 1, 1.0, name="naive-1", recompute="never"), Row(1, 4, 0.8, name="pipeline-1"), Row(2, 4, 1.4))
+    machine = Machine()
+    what = Throughput((Model("Some model", rows, figures=()),))
+    (table,) = throughput.reproduce(what, runner(tmp_path, machine, settings=(CPU,))).tables
+    benches = [settings for command, settings in machine.asked if command == "bench"]
+    assert [(s["partitions"], s.get("recompute")) for s in benches] == [("1", "never"), ("1,2", None)]
+    first = 8 * ideal(1, 1)
+    assert cells(table, "here", "measured") == [
+        "1.00",
+        f"{9 * ideal(1, 4) / first:.2f}",
+        f"{9 * ideal(2, 4) / first:.2f}",
+    ]
+    assert cells(table, "", "") == ["naive-1", "pipeline-1", ""]
+
+
+def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
+    class Small(Machine):
+        def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+            if settings.get("hardware") == "tpu_v2" and settings["micro_batches"] == "1":
+                raise ValueError("hardware.memory_gib=8: no cut fits")
+            return super().__call__(command, settings, folder)
+
+    found = throughput.reproduce(WHAT, runner(tmp_path, Small("out_of_memory"), settings=(CPU,)))
+    (table,) = found.tables
+    assert cells(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
+    assert cells(table, "paper's size", "simulated") == ["no fit"] * 4  # nothing to be relative to
+    assert cells(table, "simulated - paper", "difference") == ["-"] * 4
+    assert ("found", "Some model: not to be measured here: K = 2, M = 4") in found.notes
+
+
+def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path) -> None:
+    second = Model(
+        "Other", ROWS[:1], ("hardware=p40",), settings=("model=resnet",), desk=("model=resnet", "batch_size=8")
+    )
+    what = Throughput((*WHAT.models, second), slow_links=True)
+    machine = Machine()
+    found = throughput.reproduce(what, runner(tmp_path, machine, "seed=1", settings=(CPU, "model.filters=16")))
+    assert all(command == "plan" for command, _ in machine.asked)
+    assert ("measured", "nothing: slow links need 2 GPUs or more") in found.notes
+    assert all(
+        column.origin != "measured" or set(cells(t, "here", "measured")) == {"-"}
+        for t in found.tables
+        for column in t.columns
+    )
+    other = [settings for _, settings in machine.asked if settings.get("model") == "resnet"]
+    assert [s.get("batch_size") for s in other] == ["8", None]  # timed at the desk's size, figures at the paper's
+    assert all("model.filters" not in s for s in other)  # the first model's setting
+    assert {settings["seed"] for _, settings in machine.asked} == {"1"}
+
+
+def test_links_are_slow_in_the_commands_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    with throughput._through_host():
+        assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_P2P_DISABLE" not in os.environ
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    with throughput._through_host():
+        assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    assert os.environ["NCCL_P2P_DISABLE"] == "0"
+
+
+def test_what_rows_differ_in_cannot_be_given(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^micro_batches=8: is what the rows of this table differ in; leave it out$"):
+        throughput.reproduce(WHAT, runner(tmp_path, Machine(), "micro_batches=8"))

@@ -1,0 +1,166 @@
+"""Recipes that train: one model, several fine-tunings, a translation; what their tables say of what was run."""
+
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+from recipe_runs import HERE, TINY, column, merged, real_runner
+from training_runs import command
+
+from gpipe_cli.reporting.result import read_result
+from gpipe_cli.reporting.units import count
+from gpipe_cli.reproduction.fine_tuning import FineTuning
+from gpipe_cli.reproduction.numbers import difference, number, percents
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.runner import Findings
+from gpipe_cli.reproduction.training import RUN, Classification, Size, Training, Translation, reproduce
+from gpipe_cli.typed import typed
+
+SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
+COUNTED = ("dataset=synthetic_images", "model.normal_cells=3", "model.filters=16")
+FINE_TUNING = FineTuning(
+    90.0, 80.0, 2, "imagenet_amoebanet_b", ("dataset.classes=[0,1,2,3,4]",), ("dataset.classes=[5,6,7,8,9]",)
+)
+
+
+def settings(name: str, *given: str) -> tuple[str, ...]:
+    return merged(*load(name).desk.settings, *given)
+
+
+@pytest.mark.parametrize("desk", [True, False])
+def test_a_classifier(desk: bool, tmp_path: Path) -> None:
+    """Differences are taken at the paper's scale only. The size is that of the recipe itself at any."""
+    name = "imagenet_amoebanet_b"
+    what = Training(
+        size=Size("AmoebaNet-B (3, 16)", 300_000, COUNTED) if desk else None,
+        classification=Classification(84.4, 97.0),
+    )
+    found = reproduce(what, real_runner(name, tmp_path, *settings(name, *SMALL), desk=desk))
+    test = read_result(tmp_path / RUN)["test"]
+    table = found.tables[0]
+    assert column(table, "", "paper") == ["84.4 %", "97.0 %", "-"]
+    assert column(table, "", "measured") == [percents(test["top1"]), percents(test["top5"]), f"{test['loss']:,.4f}"]
+    differences = [f"{100 * test[key] - paper:+.2f}" for key, paper in (("top1", 84.4), ("top5", 97.0))]
+    assert column(table, "", "difference") == (["-"] * 3 if desk else [*differences, "-"])
+    assert ("differences" in dict(found.notes)) == desk
+    if desk:
+        result = read_result(tmp_path / "counted")
+        assert result["config"]["dataset"]["image_size"] == 480, "the desk's settings are not the full model's"
+        assert column(found.tables[1], "parameters", "paper") == ["300.0 k"]
+        assert column(found.tables[1], "parameters", "counted") == [count(result["model_parameters"])]
+        relative = 100 * (result["model_parameters"] / 300_000 - 1)
+        assert column(found.tables[1], "", "difference") == [f"{relative:+.1f} %"]
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+    """What was found where the run to begin with was made, too, and the folder of it all."""
+    folder, name = tmp_path_factory.mktemp("fine_tuned"), "transfer_cifar10"
+    runner = real_runner(name, folder, *settings(name, *TINY, "max_steps=1"))
+    found = reproduce(Training(fine_tuning=FINE_TUNING), runner)
+    assert len(runner.commands) == 4
+    return found, folder
+
+
+def test_fine_tuning_is_the_mean_of_its_runs(fine_tuned: tuple[Findings, Path]) -> None:
+    found, folder = fine_tuned
+    runs = [read_result(folder / f"seed_{seed}") for seed in (0, 1)]
+    top1 = [100 * run["test"]["top1"] for run in runs]
+    means, each = found.tables
+    assert column(means, "", "measured") == [
+        f"{mean(top1):.2f} %",
+        f"{stdev(top1):.2f}",
+        "-",
+        percents(read_result(folder / "pretrained")["test"]["top1"]),
+        percents(read_result(folder / "from_scratch")["test"]["top1"]),
+    ]
+    assert column(means, "", "paper") == ["90.0 %", "-", "80.0 %", "-", "-"]
+    assert column(means, "", "difference") == ["-"] * 5
+    assert column(each, "seed") == ["0", "1"]
+    assert column(each, "loss", "measured") == [number(run["test"]["loss"], 4) for run in runs]
+    assert [run["config"]["init_from"] for run in runs] == [str(folder / "pretrained")] * 2
+    assert [run["config"]["dataset"]["classes"] for run in runs] == [[5, 6, 7, 8, 9]] * 2
+    assert read_result(folder / "pretrained")["config"]["dataset"]["classes"] == [0, 1, 2, 3, 4]
+
+
+def test_fine_tuning_begins_with_the_run_that_is_given(fine_tuned: tuple[Findings, Path], tmp_path: Path) -> None:
+    """At the paper's scale, where the difference counts; settings of a desk are left out then."""
+    name, source = "transfer_cifar10", fine_tuned[1] / "pretrained"
+    given = settings(name, *TINY, "max_steps=1", f"init_from='{source}'", "dataset.classes=[5,6,7,8,9]")
+    runner = real_runner(name, tmp_path, *given, desk=False)
+    found = reproduce(Training(fine_tuning=FINE_TUNING), runner)
+    assert len(runner.commands) == 2
+    runs = [read_result(tmp_path / f"seed_{seed}") for seed in (0, 1)]
+    assert {run["config"]["init_from"] for run in runs} == {str(source)}
+    # the same as the desk's, which began with it, too
+    assert runs[1]["test"] == read_result(fine_tuned[1] / "seed_1")["test"]
+    top1 = mean(100 * run["test"]["top1"] for run in runs)
+    assert column(found.tables[0], "", "difference")[0] == f"{top1 - 90:+.2f}"
+
+
+def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
+    what = Training(fine_tuning=FINE_TUNING)
+    with pytest.raises(ValueError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
+        reproduce(what, real_runner("transfer_cifar10", tmp_path, "seed=3"))
+    with pytest.raises(ValueError, match=r"init_from=null: .*gpipe reproduce imagenet_amoebanet_b scale=paper .*"):
+        reproduce(what, real_runner("transfer_cifar10", tmp_path, desk=False))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_translation(tmp_path: Path) -> None:
+    pairs = [(f"Haus{n} am See", f"house{n} by the lake", "de-en") for n in range(30)]
+    for part, rows in (("train", pairs[5:]), ("test", pairs[:5])):
+        (tmp_path / f"{part}.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    text = (
+        "dataset=parallel_text", f"dataset.root={tmp_path}", f"dataset.cache={tmp_path}", "dataset.vocabulary=288",
+        "batch_tokens=200", "micro_batches=2", "model.layers=1", "model.width=16", "model.hidden=32", "model.heads=2",
+        "max_steps=1", *HERE,
+    )  # fmt: skip
+    what = Training(translation=Translation(sentences=None, desk_sentences=3, nll=2.5, bleu=30.0))
+    name, folder = "batch_size_260k", tmp_path / "recipe"
+    found = reproduce(what, real_runner(name, folder, *settings(name, *text)))
+    (table,) = found.tables
+    evaluation = read_result(folder / RUN, "evaluate.json")
+    assert evaluation["translation"]["sentences"] == 3
+    assert evaluation["loss"] == pytest.approx(read_result(folder / RUN)["test"]["loss"])
+    assert column(table, "") == [
+        "NLL, nats a token", "perplexity", "... of a unigram model", "BLEU", "... of copying the source", "chrF",
+        "... of copying the source",
+    ]  # fmt: skip
+    measured = column(table, "", "measured")
+    assert measured[0] == f"{evaluation['loss']:.2f}"
+    assert measured[5:] == [f"{evaluation['translation'][key]:.2f}" for key in ("chrf", "chrf_copy")]
+    assert column(table, "", "paper") == ["2.50", "-", "-", "30.00", "-", "-", "-"]
+    assert "of at most 200 tokens" in dict(found.notes)["trained"]
+
+
+def test_a_node_says_exactly_one_thing() -> None:
+    for values in (
+        {},
+        {"classification": {"top1": 1.0, "top5": 2.0}, "translation": {"sentences": None, "desk_sentences": 1}},
+    ):
+        with pytest.raises(ValueError, match="give one of classification, translation, fine_tuning"):
+            typed(Training, values)
+
+
+def test_numbers() -> None:
+    assert [number(None, 2), number(1234.567, 2), percents(0.8444), percents(None)] == ["-", "1,234.57", "84.44 %", "-"]
+    assert [difference(84.0, 84.4, False), difference(84.0, 84.4, True), difference(84.0, None, False)] == [
+        "-0.40", "-", "-",
+    ]  # fmt: skip
+
+
+def test_without_imagenet_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    for part in (
+        "dataset.root=data/imagenet",
+        "image-net.org after registration",
+        "give dataset.root=FOLDER",
+        "scale=desk",
+    ):
+        assert part in line
+    assert not list(Path("out").iterdir())

@@ -1,0 +1,119 @@
+"""`gpipe reproduce` as its users type it."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from training_runs import command, start_program, wait_until
+
+from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reproduction.recipe import names
+
+# The breakdown: one measurement and one plan
+TINY = [
+    "model.normal_cells=3", "model.filters=16", "dataset.image_size=16", "dataset.num_classes=4",
+    "dataset.train_samples=32", "batch_size=8", "micro_batches=4", "warm_up_steps=1", "steps=2",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_without_a_name_the_recipes_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "reproduce") == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()]
+    assert [name for name in listed if name in names()] == names()
+    assert names()[:2] == ["table1_amoebanet", "table1_transformer"]  # in the order of the paper
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("table9", "table9: there is no such recipe; "),
+        ("breakdwon", "did you mean breakdown?"),
+        ("breakdown table3_no_fast_interconnect", "one recipe at a time; run breakdown first"),
+        ("breakdown scale=large", "scale=large: must be one of auto, desk, paper"),
+        ("breakdown run_folder=x", "run_folder=x: a recipe makes its own folders; give output=FOLDER"),
+        ("breakdown -m", "-m: there is no such option"),
+        ("seed=1", "seed=1: of which recipe?"),
+        ("breakdown scale=desk filters=8", "filters=8: there is no such setting; did you mean model.filters?"),
+        ("breakdown scale=desk model.filters=x", "model.filters=x: must be a whole number"),
+        ("table2_amoebanet scale=desk micro_batches=8", "micro_batches=8: is what the rows of this table differ in"),
+        ("table1_transformer partitions=2", "partitions=2: is what the rows of this table differ in"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, line: str
+) -> None:
+    assert command(monkeypatch, "reproduce", *arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gpipe reproduce: ")
+    assert line in said
+    assert said.count("\n") == 1
+    assert not list(Path(".").glob("outputs/*"))
+
+
+def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "reproduce", "breakdown", "scale=desk", "output=out", *TINY) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    (folder,) = Path("out").iterdir()
+    assert "_reproduce_breakdown" in folder.name
+    found = json.loads((folder / "reproduction.json").read_text(encoding="utf-8"))
+    (table,) = found["tables"]
+    rows = {row[0].replace("-", "_"): row[1:] for row in table["rows"]}
+    assert list(rows) == list(SHARES)
+    for column in (1, 2):  # measured, simulated
+        assert sum(float(row[column].removesuffix(" %")) for row in rows.values()) == pytest.approx(100, abs=0.5)
+    assert [row[0] for row in rows.values()] == ["65.6 %", "22.5 %", "4.1 %", "3.2 %", "-", "1.7 %", "2.9 %"]
+    assert float(rows["recompute"][1].removesuffix(" %")) > 0
+    assert (folder / "breakdown.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "measured" / "bench.json").is_file()
+    assert (folder / "simulated" / "plan.json").is_file()
+    written = (folder / "reproduction.md").read_text(encoding="utf-8")
+    assert "| share of a step | paper | here, measured | layers here, simulated |" in written
+    assert "recompute 22.5 %" in shown
+    assert "AmoebaNet-D (3, 16)" in shown
+    assert "scaled down" in shown
+    # the commands are as anybody can type them
+    assert [line.split()[:2] for line in found["commands"]] == [["gpipe", "bench"], ["gpipe", "plan"]]
+    assert all("-cn breakdown" in line and "model.filters=16" in line for line in found["commands"])
+
+
+def descendants(process: int) -> list[int]:
+    """The children of a process, and theirs (Linux)."""
+    try:
+        children = [int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:  # ended meanwhile
+        return []
+    return [*children, *(one for child in children for one in descendants(child))]
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
+    process = start_program("reproduce", "breakdown", "scale=desk", *TINY[:-1], "steps=10000")
+    try:
+        # the command, and below it the run of the sweep, which leads a session of its own
+        wait_until(lambda: len(descendants(process.pid)) > 1, 30, "the run of a measurement")
+        started = descendants(process.pid)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 130, err
+    assert "interrupted; what was run is in outputs/" in out
+    assert "Traceback" not in out + err
+    wait_until(lambda: not [pid for pid in started if alive(pid)], 10, "the end of all that was started")
