@@ -84,7 +84,7 @@ def markdown(reproduction: Reproduction) -> str:
 
 
 def _heading(column: Column) -> tuple[str, str]:
-    said = column.origin in ("", column.heading) or (column.origin == "difference" and column.heading)
+    said = column.origin in ("", column.heading) or " - " in column.heading  # `planned - paper`
     return column.heading, "" if said else column.origin
 
 

@@ -57,7 +57,7 @@ def reproduce(what: LargestModel, runner: Runner) -> Findings:
         *largest_tables(what.sizes, largest),
         *trained_tables(what.sizes, trained),
     )
-    return Findings(tables, tuple(_notes(what, plans, fits, largest, trained, runner.desk)))
+    return Findings(tables, (*_notes(what, plans, fits, largest, trained, runner.desk), *runner.users_note()))
 
 
 def _settings(what: LargestModel, at: int) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class Runner:
         found = (setting.partition("=") for setting in self.settings)
         return next((value for name, _, value in found if name == key), None)
 
+    def users_note(self) -> tuple[tuple[str, str], ...]:
+        """A note, where the user's settings may have made another size of what is called the paper's."""
+        line = f"{' '.join(self.users)}: in every command, so that what is called the paper's size may not be it"
+        return (("given", line),) if self.users else ()
+
     def with_settings(self, *settings: str) -> "Runner":
         """The same with these in place of the scale's; without any, at the size of the paper. The user's still win."""
         return replace(self, settings=last_wins((*settings, *self.users)))

@@ -197,10 +197,10 @@ def _table(
         Column("paper", "paper"),
         *([Column("torchgpipe", "torchgpipe")] if peers else []),
         Column("here", "measured"),
-        Column("layers here", "simulated"),
-        Column("paper's size", "simulated"),
+        Column("layers", "simulated"),
+        Column("full size", "simulated"),
         *([Column("here - paper", "difference")] if any_measured else []),
-        Column("simulated - paper", "difference"),
+        Column("full size - paper", "difference"),
     ]
     rows = []
     for at, row in enumerate(model.rows):
@@ -237,12 +237,13 @@ def _notes(what: Throughput, runner: Runner, stages: int) -> Iterator[tuple[str,
     here = "at the desk's size" if runner.desk else "at the paper's size"
     yield (
         "simulated",
-        f"layers here: from layers timed on this machine, {here}; each stage has a device, links cost nothing",
+        f"layers: from layers timed on this machine, {here}; each stage has a device, links cost nothing",
     )
     for figures in dict.fromkeys(model.figures for model in what.models):
-        yield "simulated", f"paper's size: from figures, not from anything that was run ({' '.join(figures)})"
+        yield "simulated", f"full size: the paper's, from figures, not from anything that was run ({' '.join(figures)})"
+    yield from runner.users_note()
     if runner.desk and stages:
-        yield "difference", "- where measured: the models differ in size; simulated is at the paper's size"
+        yield "difference", "none where measured: the models differ in size"
 
 
 def _found(model: Model, measured: list[_Speed], figured: list[_Speed]) -> Iterator[tuple[str, str]]:

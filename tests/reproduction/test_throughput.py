@@ -62,10 +62,10 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
     assert cells(table, "K", "") == ["2", "2", "4", "4"]
     expected = [f"{ideal(k, m) / ideal(2, 1):.2f}" for k in (2, 4) for m in (1, 4)]
     assert cells(table, "here", "measured") == [*expected[:2], "-", "-"]  # two cores: no more than K = 2
-    assert cells(table, "layers here", "simulated") == expected
+    assert cells(table, "layers", "simulated") == expected
     doubled = [1.0, *(2 * ideal(k, m) / ideal(2, 1) for k, m in ((2, 4), (4, 1), (4, 4)))]
-    assert cells(table, "paper's size", "simulated") == [f"{value:.2f}" for value in doubled]
-    assert cells(table, "simulated - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
+    assert cells(table, "full size", "simulated") == [f"{value:.2f}" for value in doubled]
+    assert cells(table, "full size - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
     assert cells(table, "here - paper", "difference") == ["-"] * 4  # a desk's model is another one
     assert all("torchgpipe" not in (column.heading, column.origin) for column in table.columns)
     notes = dict(found.notes)
@@ -114,8 +114,8 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
     found = throughput.reproduce(WHAT, runner(tmp_path, Small("out_of_memory"), settings=(CPU,)))
     (table,) = found.tables
     assert cells(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
-    assert cells(table, "paper's size", "simulated") == ["no fit"] * 4  # nothing to be relative to
-    assert cells(table, "simulated - paper", "difference") == ["-"] * 4
+    assert cells(table, "full size", "simulated") == ["no fit"] * 4  # nothing to be relative to
+    assert cells(table, "full size - paper", "difference") == ["-"] * 4
     assert ("found", "Some model: not to be measured here: K = 2, M = 4") in found.notes
 
 
@@ -153,3 +153,10 @@ def test_links_are_slow_in_the_commands_only(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_rows_differ_in_cannot_be_given(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^micro_batches=8: is what the rows of this table differ in; leave it out$"):
         throughput.reproduce(WHAT, runner(tmp_path, Machine(), "micro_batches=8"))
+
+
+def test_settings_of_the_user_are_said_to_change_the_papers_size(tmp_path: Path) -> None:
+    found = throughput.reproduce(WHAT, runner(tmp_path, Machine(), CPU, "model.filters=16"))
+    line = "device=cpu model.filters=16: in every command, so that what is called the paper's size may not be it"
+    assert ("given", line) in found.notes
+    assert "given" not in dict(throughput.reproduce(WHAT, runner(tmp_path, Machine(), settings=(CPU,))).notes)
