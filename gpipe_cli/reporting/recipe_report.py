@@ -65,7 +65,10 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
     for table in reproduction.tables:
         console.print()
         show_line(console, table.title, "bold")
-        console.print(_rich(table))
+        for number, part in enumerate(_parts(table, console.width)):
+            if number:
+                console.print()
+            console.print(_rich(part))
     console.print()
     show_facts(console, reproduction.notes)
     show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
@@ -88,11 +91,30 @@ def _heading(column: Column) -> tuple[str, str]:
     return column.heading, "" if said else column.origin
 
 
+def _parts(table: Table, width: int) -> Iterable[Table]:
+    """The table, or several that are each at most ``width`` wide; what names a row stands in all of them."""
+    widths = [
+        2 + max(map(len, (*_heading(column)[0].split(), _heading(column)[1], *(row[at] for row in table.rows))))
+        for at, column in enumerate(table.columns)
+    ]
+    names = [at for at, column in enumerate(table.columns) if not column.origin]
+    parts: list[list[int]] = [[]]
+    for at in (at for at in range(len(widths)) if at not in names):
+        if parts[-1] and sum(widths[one] for one in (*names, *parts[-1], at)) > width:
+            parts.append([])
+        parts[-1].append(at)
+    for part in parts:
+        shown = sorted((*names, *part))
+        rows = tuple(tuple(row[at] for at in shown) for row in table.rows)
+        yield Table(table.title, tuple(table.columns[at] for at in shown), rows)
+
+
 def _rich(table: Table) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in table.columns:
         heading, origin = _heading(column)
-        shown.add_column(f"{heading}\n{origin}", justify="right" if column.origin else "left", overflow="fold")
+        side: Literal["left", "right"] = "right" if column.origin else "left"
+        shown.add_column(f"{heading}\n{origin}", justify=side, overflow="fold", no_wrap=not column.origin)
     for row in table.rows:
         shown.add_row(*(Text(cell) for cell in row))
     return shown
