@@ -15,7 +15,7 @@ from gpipe_cli.commands import BESIDE, take_auto
 from gpipe_cli.commands.child import error_line
 from gpipe_cli.reporting.recipe_report import Table
 from gpipe_cli.reproduction.recipe import FOLDER
-from gpipe_cli.reproduction.runner import Runner
+from gpipe_cli.reproduction.runner import Runner, last_wins
 
 # All stages in one process; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0")
@@ -45,8 +45,8 @@ def real_runner(name: str, folder: Path, *settings: str, desk: bool = True) -> R
 
 
 def merged(*settings: str) -> tuple[str, ...]:
-    """One value for each setting, the last: as the program merges a desk's settings with the user's."""
-    return tuple({setting.partition("=")[0]: setting for setting in settings}.values())
+    """As the program merges a desk's settings with the user's."""
+    return last_wins(settings)
 
 
 def compose_recipe(name: str, *settings: str) -> tuple[DictConfig, list[str]]:
