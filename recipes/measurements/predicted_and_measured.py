@@ -8,7 +8,7 @@ it times the layers, predicts, and trains: all within seconds, because the speed
 minutes. Of each cell the median of the differences over all rounds counts. Then, for every way to recompute, the bytes
 that were predicted to be saved per stage against those that were counted in a step.
 
-Usage: python recipes/measurements/predicted_and_measured.py [--rounds 5]      2 minutes, and 4 for each round, on 2 CPU cores
+Usage: python recipes/measurements/predicted_and_measured.py [--rounds 5]   2 minutes, and 4 for each round, on 2 cores
 """
 
 import argparse
