@@ -53,6 +53,11 @@ def unknown(key: str, value: object, choices: Sequence[str]) -> ValueError:
     return ValueError(f"{key}={show(value)}: there is no such setting{nearest(key, choices)}; --cfg job lists all")
 
 
+def quoted(value: object) -> str:
+    """A text as Hydra reads it whatever it has in it, such as the folder of a run, `micro_batches=4`."""
+    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def show(value: object) -> str:
     """A value as one writes it on the command line: `null`, `true`, `[4,8]`."""
     match value:

@@ -94,7 +94,8 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
 def test_a_single_run_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "curves.png").write_bytes(b"of other runs")
+    for name in ("comparison.html", "curves.png"):  # of other runs; without the page they are not a comparison's
+        (tmp_path / name).write_bytes(b"of other runs")
     assert command(monkeypatch, "compare", "outputs/failed", "--output", str(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert "1 run\n" in shown

@@ -42,6 +42,8 @@ def test_without_a_name_the_recipes_are_listed(
         ("breakdown scale=large", "scale=large: must be one of auto, desk, paper"),
         ("breakdown run_folder=x", "run_folder=x: a recipe makes its own folders; give output=FOLDER"),
         ("breakdown -m", "-m: there is no such option"),
+        ("breakdown dry_run=true", "dry_run=true: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true"),
+        ("breakdown seed=1,2", "seed=1,2: one value for all commands of a recipe; run it once for each"),
         ("seed=1", "seed=1: of which recipe?"),
         ("breakdown scale=desk filters=8", "filters=8: there is no such setting; did you mean model.filters?"),
         ("breakdown scale=desk model.filters=x", "model.filters=x: must be a whole number"),
@@ -115,5 +117,7 @@ def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 130, err
     assert "interrupted; what was run is in outputs/" in out
+    (log,) = tmp_path.glob("outputs/*_reproduce_breakdown/log.txt")  # it was removed once, with what it says
+    assert "gpipe bench" in log.read_text()
     assert "Traceback" not in out + err
     wait_until(lambda: not [pid for pid in started if alive(pid)], 10, "the end of all that was started")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.typed import nearest, one_line, settings, unknown
+from gpipe_cli.typed import nearest, one_line, quoted, settings, unknown
 
 # What a recipe says beside the settings of a training, and to which command; the others leave it alone.
 BESIDE = {"recipe": "reproduce", "solve": "plan", "warm_up_steps": "bench", "steps": "bench", "rounds": "bench"}
@@ -78,14 +78,14 @@ def arranged(arguments: Sequence[str]) -> list[str]:
     except SystemExit:  # what is wrong is said when they are read
         return list(arguments)
 
-    def quoted(argument: str) -> str:
+    def readable(argument: str) -> str:
         key, _, value = argument.partition("=")
         if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
             return argument
-        return f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return f"{key}={quoted(value)}"
 
     options = [argument for argument in arguments if argument not in given]
-    return [*options, *(quoted(argument) for argument in given)]
+    return [*options, *(readable(argument) for argument in given)]
 
 
 def compose(command: str, arguments: Sequence[str], kind: type, received: list[Any]) -> None:

@@ -103,7 +103,12 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     try:
         console = Console()
         show_comparison(console, comparison)
-        write_comparison(console, comparison, folder)
+        try:
+            write_comparison(console, comparison, folder)
+        except OSError as error:
+            raise ValueError(
+                f"--output {folder}: cannot be written to ({error.strerror}); give another, or --csv"
+            ) from error
     finally:  # interrupted before anything was written, then nothing is left behind
         if output is None:
             with contextlib.suppress(OSError):  # it is not empty

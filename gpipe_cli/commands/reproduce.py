@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.commands import read
 from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.recipe_report import show_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
 
 HELP = """Reproduces a table, figure or result of the GPipe paper, and prints its numbers beside ours.
 
@@ -60,6 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     for key in ("run_folder", "resume", "hydra.sweep.dir"):
         if key in settings:
             raise ValueError(f"{settings[key]}: a recipe makes its own folders; give output=FOLDER")
+    if "dry_run" in settings:
+        raise ValueError(f"{settings['dry_run']}: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true")
+    for key in read("reproduce", list(settings.values())).swept:
+        raise ValueError(f"{settings[key]}: one value for all commands of a recipe; run it once for each")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("torchrun: a recipe starts its own processes; call gpipe reproduce")
     if not rest:
@@ -74,7 +79,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], output: str) -> int:
     console = Console()
-    chosen, why = fitting_scale(recipe.needs, _gpus()) if scale == "auto" else (_scale(scale), "as was asked for")
+    here = gpus()
+    chosen, why = fitting_scale(recipe.needs, here) if scale == "auto" else (_scale(scale), "as was asked for")
     folder = _make_folder(Path(output), name)
 
     def say(line: str) -> None:
@@ -85,7 +91,7 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
     if chosen == "desk":
         show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores")])
     try:
-        found = reproduce(name, recipe, chosen, why, given, folder, run_process, say)
+        found = reproduce(name, recipe, chosen, why, here, given, folder, run_process, say)
     except KeyboardInterrupt:
         show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
         return INTERRUPTED
@@ -93,9 +99,8 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         show_line(console, f"failed: {error}", "bold red")
         return 1
     except ValueError as error:
-        raise ValueError(_with_remedy(str(error), recipe, chosen)) from error
-    finally:
         _remove_empty(folder)
+        raise ValueError(_with_remedy(str(error), recipe, chosen)) from error
     show_reproduction(console, found, folder)
     return 0
 
@@ -109,13 +114,6 @@ def _with_remedy(message: str, recipe: Recipe, scale: Scale) -> str:
 
 def _scale(given: str) -> Scale:
     return "desk" if given == "desk" else "paper"
-
-
-def _gpus() -> list[int]:
-    """Bytes of each."""
-    from torch import cuda
-
-    return [int(cuda.get_device_properties(gpu).total_memory) for gpu in range(cuda.device_count())]
 
 
 def _make_folder(output: Path, name: str) -> Path:

@@ -26,6 +26,7 @@ from gpipe_cli.commands.sweep_names import differences, free_folder, varied_sett
 from gpipe_cli.reporting.bench_table import HOPELESS, bench_status
 from gpipe_cli.reporting.result import RESULT, read_result
 from gpipe_cli.reporting.sweep_table import Run, number_of, top1
+from gpipe_cli.typed import quoted
 
 # Of a run that goes on: what its own settings do not say (they belong to one invocation of the command).
 _AGAIN = ("max_steps", "output", "dry_run")
@@ -80,7 +81,8 @@ class SweepLauncher(Launcher):
     def _finished(self, run: Run) -> bool:
         """Whether it would be no other if it were run again."""
         if self.sweep.command == "bench":
-            return bench_status(run) in (*HOPELESS, "measured")
+            measured = bench_status(run) == "measured" and run.result.get("status") == "completed"
+            return measured or bench_status(run) in HOPELESS
         return run.result.get("status") in ("completed", "dry_run")
 
     def _finished_before(self, title: str, number: int, turn: int, name: str) -> Run | None:
@@ -108,7 +110,7 @@ class SweepLauncher(Launcher):
             folder = self.sweep.path / before.folder
             if before.folder and any((folder / "checkpoints").glob("step_*/index.json")):
                 kept = [one for one in job if one.lstrip("+").partition("=")[0] in _AGAIN]
-                run, interrupted = self._process([*kept, f"resume={_quoted(folder)}"], folder, before)
+                run, interrupted = self._process([*kept, f"resume={quoted(folder)}"], folder, before)
                 if run.exit_code != _BAD_INPUT:
                     return run, interrupted
                 console.print(f"{escape(attempt.name)} cannot go on; it begins again", soft_wrap=True, highlight=False)
@@ -119,7 +121,7 @@ class SweepLauncher(Launcher):
     def _process(self, arguments: Sequence[str], folder: Path, attempt: Attempt) -> tuple[Run, bool]:
         attempt = replace(attempt, folder=folder.name, exit_code=None, error="")
         self.sweep.record(attempt)
-        own = [self.sweep.command, *self.options, *arguments, f"run_folder={_quoted(folder)}"]
+        own = [self.sweep.command, *self.options, *arguments, f"run_folder={quoted(folder)}"]
         begin = time.monotonic()
         exit_code, error, interrupted = run_process([sys.executable, "-m", "gpipe_cli", *own])
         error = str(_result(folder).get("error") or error) if exit_code else ""
@@ -137,8 +139,8 @@ class SweepLauncher(Launcher):
         assert self.sweep.path is not None
         folder = self.sweep.path / attempt.folder
         result = _result(folder)
-        done = result.get("status") in ("completed", "dry_run")
-        exit_code = attempt.exit_code if attempt.exit_code is not None else 0 if done else INTERRUPTED
+        done = result.get("status") in ("completed", "dry_run")  # even if it was interrupted while it drew pictures
+        exit_code = 0 if done else attempt.exit_code if attempt.exit_code is not None else INTERRUPTED
         seconds = attempt.seconds or number_of(result.get("seconds")) or 0.0
         return Run(
             attempt.name,
@@ -159,10 +161,6 @@ def register_launcher(sweep: SweepFolder, rounds: Callable[[DictConfig], int] = 
     """
     SweepLauncher.sweep, SweepLauncher.rounds = sweep, staticmethod(rounds)
     Plugins.instance().class_name_to_class["hydra_plugins.gpipe_cli.SweepLauncher"] = SweepLauncher
-
-
-def _quoted(folder: Path) -> str:
-    return "'" + str(folder).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _options(config: DictConfig) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from gpipe_cli.commands import CommandLine
 from gpipe_cli.reporting.facts import override
 from gpipe_cli.reporting.result import read_result, write_result
+from gpipe_cli.typed import quoted
 
 SWEEP = "sweep.json"
 HYDRAS = "multirun.yaml"  # Hydra writes it before it has looked at the settings
@@ -49,7 +50,7 @@ class SweepFolder:
         """What tells Hydra where the sweep goes on."""
         if not self.resumes:
             return []
-        return [f"{_PLACE}'" + str(self.path).replace("\\", "\\\\").replace("'", "\\'") + "'"]
+        return [f"{_PLACE}{quoted(self.path)}"]
 
     @property
     def go_on_with(self) -> str:

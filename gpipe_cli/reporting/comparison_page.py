@@ -25,13 +25,11 @@ thead th[aria-sort]::after{content:" \\2193";}
 thead th[aria-sort=ascending]::after{content:" \\2191"}
 td{white-space:nowrap}
 .text{text-align:left}
-.setting{color:var(--ink)}
 tbody th{white-space:nowrap;position:sticky;left:0;background:var(--paper)}
 tbody th i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:8px}
 .failed{color:#d0342c}
 ul{margin:16px 0 0;padding-left:18px}
 li{margin:3px 0}
-figcaption{color:var(--pale)}
 """
 # Rows are sorted by the value itself, not by how it is written; what a run does not have comes last either way.
 SCRIPT = """

@@ -89,7 +89,8 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
     pictures = [(CURVES, "curves", draw_curves(comparison.runs, tags) if tags else None)]
     pictures.append((BARS, "bars", draw_bars(comparison)))
     for name, _, picture in pictures:
-        (folder / name).unlink(missing_ok=True)  # of a comparison of other runs
+        if (folder / PAGE).exists():
+            (folder / name).unlink(missing_ok=True)  # of a comparison of other runs
         if picture is not None:
             write_picture(folder / name, picture)
     drawn = [(name, alt) for name, alt, picture in pictures if picture is not None]

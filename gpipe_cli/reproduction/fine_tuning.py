@@ -11,6 +11,7 @@ from typing import Any
 from gpipe_cli.reporting.recipe_report import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.typed import quoted
 
 PRETRAINED, FROM_SCRATCH = "pretrained", "from_scratch"  # folders of runs
 
@@ -47,7 +48,7 @@ def reproduce(what: FineTuning, runner: Runner) -> Findings:
     pretrained = None
     if begins_with is None:
         pretrained = runner.train(PRETRAINED, "init_from=null", "seed=0", *what.pretraining)
-        begins_with = f"'{runner.folder / PRETRAINED}'"
+        begins_with = quoted(runner.folder / PRETRAINED)
     begin = f"init_from={begins_with}"
     runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(what.runs)]
     scratch = runner.train(FROM_SCRATCH, "init_from=null", "seed=0", *settings) if pretrained is not None else None

@@ -13,24 +13,20 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.recipe import FOLDER, Needs, Recipe
-from gpipe_cli.reproduction.runner import Findings, Perform, Runner, last_wins
+from gpipe_cli.reproduction.runner import Findings, Gpu, Perform, Runner, last_wins
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
 
 Scale = Literal["desk", "paper"]
 
 
-def fitting_scale(needs: Needs, gpus: Sequence[int]) -> tuple[Scale, str]:
-    """The scale that the machine allows, and why.
-
-    Args:
-        gpus: bytes of each.
-    """
+def fitting_scale(needs: Needs, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
+    """The scale that the machine allows, and why."""
     wanted = f"the paper's scale needs {plural(needs.gpus, 'GPU')} of {needs.memory_gib:g} GiB"
-    enough = [memory for memory in gpus if memory >= needs.memory_gib * 2**30]
+    enough = [gpu for gpu in gpus if gpu.memory_bytes >= needs.memory_gib * 2**30]
     if len(enough) >= needs.gpus:
         return "paper", f"{wanted}: they are here"
-    here = f"{plural(len(gpus), 'GPU')} of {size(min(gpus))}" if gpus else "no GPU"
+    here = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
     return "desk", f"{wanted}, and there is {here}"
 
 
@@ -39,6 +35,7 @@ def reproduce(
     recipe: Recipe,
     scale: Scale,
     why: str,
+    gpus: Sequence[Gpu],
     given: Sequence[str],
     folder: Path,
     perform: Perform,
@@ -52,17 +49,20 @@ def reproduce(
     settings = (*(recipe.desk.settings if scale == "desk" else ()), *given)
     runner = Runner(name, FOLDER, folder, last_wins(settings), perform, say, scale == "desk", users=tuple(given))
     found = _run(recipe, runner)
-    notes = [("scale", f"{scale}: {why}")]
+    notes = [("paper's", recipe.hardware), ("scale", f"{scale}: {why}")]
     if scale == "desk":
         notes.append(("scaled down", recipe.desk.scaled))
     notes += [("our choice", choice) for choice in recipe.choices]
-    machine = hardware((), 1)
+    host = hardware((), 1)
+    machine = f"{host['cores']} cores of {host['cpu']}"
+    if gpus:
+        machine = f"{plural(len(gpus), 'GPU')} ({gpus[0].name}), {machine}"
     return Reproduction(
         name=name,
         title=recipe.title,
         source=recipe.source,
         scale=scale,
-        machine=f"{machine['cores']} cores of {machine['cpu']}",
+        machine=machine,
         tables=found.tables,
         notes=(*notes, *found.notes),
         commands=tuple(runner.commands),

@@ -4,6 +4,7 @@ Each is a process of its own. What they print goes to a log: a recipe runs up to
 a table.
 """
 
+import os
 import shlex
 import shutil
 import sys
@@ -16,8 +17,10 @@ from typing import IO, Any
 from gpipe_cli.reporting.recipe_report import Table
 from gpipe_cli.reporting.result import RESULT, read_result
 from gpipe_cli.reporting.units import duration
+from gpipe_cli.typed import quoted
 
 LOG = "log.txt"
+THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
 Perform = Callable[[Sequence[str], IO[str]], tuple[int, str, bool]]  # exit code, error line, whether interrupted
 
 
@@ -28,6 +31,21 @@ class Findings:
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
     files: tuple[tuple[str, str], ...] = ()  # what it is, path: pictures, pages
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that is here."""
+
+    name: str
+    memory_bytes: int
+
+
+def gpus() -> list[Gpu]:
+    from torch import cuda
+
+    found = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
+    return [Gpu(str(one.name), int(one.total_memory)) for one in found]
 
 
 class CommandFailedError(RuntimeError):
@@ -73,18 +91,18 @@ class Runner:
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe bench -m` of what has several values in ``settings``; returns bench.json.
 
-        Raises ValueError if no cell is possible: then it is a setting of all of them that cannot be.
+        Of a table in which nothing fits the memory, the rows say so. Raises ValueError if no cell is possible: then it
+        is a setting of all of them that cannot be.
         """
         folder = self.folder / name
         try:
-            self._run(["bench", "-m"], [*settings, f"hydra.sweep.dir='{folder}'"])
+            self._run(["bench", "-m"], [*settings, f"hydra.sweep.dir={quoted(folder)}"])
         except CommandFailedError:
             rows = read_result(folder, "bench.json")["rows"] if (folder / "bench.json").is_file() else []
-            if failed := [row["reason"] for row in rows if row["status"] not in ("measured", "impossible")]:
-                raise CommandFailedError(
-                    f"{failed[0]}; the command and what it said are in {self.folder / LOG}"
-                ) from None
-            if not rows or any(row["status"] != "impossible" for row in rows):
+            statuses = {row["status"] for row in rows}
+            if "out_of_memory" in statuses <= {"impossible", "out_of_memory"}:
+                return {"rows": rows}
+            if statuses != {"impossible"}:
                 raise
             shutil.rmtree(folder)  # refused before anything ran: nothing is left behind
             raise ValueError(rows[0]["reason"]) from None
@@ -93,26 +111,27 @@ class Runner:
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe plan`; returns plan.json."""
         folder = self.folder / name
-        self._run(["plan"], [*settings, f"run_folder='{folder}'"])
+        self._run(["plan"], [*settings, f"run_folder={quoted(folder)}"])
         return read_result(folder, "plan.json")
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe train`; returns result.json. The run lies in ``folder / name``."""
         folder = self.folder / name
-        self._run(["train"], [*settings, f"run_folder='{folder}'"])
+        self._run(["train"], [*settings, f"run_folder={quoted(folder)}"])
         return read_result(folder, RESULT)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe evaluate` of a run of this recipe; returns evaluate.json. It takes no setting of a training."""
         folder = self.folder / name
-        self._perform(["evaluate", f"run='{folder}'", *settings])
+        self._perform(["evaluate", f"run={quoted(folder)}", *settings])
         return read_result(folder, "evaluate.json")
 
     def _run(self, command: Sequence[str], settings: Sequence[str]) -> None:
         self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *last_wins((*settings, *self.settings))])
 
     def _perform(self, arguments: Sequence[str]) -> None:
-        typed = f"gpipe {shlex.join(arguments)}"
+        environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""
+        typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
         self.say(f"runs         {' '.join(self._short(arguments))}")
         begin = time.monotonic()

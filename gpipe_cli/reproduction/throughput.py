@@ -16,11 +16,10 @@ from gpipe_cli.reporting.measurement import hardware
 from gpipe_cli.reporting.recipe_report import Column, Table
 from gpipe_cli.reporting.units import plural
 from gpipe_cli.reproduction.numbers import NONE, difference, number
-from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, gpus
 
 _OWN = ("partitions", "micro_batches", "recompute")  # what rows differ in
 _DOES_NOT_FIT = "no fit"
-_THROUGH_HOST = "NCCL_P2P_DISABLE"  # NCCL then copies from GPU to GPU through the host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,7 @@ def _stages(runner: Runner, slow_links: bool) -> int:
 
 def _gpu_bytes(runner: Runner) -> list[int]:
     """Of each GPU that may be used."""
-    if runner.given("device") == "cpu":
-        return []
-    from torch import cuda
-
-    return [int(cuda.get_device_properties(gpu).total_memory) for gpu in range(cuda.device_count())]
+    return [] if runner.given("device") == "cpu" else [gpu.memory_bytes for gpu in gpus()]
 
 
 def _measured(
@@ -174,7 +169,9 @@ def _simulated(model: Model, runner: Runner, folder: str, settings: tuple[str, .
             speeds.append(planned["samples_per_second"])
             samples = planned["step_samples"]
     first = speeds[0]
-    return [_Speed(speed / first if speed and first else None, _DOES_NOT_FIT) for speed in speeds], samples
+    words = [_DOES_NOT_FIT if speed is None else NONE for speed in speeds]
+    relative = [speed / first if speed and first else None for speed in speeds]
+    return [_Speed(speed, word) for speed, word in zip(relative, words, strict=True)], samples
 
 
 def _table(
@@ -227,7 +224,7 @@ def _table(
 def _notes(what: Throughput, runner: Runner, stages: int) -> Iterator[tuple[str, str]]:
     """What is behind each column."""
     if what.slow_links and stages:
-        yield "measured", f"from GPU to GPU through the host's memory ({_THROUGH_HOST}=1)"
+        yield "measured", f"from GPU to GPU through the host's memory ({THROUGH_HOST}=1)"
     elif what.slow_links:
         yield "measured", "nothing: slow links need 2 GPUs or more"
     elif all(row.partitions > stages for model in what.models for row in model.rows[:1]):
@@ -279,11 +276,11 @@ def _several(values: Iterator[int]) -> str:
 @contextlib.contextmanager
 def _through_host() -> Iterator[None]:
     """Around commands whose GPUs are not to reach each other directly: children inherit the environment."""
-    before = os.environ.get(_THROUGH_HOST)
-    os.environ[_THROUGH_HOST] = "1"
+    before = os.environ.get(THROUGH_HOST)
+    os.environ[THROUGH_HOST] = "1"
     try:
         yield
     finally:
-        del os.environ[_THROUGH_HOST]
+        del os.environ[THROUGH_HOST]
         if before is not None:
-            os.environ[_THROUGH_HOST] = before
+            os.environ[THROUGH_HOST] = before
