@@ -67,6 +67,8 @@ def shrunk(line: str) -> list[str]:
     if name == "reproduce" and len(arguments) > 1:
         load(arguments[1])
         arguments = ["reproduce", "--help"]
+    if name == "bench":  # one cell of a table
+        return [re.sub(r"=([^\[,]+),.*", r"=\1", argument) for argument in arguments]
     if "-m" in given:  # a sweep: two runs of it
         first = next(argument for argument in arguments if re.search(r"=[^\[]*,", argument))
         arguments = [

@@ -73,7 +73,8 @@ def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, mon
 def dry_run(tmp_path: Path, *settings: str) -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patch:
         assert command(patch, "train", "dry_run=true", f"run_folder={tmp_path}", "device=cpu", *settings) == 0
-    assert sorted(path.name.split(".")[0] for path in tmp_path.iterdir()) == ["config", "events", "result"]
+    files = sorted(path.name.split(".")[0] for path in tmp_path.iterdir())
+    assert files == ["config", "events", "partitions", "result"]
     result = read_result(tmp_path)
     assert (result["status"], result["steps"]) == ("dry_run", 0)
     return result
