@@ -11,13 +11,15 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from gpipe_cli.commands.folders import make_new
+
 OUTPUT = Path("outputs")
 HELP = """\
 Puts runs beside each other: a table of what differs and what came of it, their curves and bars.
 
 Usage: gpipe compare RUN [RUN ...] [--csv] [--output FOLDER]
 
-RUN is the folder of a run of gpipe train or gpipe bench, or a folder of such: a sweep, or outputs with all there is.
+RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, outputs.
 Speeds, bubbles and memory in one column were all measured. Runs that failed and runs of different models
 are shown as well, with a note that says what cannot be compared.
 
@@ -127,15 +129,7 @@ def _make_folder(output: Path | None, now: datetime) -> Path:
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
             return output
-        folder, count = chosen, 1
-        OUTPUT.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:  # two comparisons within one second
-                count += 1
-                folder = chosen.with_name(f"{chosen.name}-{count}")
+        return make_new(chosen)
     except OSError as error:
         raise ValueError(
             f"--output {chosen}: no folder can be made there ({error.strerror}); choose another by --output"

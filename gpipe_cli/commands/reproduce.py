@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gpipe_cli.commands import read
 from gpipe_cli.commands.child import INTERRUPTED, run_process
+from gpipe_cli.commands.folders import make_new
 from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.recipe_report import show_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, load, names
@@ -117,19 +118,10 @@ def _scale(given: str) -> Scale:
 
 
 def _make_folder(output: Path, name: str) -> Path:
-    stem, count = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}", 1
-    folder = output / stem
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # two within one second
-            count += 1
-            folder = output / f"{stem}-{count}"
-        except OSError as error:
-            raise ValueError(
-                f"output={output}: no folder can be made there ({error.strerror}); choose another"
-            ) from error
+    try:
+        return make_new(output / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
+    except OSError as error:
+        raise ValueError(f"output={output}: no folder can be made there ({error.strerror}); choose another") from error
 
 
 def _remove_empty(folder: Path) -> None:

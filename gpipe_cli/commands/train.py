@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import CommandLine, arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
+from gpipe_cli.commands.folders import make_new
 from gpipe_cli.commands.sweep_folder import SweepFolder, resumed_sweep
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
@@ -136,15 +137,7 @@ def make_run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = ()
                     f"or go on with that run by resume={chosen}"
                 )
             return chosen
-        folder, count = chosen, 1
-        chosen.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:  # two runs within one second
-                count += 1
-                folder = chosen.with_name(f"{chosen.name}-{count}")
+        return make_new(chosen)
     except OSError as error:
         key, value = ("output", config.output) if config.run_folder is None else ("run_folder", config.run_folder)
         raise ValueError(f"{key}={value}: no folder can be made there ({error.strerror}); choose another") from error

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.reporting.run_names import differing, few, folded, names, shown
+from gpipe_cli.reporting.run_names import differing, few, folded, names
 from gpipe_cli.reporting.run_record import RunRecord
 from gpipe_cli.reporting.units import operations
+from gpipe_cli.typed import show
 
 GIB, MIB = 2**30, 2**20
 
@@ -54,7 +55,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     """`null` is a value; `-` is what a run has no such setting for."""
-    texts = tuple(shown(run.settings[key]) if key in run.settings else "-" for run in runs)
+    texts = tuple(show(run.settings[key]) if key in run.settings else "-" for run in runs)
     heading = folded(key.removesuffix(".name"))  # `model`, as one types it
     return Column(key, heading, tuple(run.settings.get(key) for run in runs), texts, setting=True)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from gpipe_cli.reporting.comparison import Comparison, machine, one_line
 from gpipe_cli.reporting.curves import same_curves
-from gpipe_cli.reporting.run_names import differing, listed, referred, shown
+from gpipe_cli.reporting.run_names import differing, listed, referred
 from gpipe_cli.reporting.run_record import RunRecord
+from gpipe_cli.typed import show
 
 MOST_ERRORS = 5  # failures that get a line of their own
 TRAINED = "completed"
@@ -100,7 +101,7 @@ def _unknown_settings(runs: Sequence[RunRecord]) -> Iterator[str]:
         whole = group == key or any(choice in run.settings for run in lack)
         nothing = all(have_run.settings[key] in (None, False) for have_run in have)
         if lack and same and whole and not nothing:
-            unknown.append(f"{key}={shown(have[0].settings[key])}")
+            unknown.append(f"{key}={show(have[0].settings[key])}")
     if unknown:
         yield f"settings that some of the runs do not say, as another version of gpipe wrote them: {listed(unknown)}"
 
@@ -125,7 +126,7 @@ def _data(run: RunRecord) -> str | None:
     """The data set, and its classes if only some are taken."""
     classes = run.settings.get("dataset.classes")
     name = run.result.get("dataset")
-    return None if name is None else str(name) if classes is None else f"{name} {shown(classes)}"
+    return None if name is None else str(name) if classes is None else f"{name} {show(classes)}"
 
 
 def _of_inner(key: str, what: str) -> Callable[[RunRecord], Any]:

@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gpipe_cli.reporting.description import Setting, Status
+from gpipe_cli.typed import show
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -165,22 +166,7 @@ def _plain(value: Any) -> Value:
         case int() | float():
             return float(value) if math.isfinite(value) else str(value)  # JSON knows no others
         case _:
-            return _text(value)
-
-
-def _text(value: Any) -> str:
-    """As one writes it on the command line: `null`, `true`, `[4,8]`."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case list() | tuple():
-            return f"[{','.join(map(_text, value))}]"
-        case Mapping():
-            return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
-        case _:
-            return str(value)
+            return show(value)
 
 
 def _kind_of(value: Value) -> Literal["number", "switch", "text"]:

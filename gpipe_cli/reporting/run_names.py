@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from gpipe_cli.reporting.run_record import RunRecord
+from gpipe_cli.typed import show
 
 NOT_COMPARED = frozenset({"run_folder", "output", "resume"})  # where a run lies, not what it is
 MOST_NAMING = 3  # settings that a name is made of; more make no name
@@ -62,19 +63,6 @@ def listed(words: Sequence[str], most: int = MOST_LISTED) -> str:
     return separator.join([*words[:most], *more])
 
 
-def shown(value: object) -> str:
-    """A setting's value as one types it: `null`, `true`, `[4,8]`, `[stem]`."""
-    match value:
-        case str():
-            return value
-        case list():
-            return f"[{','.join(map(shown, value))}]"
-        case dict():
-            return "{" + ",".join(f"{key}:{shown(item)}" for key, item in value.items()) + "}"
-        case _:
-            return json.dumps(value)
-
-
 def few(keys: Sequence[str]) -> bool:
     """Whether it is few settings that differ, so that they make a name."""
     return 0 < len(keys) <= MOST_NAMING
@@ -86,7 +74,7 @@ def _by_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
     clear = [name if last.count(name) == 1 and name != "name" else key for key, name in zip(keys, last, strict=True)]
     pairs = [(key.removesuffix(".name"), full) for key, full in zip(clear, keys, strict=True)]
     return [
-        ", ".join(f"{name}={shown(run.settings[key])}" for name, key in pairs if key in run.settings) for run in runs
+        ", ".join(f"{name}={show(run.settings[key])}" for name, key in pairs if key in run.settings) for run in runs
     ]
 
 

@@ -20,8 +20,9 @@ from gpipe_cli.reporting.comparison_report import show_comparison, to_csv
 from gpipe_cli.reporting.curve_picture import THIN, WIDE, draw_curves, running_median, styles
 from gpipe_cli.reporting.curves import Curve, compared_tags, read_curves, same_curves
 from gpipe_cli.reporting.reporter import Reporter
-from gpipe_cli.reporting.run_names import differing, folded, labels, listed, names, referred, shown
+from gpipe_cli.reporting.run_names import differing, folded, labels, listed, names, referred
 from gpipe_cli.reporting.run_record import RunRecord, find_runs, read_run
+from gpipe_cli.typed import show
 
 IMAGES: dict[str, Any] = {
     "partitions": 2, "micro_batches": 4, "output": "outputs", "run_folder": None, "resume": None,
@@ -153,7 +154,7 @@ def test_runs_of_which_many_settings_differ_are_named_by_their_folders(runs: lis
 
 
 def test_values_and_keys_are_shown_as_they_are_typed() -> None:
-    assert [shown(value) for value in (None, True, [4, 8], ["a, b"], 1e-5, "x", {})] == [
+    assert [show(value) for value in (None, True, [4, 8], ["a, b"], 1e-5, "x", {})] == [
         "null", "true", "[4,8]", "[a, b]", "1e-05", "x", "{}",
     ]  # fmt: skip
     assert folded("micro_batches") == "micro_\nbatches"
