@@ -11,9 +11,10 @@ from typing import IO
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gpipe_cli.commands import BESIDE, take_auto
+from gpipe_cli.commands import take_auto
 from gpipe_cli.commands.child import error_line
 from gpipe_cli.reporting.recipe_report import Table
+from gpipe_cli.reproduction.owners import OWNERS
 from gpipe_cli.reproduction.recipe import FOLDER
 from gpipe_cli.reproduction.runner import Runner, last_wins
 
@@ -54,7 +55,7 @@ def compose_recipe(name: str, *settings: str) -> tuple[DictConfig, list[str]]:
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         tree = compose(name, [*settings, "hydra.searchpath=[pkg://gpipe_cli.conf]"])
     with open_dict(tree):
-        for key in BESIDE:
+        for key in OWNERS:
             tree.pop(key, None)
     missing = sorted(OmegaConf.missing_keys(tree))
     for key in missing:

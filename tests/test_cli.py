@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gpipe_cli.cli import main
+from gpipe_cli.reproduction.recipe import FOLDER
 
 NO_TORCH = """
 import sys
@@ -87,6 +88,15 @@ def test_help_and_configuration_import_no_torch(arguments: str, shown: str) -> N
             "gpipe train: model.filtrs=3: there is no such setting; did you mean model.filters?",
         ),
         ("train modle=amoebanet", "did you mean model?"),
+        # Settings of another command, which a recipe may say to it: typed here they were once dropped without a word.
+        ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
+        (
+            f"train -cd {FOLDER} -cn table2_amoebanet steps=5",
+            "steps=5: gpipe train has no such setting, gpipe",
+        ),
+        ("train steps=5", "gpipe bench has; did you mean max_steps?"),
+        ("plan +rounds=1", "gpipe plan has no such setting, gpipe bench has; leave it out"),
+        ("bench +solve=3", "gpipe bench has no such setting, gpipe plan has; leave it out"),
         ("train foo/bar=1", "gpipe train: foo/bar=1: there is no such setting"),
         ("train hydra.foo=1", "gpipe train: hydra.foo=1: Hydra has no such setting"),
         (

@@ -65,6 +65,25 @@ def test_a_sweep_is_compared(
         assert float(row["bubble_measured"]) == result["bubble"]["measured"]
 
 
+def test_what_a_sweep_was_refused_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It leaves no run, so that a comparison of the sweep once showed two rows of three without a word."""
+    sweep = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    assert command(monkeypatch, "train", "-m", *RUN, "micro_batches=1,2,64", sweep, "max_steps=1") == 1
+    capsys.readouterr()
+    for folder in (tmp_path / "sweep", tmp_path):
+        assert command(monkeypatch, "compare", str(folder), "--csv") == 0
+        captured = capsys.readouterr()
+        assert [row["micro_batches"] for row in csv.DictReader(io.StringIO(captured.out))] == ["1", "2"]
+        (line,) = captured.err.splitlines()
+        refused = f"gpipe compare: left out: {tmp_path / 'sweep'}: micro_batches=64 ended before its first step: "
+        assert line.startswith(f"{refused}micro_batches=64: a mini-batch has only batch_size=")
+    (tmp_path / "sweep" / "sweep.json").write_text("{}", encoding="utf-8")
+    assert command(monkeypatch, "compare", str(tmp_path / "sweep"), "--csv") == 0
+    assert "sweep.json: cannot be read as a sweep" in capsys.readouterr().err
+
+
 def test_all_of_outputs_and_what_is_wrong_with_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

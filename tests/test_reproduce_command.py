@@ -48,6 +48,10 @@ def test_without_a_name_the_recipes_are_listed(
         ("breakdown scale=desk filters=8", "filters=8: there is no such setting; did you mean model.filters?"),
         ("breakdown scale=desk model.filters=x", "model.filters=x: must be a whole number"),
         ("table2_amoebanet scale=desk micro_batches=8", "micro_batches=8: is what the rows of this table differ in"),
+        (
+            "multilingual_400m steps=5",
+            "steps=5: multilingual_400m does not run what reads it (gpipe bench)",
+        ),
         ("table1_transformer partitions=2", "partitions=2: is what the rows of this table differ in"),
     ],
 )

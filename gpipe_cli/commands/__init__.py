@@ -22,10 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gpipe_cli.reproduction.owners import OWNERS, owner
 from gpipe_cli.typed import nearest, one_line, quoted, settings, unknown
 
-# What a recipe says beside the settings of a training, and to which command; the others leave it alone.
-BESIDE = {"recipe": "reproduce", "solve": "plan", "warm_up_steps": "bench", "steps": "bench", "rounds": "bench"}
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
 
 
@@ -101,10 +100,15 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
     def take(given: Any) -> None:
         if isinstance(given, DictConfig):
             with open_dict(given):
-                for key in [key for key, whose in BESIDE.items() if whose != command]:
+                for key in [key for key, whose in OWNERS.items() if whose != command]:
                     given.pop(key, None)
         received.append(given)
 
+    for argument in arguments:  # what a recipe's file says to others is left alone; what is typed is meant for this one
+        if "=" in argument and owner(argument) not in (None, command):
+            key, _, value = argument.lstrip("+~").partition("=")
+            near = hint if (hint := nearest(key, settings(kind))).startswith("; did") else "; leave it out"
+            raise ValueError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or else Hydra prints what went wrong, and leaves
     shell_completion = arguments[:1] == ["-sc"]  # installs itself under the name of the program: gpipe
     sys.argv = ["gpipe" if shell_completion else f"gpipe {command}", *arguments]

@@ -21,7 +21,8 @@ Usage: gpipe compare RUN [RUN ...] [--csv] [--output FOLDER]
 
 RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, outputs.
 Speeds, bubbles and memory in one column were all measured. Runs that failed and runs of different models
-are shown as well, with a note that says what cannot be compared.
+are shown as well, with a note that says what cannot be compared. What a sweep was asked for and refused, such
+as more partitions than there are layers, is named below it.
 
 Options
   --csv              print the table as CSV, all columns, and write no files
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
+    from gpipe_cli.commands.sweep_folder import runs_without_result
     from gpipe_cli.reporting.comparison import compare
     from gpipe_cli.reporting.comparison_report import show_comparison, to_csv, write_comparison
     from gpipe_cli.reporting.run_record import RunRecord, find_runs, read_run
@@ -82,6 +84,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     problems: list[str] = []
     found: dict[Path, Path] = {}  # each run once, however often it is named
     for folder in folders:
+        problems += runs_without_result(folder)
         try:
             found |= {run.resolve(): run for run in find_runs(folder) if run.resolve() not in found}
         except ValueError as error:

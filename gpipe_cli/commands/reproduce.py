@@ -16,7 +16,7 @@ from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.folders import make_new
 from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.recipe_report import show_reproduction
-from gpipe_cli.reproduction.recipe import Recipe, load, names
+from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
 
@@ -75,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if len(rest) > 1:
         raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
+    check_settings(rest[0], tuple(settings.values()))
     return _reproduce(rest[0], load(rest[0]), scale, tuple(settings.values()), output)
 
 

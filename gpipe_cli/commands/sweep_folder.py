@@ -12,6 +12,7 @@ from pathlib import Path
 from gpipe_cli.commands import CommandLine
 from gpipe_cli.reporting.facts import override
 from gpipe_cli.reporting.result import read_result, write_result
+from gpipe_cli.reporting.run_record import CONFIG
 from gpipe_cli.typed import quoted
 
 SWEEP = "sweep.json"
@@ -114,14 +115,7 @@ class SweepFolder:
             ValueError: it cannot be read, or is of another command.
         """
         assert self.path is not None
-        saved = read_result(self.path, SWEEP)
-        try:
-            command, given = saved["command"], [str(argument) for argument in saved["arguments"]]
-            attempts = [Attempt(**values) for values in saved["runs"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.path / SWEEP}: cannot be read as a sweep ({type(error).__name__}: {error}); begin it again"
-            ) from error
+        command, given, attempts = _read(self.path)
         if command != self.command:
             raise ValueError(
                 f"resume={self.path}: is a sweep of gpipe {command}; go on with it by "
@@ -129,6 +123,28 @@ class SweepFolder:
             )
         self.arguments = tuple(argument for argument in given if not argument.startswith(_PLACE))
         self._attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
+
+
+def runs_without_result(folder: Path) -> list[str]:
+    """What a comparison cannot find in `folder`, a sweep or one with sweeps: runs that ended before they were one.
+
+    A setting that is impossible (more partitions than layers) is refused before there is anything to write down; only
+    the sweep knows that it was asked for. One line for each.
+    """
+    lines: dict[tuple[Path, str], str] = {}
+    for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP}"))):
+        if not (path / SWEEP).is_file():
+            continue
+        try:
+            _, _, attempts = _read(path)
+        except (OSError, ValueError) as error:
+            lines[path, ""] = str(error)
+            continue
+        for attempt in attempts:
+            if attempt.exit_code and not (path / attempt.folder / CONFIG).is_file():
+                why = attempt.error or f"exit code {attempt.exit_code}"
+                lines[path, attempt.name] = f"{path}: {attempt.name} ended before its first step: {why}"
+    return list(lines.values())
 
 
 def resumed_sweep(command: str, line: CommandLine) -> SweepFolder | None:
@@ -151,3 +167,19 @@ def resumed_sweep(command: str, line: CommandLine) -> SweepFolder | None:
     folder = SweepFolder(command, (), Path(given))
     folder.read()
     return folder
+
+
+def _read(path: Path) -> tuple[str, list[str], list[Attempt]]:
+    """Command, arguments and runs of the sweep in `path`.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    saved = read_result(path, SWEEP)
+    try:
+        given = [str(argument) for argument in saved["arguments"]]
+        return saved["command"], given, [Attempt(**values) for values in saved["runs"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path / SWEEP}: cannot be read as a sweep ({type(error).__name__}: {error}); begin it again"
+        ) from error

@@ -5,15 +5,18 @@ that, under `recipe`, is read here: where the numbers stand, what the machine mu
 one (a desk), and which experiment it is. Each kind of experiment has a file of its own in this room.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
+from gpipe_cli.reproduction.owners import owner
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
 from gpipe_cli.typed import nearest, one_line, typed
@@ -93,11 +96,32 @@ def load(name: str) -> Recipe:
     Raises:
         ValueError: there is none, or it is not one.
     """
+    tree = _read(name)
+    try:
+        return typed(Recipe, tree["recipe"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{FOLDER / name}.yaml: cannot be read as a recipe: {one_line(error)}") from error
+
+
+def check_settings(name: str, given: Sequence[str]) -> None:
+    """Settings of one command, `steps=5` of `gpipe bench`, mean something where the recipe gives them a value.
+
+    Raises:
+        ValueError: there is one that the recipe would leave without effect, or there is no such recipe.
+    """
+    keys = _read(name)
+    for setting in given:
+        key = setting.lstrip("+").partition("=")[0]
+        if owner(setting) is not None and key not in keys:
+            raise ValueError(f"{setting}: {name} does not run what reads it (gpipe {owner(setting)}); leave it out")
+
+
+def _read(name: str) -> dict[str, Any]:
     known = names()
     if name not in known:
         raise ValueError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
     file = FOLDER / f"{name}.yaml"
     try:
-        return typed(Recipe, yaml.safe_load(file.read_text(encoding="utf-8"))["recipe"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as a recipe: {one_line(error)}") from error

@@ -17,6 +17,7 @@ from typing import IO, Any
 from gpipe_cli.reporting.recipe_report import Table
 from gpipe_cli.reporting.result import RESULT, read_result
 from gpipe_cli.reporting.units import duration
+from gpipe_cli.reproduction.owners import owner
 from gpipe_cli.typed import quoted
 
 LOG = "log.txt"
@@ -127,7 +128,8 @@ class Runner:
         return read_result(folder, "evaluate.json")
 
     def _run(self, command: Sequence[str], settings: Sequence[str]) -> None:
-        self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *last_wins((*settings, *self.settings))])
+        given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
+        self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *given])
 
     def _perform(self, arguments: Sequence[str]) -> None:
         environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""

@@ -30,6 +30,18 @@ def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) 
     assert command[2:8] == ["gpipe_cli", "plan", "-cd", "recipes", "-cn", "some_recipe"]
 
 
+def test_a_command_gets_no_setting_of_another(tmp_path: Path) -> None:
+    """Commands that were told of steps and rounds dropped them: what the log shows to be typed was not what counted."""
+    seen: list[list[str]] = []
+    both = runner(tmp_path, (0, "", False), seen, "steps=3", "warm_up_steps=1", "seed=2")
+    for command in (both.bench, both.plan, both.train):
+        with pytest.raises(FileNotFoundError):
+            command("a")
+    measured, planned, trained = ([one for one in line if "steps" in one or "seed" in one] for line in seen)
+    assert measured == ["steps=3", "warm_up_steps=1", "seed=2"]
+    assert planned == trained == ["seed=2"]
+
+
 def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     desk = runner(tmp_path, (0, "", False), seen, "seed=3")
