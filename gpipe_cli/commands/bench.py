@@ -7,8 +7,8 @@ from importlib import resources
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from gpipe_cli.commands import CommandLine, arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
-from gpipe_cli.commands.sweep_folder import SweepFolder, resumed_sweep
+from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_size, sweep, take_auto
+from gpipe_cli.commands.sweep_folder import SweepFolder, sweep_of
 from gpipe_cli.commands.train import perform, refuse_groups
 from gpipe_cli.config import TrainConfig, from_tree
 from gpipe_cli.reporting.bench_console import show_bench
@@ -51,14 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
-    given = arranged(arguments)
-    line = read("bench", given)
-    folder = resumed_sweep("bench", line)
-    if folder is None:
-        folder = SweepFolder("bench", arguments)
-    else:
-        given = arranged([*folder.arguments, *folder.place])
-        line = read("bench", given)
+    folder, given, line = sweep_of("bench", arguments)
     _refuse(line)
     sweep.register_launcher(folder, lambda config: _settings(config).rounds)
     received: list[DictConfig | Run] = []

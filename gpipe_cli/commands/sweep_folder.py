@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpipe_cli.commands import CommandLine
+from gpipe_cli.commands import CommandLine, arranged, read
 from gpipe_cli.reporting.facts import override
 from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.run_record import CONFIG
@@ -147,7 +147,22 @@ def runs_without_result(folder: Path) -> list[str]:
     return list(lines.values())
 
 
-def resumed_sweep(command: str, line: CommandLine) -> SweepFolder | None:
+def sweep_of(command: str, arguments: Sequence[str]) -> tuple[SweepFolder, list[str], CommandLine]:
+    """The sweep that the arguments begin or go on with, and its arguments: arranged for Hydra, and read.
+
+    Raises:
+        ValueError: the user can mend it; one line.
+    """
+    given = arranged(arguments)
+    line = read(command, given)
+    folder = _resumed_sweep(command, line)
+    if folder is None:
+        return SweepFolder(command, arguments), given, line
+    given = arranged([*folder.arguments, *folder.place])
+    return folder, given, read(command, given)
+
+
+def _resumed_sweep(command: str, line: CommandLine) -> SweepFolder | None:
     """The sweep that `resume` names; None if it names none.
 
     Raises:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands import CommandLine, arranged, compose, preparing, read, replace_batch_size, sweep, take_auto
+from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_size, sweep, take_auto
 from gpipe_cli.commands.folders import make_new
-from gpipe_cli.commands.sweep_folder import SweepFolder, resumed_sweep
+from gpipe_cli.commands.sweep_folder import sweep_of
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
@@ -29,14 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
-    typed, arguments = arguments, arranged(arguments)
-    line = read("train", arguments)
-    folder = resumed_sweep("train", line)
-    if folder is None:
-        folder = SweepFolder("train", typed)
-    else:
-        arguments = arranged([*folder.arguments, *folder.place])
-        line = read("train", arguments)
+    folder, arguments, line = sweep_of("train", arguments)
     refuse_groups(line)
     for key in ("init_from", "init_head"):
         if line.overrides.get("resume") is not None and (value := line.overrides.get(key)) is not None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from gpipe_cli.reporting.breakdown import share_facts
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
 from gpipe_cli.reporting.facts import TIMELINE_PAGE, memory_facts, show_banner, show_facts, show_line, speed_kind
+from gpipe_cli.reporting.progress_bar import progress_bar
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import duration, operations, percent, plural, rate
 
@@ -38,17 +39,9 @@ class BenchConsole:
 
     def start(self) -> None:
         """Shows the bar, in a terminal."""
-        if not self.console.is_terminal or self.console.is_dumb_terminal:
+        self._bar = progress_bar(self.console, "step {task.completed:.0f}/{task.total:.0f}")
+        if self._bar is None:
             return
-        self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[state]}", markup=False),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-            expand=True,
-            transient=True,
-        )
         self._bar.add_task("", total=self._run.total_steps, state="waiting for the first step")
         self._bar.start()
 

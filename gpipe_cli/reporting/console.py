@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
 from gpipe_cli.reporting.facts import show_banner, show_facts, show_line
 from gpipe_cli.reporting.measurement import EpochMeans
+from gpipe_cli.reporting.progress_bar import progress_bar
 from gpipe_cli.reporting.task import scores, words_of
 from gpipe_cli.reporting.units import learning_rate, loss, percent, perplexity, rate
 
@@ -44,17 +45,9 @@ class RunConsole:
 
     def start(self) -> None:
         """Shows the bar, in a terminal."""
-        if not self.console.is_terminal or self.console.is_dumb_terminal:
+        self._bar = progress_bar(self.console, "epoch {task.fields[epoch]}")
+        if self._bar is None:
             return
-        self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[state]}", markup=False),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-            expand=True,
-            transient=True,  # the epochs' lines and the summary stay
-        )
         assert self._run.steps_per_epoch is not None
         epoch = min(self._run.first_step // self._run.steps_per_epoch + 1, self._run.epochs)
         self._bar.add_task(
