@@ -1,15 +1,19 @@
 """`gpipe bench`: the same steps as a training and nothing else; the table of a sweep."""
 
 import csv
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import LIVELY, TINY, command, configure
 
 from gpipe_cli.config import load, to_yaml
+from gpipe_cli.reporting.bench_console import show_bench
 from gpipe_cli.reporting.bench_table import bench_status, bench_table, write_bench
 from gpipe_cli.reporting.measurement import Throughput
 from gpipe_cli.reporting.result import read_result, write_result
@@ -204,6 +208,51 @@ def test_what_differs_without_being_asked_for_is_shown() -> None:
         {"model.filters": 4, "executor": "in_process"},
         {"model.filters": 8, "executor": "distributed"},
     ]
+
+
+def shown(table: dict[str, Any], folder: Path) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    show_bench(console, table, folder)
+    return console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+
+
+def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
+    """Only rows of text have tokens, and the heading was that of the first row: the file ended there, in a KeyError;
+    where the first row was impossible, no tokens were written."""
+    text = {"task": "language_model", "tokens_per_second": 80.0, "tokens_per_second_quartiles": [70.0, 90.0]}
+    impossible = Run("partitions=9", Path("y"), 2, 1.0, {}, 2, 1, {"partitions": 9}, "partitions=9: has 4 layers")
+    for runs in (
+        [measured_run(1, 1, 10.0, **text), impossible],
+        [replace(impossible, number=0), measured_run(1, 1, 10.0, **text)],
+    ):
+        table = bench_table(runs, 1)
+        write_bench(tmp_path, table)
+        rows = {row["partitions"]: row for row in csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))}
+        assert (rows["1"]["tokens_per_second"], rows["1"]["tokens_per_second_quartiles"]) == ("80.0", "70.0 90.0")
+        assert (rows["9"]["status"], rows["9"]["tokens_per_second"]) == ("impossible", "")
+        assert "K = 9: impossible: partitions=9: has 4 layers" in shown(table, tmp_path)
+
+
+def test_what_auto_became_is_shown(tmp_path: Path) -> None:
+    """A setting that the table varies was left out of what was resolved, also where it had been left to the program."""
+    chosen = {"config": {"partitions": 4, "model": {"filters": 4}}, "memory_bytes": [1, 2, 3, 4]}
+    other = {"config": {"partitions": 2, "model": {"filters": 4}}, "memory_bytes": [5, 6]}  # in the second round
+    auto = [
+        replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto"})
+        for turn, said in ((1, chosen), (2, other))
+    ]
+    table = bench_table([*auto, measured_run(1, 1, 10.0), measured_run(1, 2, 10.0)], 2)
+    assert [row["resolved"] for row in table["rows"]] == [{"partitions": 4}, {"partitions": 1}]
+    assert table["rows"][0]["memory_bytes"] == [1, 2, 3, 4]
+    write_bench(tmp_path, table)
+    first, second = csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))
+    assert [(row["partitions"], row["partitions_resolved"]) for row in (first, second)] == [("auto", "4"), ("1", "1")]
+    assert "auto: 4" in shown(table, tmp_path)
+
+
+def test_a_sweep_over_one_value_names_its_rows(tmp_path: Path) -> None:
+    table = bench_table([Run("run", tmp_path, 2, 1.0, {}, 1, 1, {}, "partitions=99: has 4 layers")], 1)
+    assert "\nrun 1: impossible: partitions=99: has 4 layers\n" in shown(table, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.reporting.bench_table import CSV, HOPELESS, JSON
+from gpipe_cli.reporting.bench_table import AUTO, CSV, HOPELESS, JSON
 from gpipe_cli.reporting.facts import show_facts, show_line, speed_kind
 from gpipe_cli.reporting.sweep_table import plain_table
 from gpipe_cli.reporting.units import duration, operations, percent, rate, size
@@ -23,7 +23,7 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
     """Shows the rows of a table as bench.json has them."""
     rows = table["rows"]
     settings = _settings(table)
-    speed, rest = _speed(rows), [*_memory(rows), *_resolved(rows)]
+    speed, rest = _speed(rows), [*_memory(rows), *_resolved(rows, table["varies"])]
     console.rule(Text(f"sweep {folder}"), align="left")
     wide = sum(_width(column) + _COLUMN_GAP for column in (*settings, *speed, *rest)) > console.width
     for columns in ([*settings, *speed], [*settings, *rest]) if wide else ([*settings, *speed, *rest],):
@@ -38,14 +38,18 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
         console.print()
     for why, names in _reasons(rows).items():
         show_line(console, f"{'; '.join(names)}: {why}")
-    show_facts(console, _notes(rows))
+    show_facts(console, _notes(rows, table["varies"]))
     show_facts(console, [("written to", f"{folder / JSON}, {CSV}")])
 
 
 def _settings(table: Mapping[str, Any]) -> list[Column]:
-    return [(_symbol(key), [_value(row["settings"].get(key)) for row in table["rows"]]) for key in table["varies"]] + [
-        ("status", [row["status"].replace("_", " ") for row in table["rows"]])
-    ]
+    def asked(row: Mapping[str, Any], key: str) -> str:
+        """`4`; of what was to be chosen also what was: `auto: 4`."""
+        value, chosen = row["settings"].get(key), row["resolved"].get(key, AUTO)
+        return f"{value}: {_value(chosen)}" if value == AUTO != chosen else _value(value)
+
+    columns = [(_symbol(key), [asked(row, key) for row in table["rows"]]) for key in table["varies"]]
+    return [*columns, ("status", [row["status"].replace("_", " ") for row in table["rows"]])]
 
 
 def _speed(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
@@ -88,23 +92,24 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     return columns
 
 
-def _resolved(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+def _resolved(rows: Sequence[Mapping[str, Any]], varies: Sequence[str]) -> list[Column]:
     """What differs without being asked for."""
-    keys = [key for key in _SHORT if any(key in row["resolved"] for row in rows)]
+    keys = [key for key in _SHORT if key not in varies and any(key in row["resolved"] for row in rows)]
     return [(key, [_value(row["resolved"].get(key, "-")) for row in rows]) for key in keys]
 
 
 def _reasons(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """What became of cells that were not measured -> which ones."""
     reasons: dict[str, list[str]] = {}
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
         if row["reason"]:
             name = ", ".join(f"{_symbol(key)} = {_value(value)}" for key, value in row["settings"].items())
+            name = name or f"run {number}"  # of a sweep over one value nothing differs
             reasons.setdefault(f"{row['status'].replace('_', ' ')}: {row['reason']}", []).append(name)
     return reasons
 
 
-def _notes(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _notes(rows: Sequence[Mapping[str, Any]], varies: Sequence[str]) -> list[tuple[str, str]]:
     measured = [row for row in rows if row["status"] == "measured"]
     notes: list[tuple[str, str]] = []
     kinds = {row["kind"] for row in measured}
@@ -113,7 +118,7 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if measured:
         notes.append(("memory", "peak of the fullest stage: its process's, on a GPU the allocator's"))
         notes.append(("activations", "of the fullest stage, counted; bubble measured"))
-    for key in dict.fromkeys(key for row in rows for key in row["resolved"] if key not in _SHORT):
+    for key in dict.fromkeys(key for row in rows for key in row["resolved"] if key not in (*_SHORT, *varies)):
         values = [_value(row["resolved"].get(key, "-")) for row in rows]
         notes.append(("differs too", f"{key}: {', '.join(values)}"))
     hopeless = sum(row["status"] in HOPELESS for row in rows)

@@ -16,6 +16,7 @@ from gpipe_cli.reporting.sweep_table import INTERRUPTED, Run
 from gpipe_cli.reporting.timeline_view import SHARES
 
 JSON, CSV = "bench.json", "bench.csv"
+AUTO = "auto"  # the value of a setting that is to be chosen
 HOPELESS = ("impossible", "out_of_memory")  # results all the same: in another round they would be no other
 _BAD_INPUT, _KILLED = 2, -9
 _NO_MEMORY = re.compile(
@@ -48,26 +49,31 @@ def bench_table(runs: Sequence[Run], rounds: int) -> dict[str, Any]:
     rows = [_row(cells[number]) for number in sorted(cells)]
     measured = [[run for run in cells[number] if bench_status(run) == "measured"] for number in sorted(cells)]
     first = next((cell for cell in measured if cell), [])
-    resolved = _resolved(measured, list(rows[0]["settings"]) if rows else [])
+    varies = dict.fromkeys(key for row in rows for key in row["settings"])
+    asked_auto = [key for key in varies if any(row["settings"].get(key) == AUTO for row in rows)]
+    resolved = _resolved(measured, [key for key in varies if key not in asked_auto], asked_auto)
     for row, cell, own in zip(rows, measured, resolved, strict=True):
         row["relative"] = _relative(cell, first)
         row["resolved"] = own
-    varies = dict.fromkeys(key for row in rows for key in row["settings"])
     return {"varies": list(varies), "rounds": rounds, "rows": rows}
 
 
 def write_bench(folder: Path, table: Mapping[str, Any]) -> None:
     """bench.json, and bench.csv with what is one number."""
     write_result(folder, table, JSON)
-    keys = [key for key in table["rows"][0] if key not in ("settings", "breakdown", "resolved", "folders")]
+    longest = max(table["rows"], key=len)  # one of text has its tokens, too
+    keys = [key for key in longest if key not in ("settings", "breakdown", "resolved", "folders")]
     other = [key for key in dict.fromkeys(key for row in table["rows"] for key in row["resolved"]) if key not in keys]
+    headings = [f"{key}_resolved" if key in table["varies"] else key for key in (*keys, *other)]
     with (folder / CSV).open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*table["varies"], *keys, *(f"breakdown_{name}" for name in SHARES), *other])
+        shares_at = len(keys)
+        breakdown = (f"breakdown_{name}" for name in SHARES)
+        writer.writerow([*table["varies"], *headings[:shares_at], *breakdown, *headings[shares_at:]])
         for row in table["rows"]:
             shares = row["breakdown"] or {}
             values = [row["settings"].get(key) for key in table["varies"]]
-            values += [*(row[key] for key in keys), *(shares.get(name) for name in SHARES)]
+            values += [*(row.get(key) for key in keys), *(shares.get(name) for name in SHARES)]
             values += [row["resolved"].get(key) for key in other]
             writer.writerow(["" if value is None else _cell(value) for value in values])
 
@@ -115,15 +121,16 @@ def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
     return _median(_rate(run.result) / base[run.round] for run in cell if base.get(run.round))
 
 
-def _resolved(cells: Sequence[Sequence[Run]], varies: Sequence[str]) -> list[dict[str, Any]]:
-    """For each row what differs between rows and is not what the table varies, with its value."""
+def _resolved(cells: Sequence[Sequence[Run]], varies: Sequence[str], asked_auto: Sequence[str]) -> list[dict[str, Any]]:
+    """For each row what differs between rows and is not what the table varies; and what `auto` became there."""
     flat = [_flat(cell[0].result) if cell else {} for cell in cells]
     known = [row for row in flat if row]
     keys = dict.fromkeys(key for row in known for key in row)
     asked = {*varies, *_NOT_COMPARED}
 
     def differs(key: str) -> bool:
-        return any(row.get(key) != known[0].get(key) for row in known)
+        chosen = key in asked_auto and any(row.get(key) != AUTO for row in known)
+        return chosen or any(row.get(key) != known[0].get(key) for row in known)
 
     kept = [key for key in keys if not any(key == one or key.startswith(f"{one}.") for one in asked) and differs(key)]
     return [{key: row.get(key) for key in kept} if row else {} for row in flat]
@@ -181,9 +188,10 @@ def _median(values: Any) -> float | None:
 
 
 def _each(combine: Any, lists: Sequence[Any]) -> list[Any] | None:
-    """Entry by entry over rounds."""
+    """Entry by entry over rounds; of those with another number of stages than the first (partitions=auto) nothing."""
     known = [values for values in lists if values]
-    return [combine(entries) for entries in zip(*known, strict=True)] if known else None
+    alike = [values for values in known if len(values) == len(known[0])]
+    return [combine(entries) for entries in zip(*alike, strict=True)] if known else None
 
 
 def _cell(value: object) -> object:
