@@ -38,6 +38,10 @@ class Sample:
     auxiliary_weight: float = 0.0
     channels_last: bool = False
 
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
     def model(self) -> nn.Sequential:
         with torch.device("meta"):
             return self.build()
@@ -48,9 +52,14 @@ class Sample:
         )
 
     def costs(self, model: nn.Sequential | None = None) -> tuple[LayerCost, ...]:
-        model = self.model() if model is None else model
-        loss = loss_of_shapes(0.1, self.auxiliary_weight)
-        return trace_layers(model, self.inputs, training=True, lengths=self.lengths, loss=loss)
+        return trace_layers(
+            self.model() if model is None else model,
+            self.inputs,
+            training=True,
+            lengths=self.lengths,
+            loss=loss_of_shapes(0.1, self.auxiliary_weight),
+            memory_format=self.memory_format,
+        )
 
 
 def _amoebanet(auxiliary_head: bool = False) -> nn.Sequential:
@@ -71,6 +80,37 @@ def _translation() -> nn.Sequential:
         layers=2, hidden=64, heads=2, width=WIDTH, head_width=8, vocabulary=50, length=TOKENS, dropout=0.1,
         attention_dropout=0.0, depth_scaled=True, logit_clip=5.0, shared_embedding=False,
     )  # fmt: skip
+
+
+class _Turning(nn.Module):
+    """(N, C, H, W) -> the same shape. Copies where its input, or what its convolution makes of it, lies one way and
+    not where it lies the other."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inside = nn.Conv2d(channels, channels, 3, padding=1)
+        self.gate = nn.Linear(channels, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inside(x.contiguous())
+        return self.gate(y.tanh().permute(0, 2, 3, 1)).sigmoid().permute(0, 3, 1, 2) * y
+
+
+def _flattening() -> nn.Sequential:
+    """As users write them: layers of their own, and features flattened for a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        _Turning(6),
+        nn.Conv2d(6, 4, 3, stride=2, bias=False),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 9, 8),
+        nn.ReLU(),
+        nn.Linear(8, CLASSES),
+    )
 
 
 def _images(samples: int) -> Tensors:
@@ -94,6 +134,8 @@ _PAIRS = tuple(
 SAMPLES = {
     "amoebanet": Sample(_amoebanet, _IMAGES, _images, _classes),
     "amoebanet channels last": Sample(_amoebanet, _IMAGES, _images, _classes, channels_last=True),
+    "flattening": Sample(_flattening, _IMAGES, _images, _classes),
+    "flattening channels last": Sample(_flattening, _IMAGES, _images, _classes, channels_last=True),
     "auxiliary head": Sample(lambda: _amoebanet(True), _IMAGES, _images, _classes, auxiliary_weight=0.4),
     "language model": Sample(lambda: _language_model(0.0), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)),
     "attention with dropout": Sample(
@@ -128,7 +170,7 @@ def measure(
     partitions = len(order)
     balance = even(len(model), partitions)
     starts = [0, *accumulate(balance)]
-    memory_format = torch.channels_last if sample.channels_last else torch.contiguous_format
+    memory_format = sample.memory_format
     stages = {
         k: Stage(
             k,

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,6 +108,14 @@ def _batch_norm_shapes(x: torch.Tensor, in_training: bool = True) -> tuple[torch
     return torch.empty_like(x), channel, torch.empty_like(channel)
 
 
+def _convolution_shapes(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+    """A convolution gives channels last where its input or its weights are so; the meta device, contiguous always."""
+    result: torch.Tensor = _aten.convolution.default(x, weight, *more)
+    if torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
+        return torch.empty_like(result, memory_format=torch.channels_last)
+    return result
+
+
 def _convolution_backward_flops(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any, **_: Any
 ) -> int:
@@ -125,6 +134,7 @@ _aten = torch.ops.aten
 _MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default)
 _FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
+    _aten.convolution.default: _convolution_shapes,
     # (input, weight, bias, running mean, running variance, training, ...)
     _aten.native_batch_norm.default: lambda x, *more: _batch_norm_shapes(x, more[4]),
     _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),

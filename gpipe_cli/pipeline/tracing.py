@@ -36,6 +36,7 @@ def trace_layers(
     training: bool,
     lengths: Sequence[int] = (),
     loss: Loss | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
     share: bool = True,
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
@@ -43,17 +44,18 @@ def trace_layers(
     `inputs` describe what the first layer gets; with `training=False` the backward is left out. `lengths` are the
     greatest ones that sentences are padded to: costs are those of such a sample. What is frozen costs no more than is
     done: no gradients of weights, and no backward at all where nothing before it is trained. `loss` of the last
-    layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. With
-    `share=False` equal layers are traced one by one. Raises ValueError if a layer does not accept what the one before
-    it returns.
+    layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
+    model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
+    The weights stay so: initial values would be drawn in another order. With `share=False` equal layers are traced one
+    by one. Raises ValueError if a layer does not accept what the one before it returns.
     """
-    layers = _described(model, training, share)
+    layers = _described(model.to(memory_format=memory_format), training, share)
     first, second = _TRACED_SIZES
-    small = _trace(layers, inputs, first, lengths, training, loss)
+    small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
     gradients = _trace_backward(small) if training else [((False,) * len(run.outputs), _Backward()) for run in small]
-    large = _trace(layers, inputs, second, lengths, training, loss)
+    large = _trace(layers, inputs, second, lengths, training, loss, memory_format)
     shorter = [
-        _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None)
+        _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None, memory_format)
         for at in range(len(lengths))
     ]
     counted: dict[Hashable, LayerCost] = {}
@@ -68,12 +70,17 @@ def trace_layers(
     return tuple(costs)
 
 
-def run_shapes(model: nn.Sequential, inputs: Boundary, lengths: Sequence[int] = ()) -> None:
+def run_shapes(
+    model: nn.Sequential,
+    inputs: Boundary,
+    lengths: Sequence[int] = (),
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> None:
     """One forward in training mode of a micro-batch of a single sample, on the meta device.
 
     Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
     """
-    _trace(_described(model, True, True), inputs, 1, lengths, False, None)
+    _trace(_described(model, True, True), inputs, 1, lengths, False, None, memory_format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,18 +132,18 @@ def _trace(
     lengths: Sequence[int],
     graph: bool,
     loss: Loss | None,
+    memory_format: torch.memory_format,
 ) -> list[_Run]:
     """The forward of every layer, with its graph or without; equal ones share a run."""
-    value: Tensors = tuple(
-        torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs
-    )
+    made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs)
+    value: Tensors = tuple(in_layout(tensor, memory_format) for tensor in made)
     known: dict[Hashable, _Run] = {}
     runs: list[_Run] = []
     for at, layer in enumerate(layers):
         closing = loss if at == len(layers) - 1 else None
         key = (layer.kind, closing is not None, _described_inputs(value))
         if key not in known:
-            known[key] = _run(layer, value, graph, closing)
+            known[key] = _run(layer, value, graph, closing, memory_format)
         runs.append(known[key])
         value = known[key].outputs
     return runs
@@ -158,7 +165,7 @@ def _described_inputs(value: Tensors) -> Hashable:
     )
 
 
-def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None) -> _Run:
+def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None, memory_format: torch.memory_format) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
     tensors = [*layer.module.parameters(), *layer.module.buffers()]
     saved = Extents(without={storage_of(tensor) for tensor in tensors})
@@ -170,7 +177,7 @@ def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None) -> _Run:
     closed: torch.Tensor | None = None
     counter = OperationCounter()
     with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), saved_tensors_hooks(keep, lambda kept: kept):
-        outputs = _outputs(layer, inputs)
+        outputs = _outputs(layer, inputs, memory_format)
         if loss is not None:
             closed = loss(outputs)
     described = [extent_of(tensor) for tensor in inputs]
@@ -191,7 +198,7 @@ def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None) -> _Run:
     return _Run(layer.module, inputs, outputs, closed, counter, saved_inputs, saved_outputs, inside, origins)
 
 
-def _outputs(layer: _Layer, inputs: Tensors) -> Tensors:
+def _outputs(layer: _Layer, inputs: Tensors, memory_format: torch.memory_format) -> Tensors:
     """What the layer returns, as it is handed over. Raises ValueError, naming the layer."""
     try:
         returned = layer.module(as_value(inputs))
@@ -203,7 +210,7 @@ def _outputs(layer: _Layer, inputs: Tensors) -> Tensors:
     if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
         where = f"{type(returned).__name__} with a " if parts is returned else ""
         raise ValueError(f"layer {layer.name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
-    return tuple(in_layout(tensor, torch.contiguous_format) for tensor in as_tuple(returned))
+    return tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
 
 
 def _trace_backward(runs: Sequence[_Run]) -> list[tuple[tuple[bool, ...], _Backward]]:

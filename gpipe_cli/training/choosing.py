@@ -12,7 +12,7 @@ import torch
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.tracing import run_shapes
 from gpipe_cli.reporting.units import size
-from gpipe_cli.training.build import build_model
+from gpipe_cli.training.build import MEMORY_FORMATS, build_model, memory_format_of
 from gpipe_cli.training.costs import StepCosts
 from gpipe_cli.training.layout import costs_by_figures, memory_limit, torchrun_world, usable_cores
 from gpipe_cli.training.planning import Plan, TooLargeError, make_plan, mini_batch_samples
@@ -160,7 +160,8 @@ def _refuse_no_choice(config: TrainConfig) -> None:
 def _refuse_single_samples(config: TrainConfig, shapes: Shapes) -> None:
     """Raises ValueError where micro-batches have one sample, and batch norm would see one value per channel."""
     if mini_batch_samples(config, shapes.lengths) // config.micro_batches == 1:
-        run_shapes(build_model(config), shapes.inputs, shapes.lengths)
+        memory_format = MEMORY_FORMATS[memory_format_of(config)]
+        run_shapes(build_model(config), shapes.inputs, shapes.lengths, memory_format)
 
 
 def _refusal(config: TrainConfig, shapes: Shapes, error: TooLargeError, prefix: str) -> ValueError:

@@ -17,12 +17,10 @@ from gpipe_cli.pipeline.materialize import materialize
 from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.pipeline.transport import HandOver
-from gpipe_cli.training.build import real_model
+from gpipe_cli.training.build import MEMORY_FORMATS, real_model
 from gpipe_cli.training.ema import WeightAverage
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.optimizer import build_optimizer
-
-MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @dataclass(frozen=True)

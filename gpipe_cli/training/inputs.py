@@ -23,7 +23,7 @@ from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.tracing import run_shapes
-from gpipe_cli.training.build import greatest_lengths, model_inputs, open_data
+from gpipe_cli.training.build import MEMORY_FORMATS, greatest_lengths, memory_format_of, model_inputs, open_data
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import Layout, usable_cores
 from gpipe_cli.training.team import Team
@@ -179,7 +179,8 @@ def refuse_single_samples(config: TrainConfig, model: nn.Sequential, batches: Ba
     for samples in {config.batch_size, last}:
         if micro_batch_sizes(samples, config.micro_batches)[-1] == 1:
             try:
-                run_shapes(model, model_inputs(config), greatest_lengths(config))
+                memory_format = MEMORY_FORMATS[memory_format_of(config)]
+                run_shapes(model, model_inputs(config), greatest_lengths(config), memory_format)
             except ValueError as error:
                 raise ValueError(
                     f"micro_batches={config.micro_batches}: a mini-batch of {samples} samples has micro-batches of one "

@@ -15,6 +15,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.frozen import Frozen
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.schedule import Recompute
+from gpipe_cli.training.build import memory_format_of
 from gpipe_cli.training.costs import StepCosts, figured
 from gpipe_cli.training.hardware import physical_memory_bytes, resolved
 from gpipe_cli.training.planning import Plan, make_plan, micro_batches_of
@@ -97,7 +98,7 @@ def make_layout(config: TrainConfig, shapes: Shapes | None = None, plan: Plan | 
         devices=devices,
         distributed=distributed,
         threads=threads_of(config),
-        memory_format=_memory_format(config, devices[0]),
+        memory_format=memory_format_of(config),
     )
 
 
@@ -207,10 +208,3 @@ def place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
     return tuple(
         f"cuda:{stage * gpus // partitions if gpus < partitions else stage}" for stage in range(partitions)
     ), False
-
-
-def _memory_format(config: TrainConfig, device: str) -> str:
-    if config.memory_format != "auto":
-        return config.memory_format
-    # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/measurements/side_by_side.py)
-    return "channels_last" if config.task == "classification" else "contiguous"

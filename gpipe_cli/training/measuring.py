@@ -24,9 +24,9 @@ from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple
 from gpipe_cli.pipeline.recording import Clock, Recorder
 from gpipe_cli.pipeline.schedule import Keep
 from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.training.build import build_model, outputs_of, real_model
+from gpipe_cli.training.build import MEMORY_FORMATS, build_model, outputs_of, real_model
 from gpipe_cli.training.ema import WeightAverage
-from gpipe_cli.training.engine import MEMORY_FORMATS, Groups, build_stage
+from gpipe_cli.training.engine import Groups, build_stage
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.loss import CrossEntropy
 from gpipe_cli.training.optimizer import build_optimizer, gradients_of

@@ -11,7 +11,14 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.frozen import Frozen, freeze
 from gpipe_cli.pipeline.layer_cost import Boundary, LayerCost
 from gpipe_cli.pipeline.tracing import trace_layers
-from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs, outputs_of
+from gpipe_cli.training.build import (
+    MEMORY_FORMATS,
+    build_model,
+    greatest_lengths,
+    memory_format_of,
+    model_inputs,
+    outputs_of,
+)
 from gpipe_cli.training.freezing import find_frozen
 from gpipe_cli.training.loss import loss_of_shapes
 from gpipe_cli.training.optimizer import state_bytes
@@ -49,11 +56,12 @@ def read_shapes(config: TrainConfig, model: nn.Sequential | None = None) -> Shap
     shared = shared_parameters(model)
     frozen = find_frozen(config, model)
     freeze(model, frozen)
-    evaluation = trace_layers(model, inputs, training=False, lengths=lengths)
+    memory_format = MEMORY_FORMATS[memory_format_of(config)]
+    evaluation = trace_layers(model, inputs, training=False, lengths=lengths, memory_format=memory_format)
     _check_outputs(config, evaluation[-1].outputs)
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
-    costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss)
+    costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss, memory_format=memory_format)
     known: dict[object, LayerWeights] = {}
     weights = []
     for layer in model.children():

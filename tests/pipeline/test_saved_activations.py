@@ -1,6 +1,7 @@
 """What real stages hold, and that it was known before."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,23 @@ def test_the_largest_micro_batch_is_predicted_where_they_are_uneven() -> None:
     measured = measure(sample, sample.model(), costs, order, 7, 3).peaks  # 3, 2 and 2 samples
     predicted = predict(sample, costs, order, 7, 3)
     assert all(m < p for m, p in zip(measured, predicted, strict=True))
+
+
+def test_text_is_predicted_at_its_lengths_and_shorter_text_holds_less() -> None:
+    """Sources and targets of any lengths; a plan is for the longest, as what they will be is not known before."""
+    longest = SAMPLES["translation"]
+    source, target = 5, 9
+
+    def data(samples: int) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randint(1, 50, (samples, length)) for length in (source, target))
+
+    shorter = replace(longest, data=data, targets=lambda samples: data(samples)[1], lengths=(source, target))
+    order = schedule.build("gpipe", 2, MICRO_BATCHES, "never")
+    costs = shorter.costs()
+    measured = measure(shorter, shorter.model(), costs, order, SAMPLE_COUNT, MICRO_BATCHES).peaks
+    assert measured == predict(shorter, costs, order, SAMPLE_COUNT, MICRO_BATCHES)
+    planned = predict(longest, longest.costs(), order, SAMPLE_COUNT, MICRO_BATCHES)
+    assert all(m < p for m, p in zip(measured, planned, strict=True))
 
 
 @pytest.mark.parametrize("recompute", schedule.RECOMPUTE)

@@ -51,6 +51,17 @@ def test_a_depthwise_and_a_transposed_convolution() -> None:
     assert costs["stem"].backward_flops == costs["stem"].forward_flops, "images need no gradient"
 
 
+def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
+    layers = OrderedDict(conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU(), flat=nn.Flatten(), head=nn.Linear(8 * 16, 2))
+    inputs = as_boundary((torch.empty(1, 3, 6, 6),))
+    for memory_format, origin in ((torch.contiguous_format, 0), (torch.channels_last, None)):
+        model = nn.Sequential(layers).to("meta")
+        *_, flat, head = trace_layers(model, inputs, training=True, memory_format=memory_format)
+        assert flat.saved.origins == (origin,)
+        assert (flat.forward_bytes > 0) == (origin is None)
+        assert head.saved.inputs == (0,)
+
+
 def test_work_grows_with_bytes_where_there_are_no_flops() -> None:
     small, large = (trace((4, side, side), norm=nn.BatchNorm2d(4), relu=nn.ReLU()) for side in (8, 16))
     for name in ("norm", "relu"):

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from training_runs import TINY, configure
+from training_runs import TINY, configure, train_here
 
 from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.pipeline.schedule import Kind
@@ -142,6 +143,31 @@ def test_recomputing_less_holds_more(shapes: Shapes) -> None:
     assert held[0] == held[1] < held[2]
     never = planned(shapes, "recompute=never")
     assert all(stage.activations == saved for stage, saved in zip(never.memory, never.saved_bytes, strict=True))
+
+
+@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_training_counts_the_activations_that_were_planned(
+    partitions: int, memory_format: str, tmp_path: Path
+) -> None:
+    """To the byte, of a model as users write it, however images lie in memory. The cut is where they are flattened."""
+    layers = {1: "[7]", 2: "[5,2]"}[partitions]
+    for recompute in ("always", "except_last", "never"):
+        config = configure(
+            *EVEN[2:], "model=custom", "model.target=custom_models:flattens", f"partitions={partitions}",
+            f"partition.balance={layers}", f"recompute={recompute}", f"memory_format={memory_format}",
+            "executor=in_process", "max_steps=2", "optimizer=sgd", "checkpoint.every_epochs=0",
+        )  # fmt: skip
+        shapes = read_shapes(config)
+        plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
+        heard = train_here(config, tmp_path / recompute)
+        counted = [m["activation_bytes"] for kind, m in heard if kind == "step" and m["activation_bytes"]]
+        assert counted == [list(plan.saved_bytes)], recompute
+        # what is flattened stands beside what was there before, of every micro-batch that is held
+        features = 2 * 4 * 3 * 3 * 4 * (4 if recompute == "never" else 1)
+        contiguous = make_plan(config, read_shapes(replace(config, memory_format="contiguous")), plan.costs, None)
+        more = features if memory_format == "channels_last" else 0
+        assert sum(plan.saved_bytes) - sum(contiguous.saved_bytes) == more
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
