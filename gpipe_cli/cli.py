@@ -41,10 +41,25 @@ USAGE = "\n".join(
 BAD_INPUT = 2
 SPEAKS_FIRST_SECONDS = 3.0  # the start that process 0 gets: torchrun ends all as soon as one has ended
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended: 128 + 2
+UNREAD = 128 + signal.SIGPIPE  # likewise of one that wrote to who has gone, `gpipe ... | head`
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()  # what is not read is known here, and not when Python ends, which would complain
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # so rich ends a process to whose console nobody listens
+            return UNREAD
+        raise
+
+
+def _main(arguments: list[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     name = "gpipe"
     # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same.

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,41 @@ def test_what_a_sweep_was_refused_is_named(
     (tmp_path / "sweep" / "sweep.json").write_text("{}", encoding="utf-8")
     assert command(monkeypatch, "compare", str(tmp_path / "sweep"), "--csv") == 0
     assert "sweep.json: cannot be read as a sweep" in capsys.readouterr().err
+
+
+def test_what_a_sweep_began_again_counts_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A sweep killed in a cell and resumed once showed the cell twice, interrupted and completed."""
+    sweep = tmp_path / "sweep"
+    for name in ("partitions=1", "partitions=1-2", "by_hand"):
+        shutil.copytree("outputs/sweep/K2" if name == "by_hand" else "outputs/sweep/K1", sweep / name)
+    run = {"run": 1, "round": 1, "name": "partitions=1", "folder": "partitions=1-2", "exit_code": 0}
+    saved = {"command": "train", "arguments": [], "runs": [run], "abandoned": ["partitions=1"]}
+    write_result(sweep, saved, "sweep.json")
+
+    def shown(*folders: Path) -> list[str]:
+        assert command(monkeypatch, "compare", *map(str, folders), "--csv") == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return [Path(row["folder"]).name for row in csv.DictReader(io.StringIO(captured.out))]
+
+    for folder in (sweep, tmp_path):
+        assert shown(folder) == ["by_hand", "partitions=1-2"], "what somebody put there is compared as well"
+    assert shown(sweep, sweep / "partitions=1") == ["by_hand", "partitions=1-2", "partitions=1"], "asked for"
+    write_result(sweep, {**saved, "runs": [{**run, "folder": "partitions=1"}]}, "sweep.json")
+    assert "partitions=1" in shown(sweep), "a folder that is in use again"
+
+
+def test_files_are_written_for_who_reads_only_the_first_line(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    arguments = [sys.executable, "-m", "gpipe_cli", "compare", "outputs/sweep", "--output", str(tmp_path)]
+    answer = subprocess.run(arguments, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (answer.returncode, answer.stderr) == (141, "")
+    files = {file.name for file in tmp_path.iterdir()}
+    assert files == {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
 
 
 def test_all_of_outputs_and_what_is_wrong_with_it(

@@ -59,6 +59,7 @@ ANSWERS_AT_ONCE = {
     "commands/plan.py",
     "commands/sweep.py",
     "commands/sweep_folder.py",
+    "commands/sweep_record.py",
     "commands/sweep_names.py",
     "training/__init__.py",
     "training/work.py",

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from training_runs import command, wait_until
 
-from gpipe_cli.commands import child
+from gpipe_cli.cli import main
+from gpipe_cli.commands import child, sweep_folder
 from gpipe_cli.commands.child import error_line, run_process
-from gpipe_cli.commands.sweep_folder import SWEEP
+from gpipe_cli.commands.sweep_folder import SweepFolder
 from gpipe_cli.commands.sweep_names import differences, free_folder, varied_settings
-from gpipe_cli.reporting.result import read_result
+from gpipe_cli.commands.sweep_record import SWEEP, Attempt, abandoned_runs
+from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.sweep_table import Run, show_table
 
 CAN_TRAIN = importlib.util.find_spec("gpipe_cli.training.processes") is not None
@@ -38,6 +41,7 @@ def test_runs_are_named_by_what_differs() -> None:
     two = [["partitions=2", "micro_batches=4"], ["partitions=4", "micro_batches=8"]]
     assert differences(two, []) == ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]
     assert differences([["epochs=2"]], ["epochs=2"]) == ["run"]
+    assert differences([["epochs=2", "dry_run=True"]], ["epochs=2", "dry_run=true"]) == ["run"]  # as Hydra writes it
     added = [["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]]
     assert differences(added, []) == ["steps=5", "steps=9"]
     assert varied_settings(added, []) == [{"steps": 5}, {"steps": 9}]
@@ -298,3 +302,131 @@ def test_a_sweep_does_not_begin_where_another_lies(
     said = capsys.readouterr().err
     assert said.startswith(f"gpipe train: hydra.sweep.dir={tmp_path}: a sweep lies there already; go on with it by ")
     assert [path.name for path in tmp_path.iterdir()] == [SWEEP]
+
+
+@pytest.mark.parametrize("arguments", ["train -m seed=1,2", "bench -m seed=1,2 steps=3", "train resume=sweep"])
+def test_a_sweep_under_torchrun_is_refused(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of its processes once ran the whole sweep, all in the same folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("sweep").mkdir()
+    Path("sweep", SWEEP).write_text('{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(arguments.split()) == 2
+    name = arguments.split()[0]
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"gpipe {name}: torchrun: each of its processes would run the whole sweep; call gpipe {name}"
+    )
+    assert len(said.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("train -m seed=1,2 run_folder=foo", "run_folder=foo: the folder of a sweep, in which those of its runs lie, "),
+        ("bench -m seed=1,2 run_folder=foo", "is given by hydra.sweep.dir=foo\n"),
+        ("train hydra.mode=MULTIRUN run_folder=foo", "is given by hydra.sweep.dir=foo\n"),
+        ("train hydra.sweep.dir=foo", "hydra.sweep.dir=foo: the folder of a run is given by run_folder=foo\n"),
+        ("bench hydra.run.dir=foo", "hydra.run.dir=foo: the folder of a run is given by run_folder=foo\n"),
+    ],
+)
+def test_a_folder_that_would_have_no_effect_is_refused(
+    arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert len(said.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that went on with one sweep measured everything twice, at the same time."""
+    monkeypatch.setattr(sweep_folder, "_ENDING_SECONDS", 0)
+    path = tmp_path / "12-00-00_sweep"
+    first = SweepFolder("bench", ["-m"])
+    assert first.choose(path) == path
+    assert SweepFolder("bench", ["-m"]).choose(path) == tmp_path / "12-00-00_sweep-2", "another of the same second"
+    resumed = SweepFolder("bench", ["-m"], path)
+    with pytest.raises(ValueError, match="12-00-00_sweep: this sweep is at work, in another process; wait"):
+        resumed.choose(path)
+    first.discard()
+    path.mkdir(exist_ok=True)
+    assert resumed.choose(path) == path
+    resumed.discard()
+
+
+def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> None:
+    sweep = SweepFolder("train", ["-m"])
+    path = sweep.choose(tmp_path / "sweep")
+    sweep.begin([])
+    (tmp_path / "notes.txt").touch()
+    (path / "refused").mkdir()  # there was never a run
+    (path / "refused" / "notes.txt").touch()
+    sweep.give_up(Attempt(9, 1, "refused", "refused"))
+    ends = {"killed": "running", "stopped": "interrupted", "wrong": "failed", "kept": "interrupted", "..": "running"}
+    for number, (name, status) in enumerate(ends.items(), start=1):
+        (path / name).mkdir(exist_ok=True)
+        (path / name / "config.yaml").touch()
+        write_result(path / name, {"status": status})
+        if name == "kept":
+            (path / name / "checkpoints" / "step_00000002").mkdir(parents=True)
+        attempt = Attempt(number, 1, name, name)
+        sweep.give_up(attempt)
+        sweep.record(replace(attempt, folder=f"{name}-2"))
+    assert sorted(file.name for file in path.iterdir()) == ["kept", "refused", SWEEP, "wrong"]
+    assert (tmp_path / "notes.txt").exists()
+    assert abandoned_runs(path) == abandoned_runs(tmp_path) == {path / name for name in ("kept", "refused", "wrong")}
+    sweep.discard()
+
+
+def read_one_line(*arguments: str) -> tuple[int, str]:
+    """`gpipe ... | head -1`: its exit code, and what it said on stderr."""
+    pipe = subprocess.PIPE
+    started = [sys.executable, "-m", "gpipe_cli", *arguments]
+    with subprocess.Popen(started, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        return process.wait(60), process.stderr.read()
+
+
+def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path) -> None:
+    """Once there was no bench.json, and exit code 1 without a word."""
+    settings = ["-m", "micro_batches=99,98", "steps=1", f"hydra.sweep.dir={tmp_path}"]
+    code, said = read_one_line("bench", *settings)
+    assert (code, said.count("\n")) == (141, 1), "that the cell is impossible"
+    (row,) = read_result(tmp_path, "bench.json")["rows"]
+    assert (row["settings"], row["status"]) == ({"micro_batches": 99}, "impossible")
+
+
+def test_a_run_that_nobody_reads_any_more_ends_its_sweep(tmp_path: Path) -> None:
+    tiny = ["model.normal_cells=3", "model.filters=4", "partitions=1", "device=cpu", "dry_run=true"]
+    assert read_one_line("train", "-m", *tiny, "seed=1,2", f"hydra.sweep.dir={tmp_path}") == (141, "")
+    (run,) = read_result(tmp_path, SWEEP)["runs"]
+    assert (run["folder"], run["exit_code"]) == ("seed=1", 141)
+
+
+def test_a_cell_that_was_cut_off_is_measured_in_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Going on with a sweep that was killed once left `seed=1` beside `seed=1-2`, for TensorBoard too."""
+    run = {"run": 1, "round": 1, "name": "seed=1", "folder": "seed=1", "exit_code": None}
+    given = ["-m", "seed=1,2", "micro_batches=99"]
+    write_result(tmp_path, {"command": "bench", "arguments": given, "runs": [run]}, SWEEP)
+    (tmp_path / "seed=1").mkdir()
+    (tmp_path / "seed=1" / "config.yaml").touch()
+    write_result(tmp_path / "seed=1", {"status": "running"})
+    with pytest.MonkeyPatch.context() as patch:
+        assert command(patch, "bench", f"resume={tmp_path}") == 1, "nothing could be measured"
+    assert "run 1 of 2: seed=1 " in capfd.readouterr().out
+    assert not (tmp_path / "seed=1").exists()
+    saved = read_result(tmp_path, SWEEP)
+    assert ([run["folder"] for run in saved["runs"]], saved["abandoned"]) == (["seed=1", "seed=2"], [])

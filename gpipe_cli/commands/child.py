@@ -21,9 +21,12 @@ INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def run_process(command: Sequence[str], output: IO[str] | None = None) -> tuple[int, str, bool]:
+def run_process(
+    command: Sequence[str], output: IO[str] | None = None, held: Sequence[int] = ()
+) -> tuple[int, str, bool]:
     """Runs the command to its end, its output shown as it comes, or, all that it prints, written to the file `output`.
 
+    `held` are files that stay open as long as it lives, such as a lock.
     Returns its exit code, its error line, and whether it was ended because we were interrupted (the code is then 130).
     """
     tail, interrupted = bytearray(), False
@@ -31,7 +34,12 @@ def run_process(command: Sequence[str], output: IO[str] | None = None) -> tuple[
     with (
         _interruptible(),
         subprocess.Popen(
-            command, stdout=output, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_parent
+            command,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+            pass_fds=held,
         ) as process,
     ):
         assert process.stderr is not None

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-h", "--help", action="store_true")
     given = parser.parse_intermixed_args(list(arguments))
     if given.help:
-        _write(HELP)
+        sys.stdout.write(HELP)
         return 0
     if not given.runs:
         raise ValueError(f"RUN: give the folder of a run, or of several{_newest()}")
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
-    from gpipe_cli.commands.sweep_folder import runs_without_result
+    from gpipe_cli.commands.sweep_record import abandoned_runs, runs_without_result
     from gpipe_cli.reporting.comparison import compare
     from gpipe_cli.reporting.comparison_report import show_comparison, to_csv, write_comparison
     from gpipe_cli.reporting.run_record import RunRecord, find_runs, read_run
@@ -86,7 +85,9 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     for folder in folders:
         problems += runs_without_result(folder)
         try:
-            found |= {run.resolve(): run for run in find_runs(folder) if run.resolve() not in found}
+            there, abandoned = {run.resolve(): run for run in find_runs(folder)}, abandoned_runs(folder)
+            counts = {path: run for path, run in there.items() if path not in abandoned}
+            found |= {path: run for path, run in (counts or there).items() if path not in found}
         except ValueError as error:
             problems.append(str(error))
     runs: list[RunRecord] = []
@@ -102,18 +103,23 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
         sys.stderr.write(f"gpipe compare: left out: {problem}\n")
     comparison = compare(runs)
     if as_csv:
-        _write(to_csv(comparison))
+        sys.stdout.write(to_csv(comparison))
         return 0
     folder = _make_folder(output, datetime.now())
     try:
-        console = Console()
-        show_comparison(console, comparison)
+        console, unread = Console(), None
+        try:
+            show_comparison(console, comparison)
+        except SystemExit as end:  # nobody reads on, `gpipe compare ... | head`: rich ends us, but the files are wanted
+            unread = end
         try:
             write_comparison(console, comparison, folder)
         except OSError as error:
             raise ValueError(
                 f"--output {folder}: cannot be written to ({error.strerror}); give another, or --csv"
             ) from error
+        if unread is not None:
+            raise unread
     finally:  # interrupted before anything was written, then nothing is left behind
         if output is None:
             with contextlib.suppress(OSError):  # it is not empty
@@ -145,12 +151,3 @@ def _newest() -> str:
 
     newest = [str(run) for run in newest_runs(OUTPUT)]
     return f"; the newest runs are {', '.join(newest)}" if newest else f"; there is no run in {OUTPUT} either"
-
-
-def _write(text: str) -> None:
-    """To stdout; where nobody reads on, `gpipe compare --help | head`, that is no error."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

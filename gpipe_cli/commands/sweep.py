@@ -5,9 +5,11 @@ alive for the next one. This launcher starts the command anew for each run; Hydr
 are. A failing run is reported at once and the others go on. What is finished is written down: a sweep can be resumed.
 """
 
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from gpipe_cli.commands.child import INTERRUPTED, run_process
-from gpipe_cli.commands.sweep_folder import Attempt, SweepFolder
+from gpipe_cli.commands.sweep_folder import SweepFolder
 from gpipe_cli.commands.sweep_names import differences, free_folder, varied_settings
+from gpipe_cli.commands.sweep_record import Attempt
 from gpipe_cli.reporting.bench_table import HOPELESS, bench_status
 from gpipe_cli.reporting.result import RESULT, read_result
 from gpipe_cli.reporting.sweep_table import Run, number_of, top1
@@ -30,7 +33,7 @@ from gpipe_cli.typed import quoted
 
 # Of a run that goes on: what its own settings do not say (they belong to one invocation of the command).
 _AGAIN = ("max_steps", "output", "dry_run")
-_BAD_INPUT = 2
+_BAD_INPUT, _UNREAD = 2, 128 + signal.SIGPIPE  # unread: nobody reads the output any more, `| head`
 
 
 class SweepLauncher(Launcher):
@@ -42,6 +45,7 @@ class SweepLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
         self.report = task_function
+        self.ended: type[BaseException] | None = None  # why the sweep ends before all was run
         folder = self.sweep.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder)  # the sweeper has this tree, too
@@ -63,13 +67,13 @@ class SweepLauncher(Launcher):
                     continue
                 title = f"run {number} of {of}{f', round {turn} of {rounds}' if rounds > 1 else ''}: {name}"
                 run = self._finished_before(title, number, turn, name)
-                interrupted = False
-                if run is None:
-                    run, interrupted = self._perform(title, job, Attempt(number, turn, name, ""))
-                runs[number] = run = replace(run, settings=settings[index])
-                self.report(run)
-                if interrupted:
-                    raise KeyboardInterrupt
+                if run is None and self.ended is None:
+                    run = self._perform(title, job, Attempt(number, turn, name, ""))
+                if run is not None:  # once the sweep has ended, those that were finished before it went on
+                    runs[number] = run = replace(run, settings=settings[index])
+                    self.report(run)
+        if self.ended is not None:
+            raise self.ended
         # A sweeper that searches gets the accuracy or the speed; that a run failed is not Hydra's to report.
         returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in jobs]
         for number, returned in enumerate(returns, start=initial_job_idx + 1):
@@ -94,36 +98,54 @@ class SweepLauncher(Launcher):
         if not self._finished(run):
             return None
         status = bench_status(run).replace("_", " ") if self.sweep.command == "bench" else run.status
-        Console().print(Text(f"{title}: {status} before, skipped"), soft_wrap=True)
+        if self.ended is None:
+            with self._speaking() as console:
+                console.print(Text(f"{title}: {status} before, skipped"), soft_wrap=True)
         return run
 
-    def _perform(self, title: str, job: Sequence[str], attempt: Attempt) -> tuple[Run, bool]:
-        """Performs one run in a process of its own; also returns whether the sweep was interrupted meanwhile.
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[Console]:
+        """A console. If nobody reads it any more (`| head`), the sweep ends, with all that it has."""
+        try:
+            yield Console()
+        except SystemExit:  # rich ends the process then
+            self.ended = BrokenPipeError
+
+    def _perform(self, title: str, job: Sequence[str], attempt: Attempt) -> Run | None:
+        """Performs one run in a process of its own; None if the sweep ended before it began.
 
         Of a sweep that goes on, a training goes on where its last checkpoint is.
         """
         assert self.sweep.path is not None
-        console = Console()
-        console.rule(Text(title), align="left")
+        with self._speaking() as console:
+            console.rule(Text(title), align="left")
+        if self.ended is not None:
+            return None
         before = self.sweep.last(attempt.run, attempt.round, attempt.name)
         if before is not None and self.sweep.command == "train":
             folder = self.sweep.path / before.folder
             if before.folder and any((folder / "checkpoints").glob("step_*/index.json")):
                 kept = [one for one in job if one.lstrip("+").partition("=")[0] in _AGAIN]
-                run, interrupted = self._process([*kept, f"resume={quoted(folder)}"], folder, before)
-                if run.exit_code != _BAD_INPUT:
-                    return run, interrupted
-                console.print(f"{escape(attempt.name)} cannot go on; it begins again", soft_wrap=True, highlight=False)
+                run = self._process([*kept, f"resume={quoted(folder)}"], folder, before)
+                if run.exit_code != _BAD_INPUT or self.ended is not None:
+                    return run
+                with self._speaking() as console:
+                    again = f"{escape(attempt.name)} cannot go on; it begins again"
+                    console.print(again, soft_wrap=True, highlight=False)
         if self.sweep.command == "bench":
             job = [*(one for one in job if one.lstrip("+").partition("=")[0] != "rounds"), "++rounds=1"]
+        if before is not None:
+            self.sweep.give_up(before)
         return self._process(job, free_folder(self.sweep.path, attempt.name), attempt)
 
-    def _process(self, arguments: Sequence[str], folder: Path, attempt: Attempt) -> tuple[Run, bool]:
+    def _process(self, arguments: Sequence[str], folder: Path, attempt: Attempt) -> Run:
         attempt = replace(attempt, folder=folder.name, exit_code=None, error="")
         self.sweep.record(attempt)
         own = [self.sweep.command, *self.options, *arguments, f"run_folder={quoted(folder)}"]
         begin = time.monotonic()
-        exit_code, error, interrupted = run_process([sys.executable, "-m", "gpipe_cli", *own])
+        exit_code, error, interrupted = run_process([sys.executable, "-m", "gpipe_cli", *own], held=self.sweep.held)
+        if interrupted or exit_code == _UNREAD:
+            self.ended = KeyboardInterrupt if interrupted else BrokenPipeError
         error = str(_result(folder).get("error") or error) if exit_code else ""
         attempt = replace(attempt, exit_code=exit_code, seconds=time.monotonic() - begin, error=error)
         self.sweep.record(attempt)
@@ -132,15 +154,16 @@ class SweepLauncher(Launcher):
             # One that failed while it trained says so in its summary; stderr is for what went wrong before.
             status = bench_status(run).replace("_", " ") if self.sweep.command == "bench" else run.status
             why = "" if interrupted else f": {escape(error)}"
-            Console().print(f"[red]{status}[/red] {escape(run.differs)}{why}", soft_wrap=True, highlight=False)
-        return run, interrupted
+            with self._speaking() as console:
+                console.print(f"[red]{status}[/red] {escape(run.differs)}{why}", soft_wrap=True, highlight=False)
+        return run
 
     def _run(self, attempt: Attempt) -> Run:
         assert self.sweep.path is not None
         folder = self.sweep.path / attempt.folder
         result = _result(folder)
         done = result.get("status") in ("completed", "dry_run")  # even if it was interrupted while it drew pictures
-        exit_code = 0 if done else attempt.exit_code if attempt.exit_code is not None else INTERRUPTED
+        exit_code = 0 if done else INTERRUPTED if attempt.exit_code in (None, _UNREAD) else attempt.exit_code
         seconds = attempt.seconds or number_of(result.get("seconds")) or 0.0
         return Run(
             attempt.name,

@@ -5,32 +5,30 @@ what is finished stays as it is, and the command line need not be remembered.
 """
 
 import contextlib
+import fcntl
+import os
+import shutil
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from gpipe_cli.commands import CommandLine, arranged, read
+from gpipe_cli.commands.sweep_record import SWEEP, Attempt, read_sweep
 from gpipe_cli.reporting.facts import override
 from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.run_record import CONFIG
-from gpipe_cli.typed import quoted
+from gpipe_cli.typed import quoted, show
 
-SWEEP = "sweep.json"
 HYDRAS = "multirun.yaml"  # Hydra writes it before it has looked at the settings
 _PLACE = "hydra.sweep.dir="
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A run of the sweep that was begun; of those with the same number and round the last one counts."""
-
-    run: int  # the first is 1
-    round: int  # likewise
-    name: str  # what differs
-    folder: str  # within that of the sweep
-    exit_code: int | None = None  # None: it has not ended, or nobody was left to see it
-    seconds: float = 0.0
-    error: str = ""
+_ENDING_SECONDS = 6.0  # a run whose sweep was killed ends within these
+# Settings of a place that would have no effect in a sweep, and in a single run; and those that have.
+_SWEEPS, _RUNS = "the folder of a sweep, in which those of its runs lie, is given by", "the folder of a run is given by"
+_NO_PLACE = {
+    True: {"run_folder": (_SWEEPS, "hydra.sweep.dir"), "hydra.run.dir": (_SWEEPS, "hydra.sweep.dir")},
+    False: {"hydra.sweep.dir": (_RUNS, "run_folder"), "hydra.run.dir": (_RUNS, "run_folder")},
+}
 
 
 class SweepFolder:
@@ -45,6 +43,8 @@ class SweepFolder:
         self.rounds = 1  # likewise
         self._options: list[str] = []
         self._attempts: dict[tuple[int, int], Attempt] = {}
+        self._abandoned: list[str] = []  # folders of runs that began again in another one
+        self._lock: int | None = None  # an open file, as long as this sweep is at work
 
     @property
     def place(self) -> list[str]:
@@ -62,22 +62,70 @@ class SweepFolder:
         """Where the sweep will lie: at `path`; if another sweep of this second has taken it, beside it.
 
         Raises:
-            ValueError: a sweep lies where this one was told to, or no folder can be made there.
+            ValueError: torchrun has started several of us, a sweep lies where this one was told to or is still at work
+                there, or no folder can be made there.
         """
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"torchrun: each of its processes would run the whole sweep; call gpipe {self.command} -m on one "
+                "machine without it, or torchrun once for each configuration"
+            )
         count, free = 1, path
-        while not self.resumes and (free / SWEEP).exists():
+        while not self._take(free):
+            if self.resumes:
+                raise ValueError(
+                    f"{override('resume', str(path))}: this sweep is at work, in another process; wait for its end, "
+                    "or stop it there"
+                )
             if any(argument.startswith(_PLACE) for argument in self.arguments):
                 raise ValueError(
                     f"{_PLACE}{path}: a sweep lies there already; go on with it by resume={path}, or choose another"
                 )
             count += 1
             free = path.with_name(f"{path.name}-{count}")
-        try:
-            free.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{free}: no folder can be made there ({error.strerror}); choose another") from error
         self.path = free
         return free
+
+    def _take(self, folder: Path) -> bool:
+        """Makes the folder and keeps others out of it, as long as we or a run of ours live; whether that was possible.
+
+        Two that go on with one sweep would do everything twice, and clear away what the other is about to do. A run
+        whose sweep was killed may still be ending: for that we wait.
+
+        Raises:
+            ValueError: no folder can be made there.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(str(folder), os.O_RDONLY)
+        except OSError as error:
+            raise ValueError(f"{folder}: no folder can be made there ({error.strerror}); choose another") from error
+        until = time.monotonic() + (_ENDING_SECONDS if self.resumes else 0)
+        while self._lock is None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    os.close(lock)
+                    return False
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                self._lock = lock
+        if not self.resumes and (folder / SWEEP).exists():
+            self._release()
+            return False
+        return True
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The open files that a run inherits."""
+        return () if self._lock is None else (self._lock,)
 
     def begin(self, options: Sequence[str]) -> None:
         """The settings are known to be readable: the sweep exists from now on."""
@@ -85,7 +133,8 @@ class SweepFolder:
         self._write()
 
     def discard(self) -> None:
-        """Removes what Hydra has left of a sweep that never began."""
+        """Lets others in again, and removes what Hydra has left of a sweep that never began."""
+        self._release()
         if self.path is None or self._options or self.resumes:
             return
         if {file.name for file in self.path.glob("*")} <= {HYDRAS}:
@@ -102,11 +151,33 @@ class SweepFolder:
         self._attempts[attempt.run, attempt.round] = attempt
         self._write()
 
+    def give_up(self, attempt: Attempt) -> None:
+        """The run will begin again in a new folder. Where the old one holds nothing to go on from, it goes.
+
+        A run that was stopped half-way would stand in TensorBoard beside the one that took its place. What failed may
+        say why, and a checkpoint may be of use: these stay.
+        """
+        assert self.path is not None
+        folder = self.path / attempt.folder
+        if not attempt.folder or folder.parent != self.path or folder.name == "..":  # somebody has edited sweep.json
+            return
+        try:
+            status = read_result(folder).get("status")
+        except (OSError, ValueError):
+            status = None
+        if not (folder / CONFIG).is_file():  # it never became a run, and what lies there is not ours
+            with contextlib.suppress(OSError):  # something does, or not even a folder
+                folder.rmdir()
+        elif status in (None, "running", "interrupted") and not (folder / "checkpoints").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            self._abandoned.append(attempt.folder)
+
     def _write(self) -> None:
         assert self.path is not None
         runs = [asdict(attempt) for _, attempt in sorted(self._attempts.items())]
         values = {"command": self.command, "arguments": self.arguments, "options": self._options, "runs": runs}
-        write_result(self.path, values, SWEEP)
+        write_result(self.path, {**values, "abandoned": self._abandoned}, SWEEP)
 
     def read(self) -> None:
         """Takes over what sweep.json says.
@@ -115,36 +186,15 @@ class SweepFolder:
             ValueError: it cannot be read, or is of another command.
         """
         assert self.path is not None
-        command, given, attempts = _read(self.path)
-        if command != self.command:
+        saved = read_sweep(self.path)
+        if saved.command != self.command:
             raise ValueError(
-                f"resume={self.path}: is a sweep of gpipe {command}; go on with it by "
-                f"gpipe {command} {override('resume', str(self.path))}"
+                f"resume={self.path}: is a sweep of gpipe {saved.command}; go on with it by "
+                f"gpipe {saved.command} {override('resume', str(self.path))}"
             )
-        self.arguments = tuple(argument for argument in given if not argument.startswith(_PLACE))
-        self._attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
-
-
-def runs_without_result(folder: Path) -> list[str]:
-    """What a comparison cannot find in `folder`, a sweep or one with sweeps: runs that ended before they were one.
-
-    A setting that is impossible (more partitions than layers) is refused before there is anything to write down; only
-    the sweep knows that it was asked for. One line for each.
-    """
-    lines: dict[tuple[Path, str], str] = {}
-    for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP}"))):
-        if not (path / SWEEP).is_file():
-            continue
-        try:
-            _, _, attempts = _read(path)
-        except (OSError, ValueError) as error:
-            lines[path, ""] = str(error)
-            continue
-        for attempt in attempts:
-            if attempt.exit_code and not (path / attempt.folder / CONFIG).is_file():
-                why = attempt.error or f"exit code {attempt.exit_code}"
-                lines[path, attempt.name] = f"{path}: {attempt.name} ended before its first step: {why}"
-    return list(lines.values())
+        self.arguments = tuple(argument for argument in saved.arguments if not argument.startswith(_PLACE))
+        self._attempts = {(attempt.run, attempt.round): attempt for attempt in saved.attempts}
+        self._abandoned = saved.abandoned
 
 
 def sweep_of(command: str, arguments: Sequence[str]) -> tuple[SweepFolder, list[str], CommandLine]:
@@ -157,9 +207,18 @@ def sweep_of(command: str, arguments: Sequence[str]) -> tuple[SweepFolder, list[
     line = read(command, given)
     folder = _resumed_sweep(command, line)
     if folder is None:
+        _refuse_place(line)
         return SweepFolder(command, arguments), given, line
     given = arranged([*folder.arguments, *folder.place])
     return folder, given, read(command, given)
+
+
+def _refuse_place(line: CommandLine) -> None:
+    """Raises ValueError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
+    sweep = bool(line.options["multirun"]) or str(line.overrides.get("hydra.mode")) == "MULTIRUN"
+    for key, (remedy, meant) in _NO_PLACE[sweep].items():
+        if (value := line.overrides.get(key)) is not None:
+            raise ValueError(f"{key}={show(value)}: {remedy} {override(meant, str(value))}")
 
 
 def _resumed_sweep(command: str, line: CommandLine) -> SweepFolder | None:
@@ -182,19 +241,3 @@ def _resumed_sweep(command: str, line: CommandLine) -> SweepFolder | None:
     folder = SweepFolder(command, (), Path(given))
     folder.read()
     return folder
-
-
-def _read(path: Path) -> tuple[str, list[str], list[Attempt]]:
-    """Command, arguments and runs of the sweep in `path`.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    saved = read_result(path, SWEEP)
-    try:
-        given = [str(argument) for argument in saved["arguments"]]
-        return saved["command"], given, [Attempt(**values) for values in saved["runs"]]
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path / SWEEP}: cannot be read as a sweep ({type(error).__name__}: {error}); begin it again"
-        ) from error

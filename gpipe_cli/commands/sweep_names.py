@@ -30,8 +30,11 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def _varied(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[list[str]]:
     """Of each job the overrides that not all have."""
+    typed = OverridesParser.create().parse_overrides(list(task))
+    same = {o.key_or_group for o in typed if not o.is_sweep_override()}  # by key: Hydra writes a true as True
 
     def varies(override: str) -> bool:
-        return override not in task and (len(jobs) == 1 or any(override not in job for job in jobs))
+        key = override.lstrip("+~").partition("=")[0]
+        return key not in same and (len(jobs) == 1 or any(override not in job for job in jobs))
 
     return [[override for override in job if varies(override)] for job in jobs]

@@ -124,7 +124,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         ),
         number("model_flops_per_second", "FLOP/s", of("model_flops_per_second"), operations, bench),
         number("mfu", "MFU\n%", of("mfu"), _percent, bench),
-        number("epochs", "epochs", of("epochs"), _plain, False),
+        number("epochs_done", "epochs\ndone", of("epochs"), _plain, False),
         number("steps", "steps", of("steps")),
         number("seconds", f"time\n{time}", of("seconds"), _scaled(seconds)),
         number("threads_per_process", "threads", of("hardware", "threads_per_process"), _plain, False),
@@ -139,10 +139,8 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
 
 def _speed_kind(runs: Sequence[RunRecord]) -> Column:
     """In the table only where a run is not `measured`; there is no room for `measured_one_device`."""
-    kinds = tuple(run.result.get("samples_per_second_kind") for run in runs)
-    texts = tuple(
-        "-" if kind is None else "one device" if kind == "measured_one_device" else str(kind) for kind in kinds
-    )
+    kinds = tuple(run.speed_kind for run in runs)
+    texts = tuple("-" if kind is None else "one device" if kind == "measured_one_device" else kind for kind in kinds)
     return Column("speed_kind", "speed", kinds, texts, any(run.one_device for run in runs))
 
 

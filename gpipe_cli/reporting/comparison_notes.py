@@ -10,7 +10,7 @@ from typing import Any
 from gpipe_cli.reporting.comparison import Comparison, machine, one_line
 from gpipe_cli.reporting.curves import same_curves
 from gpipe_cli.reporting.run_names import differing, listed, referred
-from gpipe_cli.reporting.run_record import RunRecord
+from gpipe_cli.reporting.run_record import NOT_OF_A_BENCH, RunRecord
 from gpipe_cli.typed import show
 
 MOST_ERRORS = 5  # failures that get a line of their own
@@ -95,7 +95,7 @@ def _unknown_settings(runs: Sequence[RunRecord]) -> Iterator[str]:
     for key in keys:
         group = key.partition(".")[0]
         have = [run for run in runs if key in run.settings]
-        lack = [run for run in runs if key not in run.settings]
+        lack = [run for run in runs if key not in run.settings and not (run.bench and group in NOT_OF_A_BENCH)]
         choice = f"{group}.name"
         same = {run.settings.get(choice) for run in have} & {run.settings.get(choice) for run in lack}
         whole = group == key or any(choice in run.settings for run in lack)

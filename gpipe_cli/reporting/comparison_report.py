@@ -85,7 +85,6 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
     same = [note for tag in tags[:1] for note in same_curve_notes(comparison, tag)]
     if not tags:
         same = ["no run has curves, so there are none to draw"]
-    _show_notes(console, same)
     pictures = [(CURVES, "curves", draw_curves(comparison.runs, tags) if tags else None)]
     pictures.append((BARS, "bars", draw_bars(comparison)))
     for name, _, picture in pictures:
@@ -96,6 +95,7 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
     drawn = [(name, alt) for name, alt, picture in pictures if picture is not None]
     (folder / CSV).write_text(to_csv(comparison), encoding="utf-8")
     write_page(folder / PAGE, comparison, [*notes(comparison), *same], [(folder / name, alt) for name, alt in drawn])
+    _show_notes(console, same)  # after all is written: who reads may have gone
     show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])
     show_facts(console, [("picture", str(folder / name)) for name, _ in drawn])
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting import palette
-from gpipe_cli.reporting.curves import same_curves, speed_tags
+from gpipe_cli.reporting.curves import compared_curve, same_curves, speed_tags
 from gpipe_cli.reporting.run_names import labels, referred
 from gpipe_cli.reporting.run_record import RunRecord
 from gpipe_cli.reporting.timeline_picture import DPI, INK, PALE_INK, WIDTH_INCHES
@@ -97,7 +97,7 @@ def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> "Figure":
     legend = 0.2 + LINE_INCHES * math.ceil(len(shown) / across)
     height = len(tags) * (TITLE_INCHES + PANEL_INCHES) + AXIS_INCHES + 0.15 + legend
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
-    last = max((curve.steps[-1] for run in runs for tag in tags if (curve := run.curves.get(tag))), default=1)
+    last = max((curve.steps[-1] for run in runs for tag in tags if (curve := compared_curve(run, tag))), default=1)
     top = height
     for tag in tags:
         top -= TITLE_INCHES + PANEL_INCHES
@@ -112,8 +112,8 @@ def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lo
     smoothed = False
     highest, least = -math.inf, math.inf
     for run, style in zip(runs, styles(len(runs), groups), strict=True):
-        curve = run.curves.get(tag)
-        if curve is None or not curve.steps:
+        curve = compared_curve(run, tag)
+        if curve is None:
             continue
         values = [value if math.isfinite(value) else math.nan for value in curve.values]
         finite = [value for value in values if value == value]

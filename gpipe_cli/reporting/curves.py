@@ -53,6 +53,18 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     return found
 
 
+def compared_curve(run: HasCurves, tag: str) -> Curve | None:
+    """The curve of a run as it may stand beside those of others; None if it has no points there.
+
+    A speed in samples is none of text: it would be sentences, which differ in length, beside images.
+    """
+    from gpipe_cli.reporting import dashboard  # torch comes with it
+
+    curve = run.curves.get(tag)
+    sentences = tag == dashboard.SAMPLES_PER_SECOND and dashboard.TOKENS_PER_SECOND in run.curves
+    return None if curve is None or not curve.steps or sentences else curve
+
+
 def same_curves(runs: Sequence[HasCurves], tag: str) -> tuple[tuple[int, ...], ...]:
     """Groups of runs whose points of ``tag`` are the same bits at the same steps, each of two runs or more.
 
@@ -61,8 +73,8 @@ def same_curves(runs: Sequence[HasCurves], tag: str) -> tuple[tuple[int, ...], .
     """
     groups: dict[bytes, list[int]] = {}
     for position, run in enumerate(runs):
-        curve = run.curves.get(tag)
-        if curve is not None and curve.steps and curve.complete:
+        curve = compared_curve(run, tag)
+        if curve is not None and curve.complete:
             groups.setdefault(curve.bits, []).append(position)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
@@ -72,11 +84,7 @@ def compared_tags(runs: Sequence[HasCurves]) -> list[str]:
     from gpipe_cli.reporting import dashboard  # torch comes with it
 
     tags = (dashboard.TRAIN_LOSS, dashboard.TEST_TOP1, dashboard.TEST_PERPLEXITY, *speed_tags())
-    seen = {tag for run in runs for tag, curve in run.curves.items() if curve.steps}
-    tokens = any(dashboard.TOKENS_PER_SECOND in run.curves for run in runs)
-    images = any(dashboard.TOKENS_PER_SECOND not in run.curves for run in runs)
-    left_out = set() if images or not tokens else {dashboard.SAMPLES_PER_SECOND}
-    return [tag for tag in tags if tag in seen - left_out]
+    return [tag for tag in tags if any(compared_curve(run, tag) is not None for run in runs)]
 
 
 def speed_tags() -> tuple[str, ...]:

@@ -202,7 +202,7 @@ class Reporter:
             "best": self._best,
             "samples_per_second": speed.samples_per_second,
             "samples_per_second_quartiles": speed.samples_per_second_quartiles,
-            "samples_per_second_kind": run.speed_kind,
+            "samples_per_second_kind": None if speed.samples_per_second is None else run.speed_kind,
             "step_seconds": speed.step_seconds,
             "speed_includes_warm_up": speed.includes_warm_up,
             "speed_steps": speed.counted_steps,

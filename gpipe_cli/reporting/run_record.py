@@ -15,6 +15,8 @@ from gpipe_cli.reporting.curves import Curve, read_curves
 from gpipe_cli.reporting.result import RESULT, read_result
 
 CONFIG = "config.yaml"  # a folder that holds it is a run
+# Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
+NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "checkpoint"})
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class RunRecord:
     """What became of one run of `gpipe train` or `gpipe bench`."""
 
     folder: Path
-    settings: Mapping[str, Any]  # dotted key, `model.filters`, and value
+    settings: Mapping[str, Any]  # dotted key, `model.filters`, and value; of a bench those that mean something to it
     result: Mapping[str, Any]  # result.json
 
     @property
@@ -35,9 +37,20 @@ class RunRecord:
         return self.result.get("task", "classification") != "classification"
 
     @property
+    def bench(self) -> bool:
+        """Whether it was a measurement; runs from before there was gpipe bench do not say so."""
+        return self.result.get("command") == "bench"
+
+    @property
+    def speed_kind(self) -> str | None:
+        """measured | measured_one_device; None of a run without a speed, such as a dry run."""
+        kind = self.result.get("samples_per_second_kind")
+        return None if kind is None or self.number("samples_per_second") is None else str(kind)
+
+    @property
     def one_device(self) -> bool:
         """Whether its stages shared a device or cores: then its speed is not that of a pipeline."""
-        return self.result.get("samples_per_second_kind") == "measured_one_device"
+        return self.speed_kind == "measured_one_device"
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
@@ -72,7 +85,10 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
     if not isinstance(result.get("config"), dict):
         raise ValueError(f"{folder / RESULT}: holds no settings, so it is not the result of a run; leave it out")
-    return RunRecord(folder, dict(flattened(result["config"])), result)
+    settings = dict(flattened(result["config"]))
+    if result.get("command") == "bench":
+        settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}
+    return RunRecord(folder, settings, result)
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 from gpipe_cli.config import load_hardware
 from gpipe_cli.hardware_settings import HardwareConfig
 from gpipe_cli.pipeline.simulator import EdgeCost
+from gpipe_cli.reporting.units import plural
 from gpipe_cli.training.shapes import Shapes
 
 _GIGA = 1e9
@@ -106,7 +107,7 @@ def measured_costs(
         slowdown = turns(in_process, len(alone))
     latency, bandwidth = found["link"] or (0.0, 0.0)
     edges = edge_costs(shapes, samples, latency, 1 / bandwidth if bandwidth else 0.0)
-    source = f"layers measured on this machine, {samples} samples at a time"
+    source = f"layers measured on this machine, {plural(samples, 'sample')} at a time"
     return StepCosts(source, True, tuple(alone), tuple(found["updates"]), edges, slowdown, found["set_up"])
 
 

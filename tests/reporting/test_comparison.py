@@ -17,9 +17,10 @@ from gpipe_cli.reporting.comparison import Comparison, compare
 from gpipe_cli.reporting.comparison_notes import notes, same_curve_notes
 from gpipe_cli.reporting.comparison_page import write_page
 from gpipe_cli.reporting.comparison_report import show_comparison, to_csv
-from gpipe_cli.reporting.curve_picture import THIN, WIDE, draw_curves, running_median, styles
-from gpipe_cli.reporting.curves import Curve, compared_tags, read_curves, same_curves
+from gpipe_cli.reporting.curve_picture import THIN, WIDE, draw_curves, run_colour, running_median, styles
+from gpipe_cli.reporting.curves import Curve, compared_curve, compared_tags, read_curves, same_curves
 from gpipe_cli.reporting.reporter import Reporter
+from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.run_names import differing, folded, labels, listed, names, referred
 from gpipe_cli.reporting.run_record import RunRecord, find_runs, read_run
 from gpipe_cli.typed import show
@@ -277,6 +278,33 @@ def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
     assert "runs of gpipe bench are not evaluated" in printed
 
 
+def test_what_a_measurement_sets_by_itself_is_no_difference(tmp_path: Path) -> None:
+    """`epochs` and `max_steps` of a bench are its own; its users cannot give them."""
+    own = {"epochs": 8, "max_steps": 8, "checkpoint": {"keep": 1}}
+    for k in (1, 2):
+        ran(tmp_path / f"bench{k}", [3.0], partitions=k, **own)
+        result = read_result(tmp_path / f"bench{k}")
+        write_result(tmp_path / f"bench{k}", {**result, "command": "bench"})
+        ran(tmp_path / f"train{k}", [3.0], partitions=k, epochs=2, max_steps=None, checkpoint={"keep": 3})
+    both = [read_run(folder) for folder in find_runs(tmp_path)]
+    assert differing(both) == ["partitions"]
+    assert names(both)[0] == "partitions=1 #1"
+    assert not any("another version of gpipe" in note for note in notes(compare(both)))
+    longer = read_run(ran(tmp_path / "longer", [3.0], epochs=5, max_steps=None, checkpoint={"keep": 3}))
+    comparison = compare([both[0], both[2], longer])
+    assert [row["epochs"] for row in rows(comparison)] == ["", "2", "5"], "of a training it is"
+    keys = [column.key for column in comparison.columns]
+    assert len(set(keys)) == len(keys), "epochs, and those that were done"
+
+
+def test_a_run_without_a_speed_has_no_kind_of_it(tmp_path: Path, runs: list[RunRecord]) -> None:
+    dry = read_run(ran(tmp_path / "dry", [], "dry_run"))
+    assert dry.result["samples_per_second_kind"] is None
+    before = changed(dry, samples_per_second_kind="measured_one_device")  # so earlier versions wrote it
+    assert [row["speed_kind"] for row in rows(compare([runs[0], dry, before]))] == ["measured", "", ""]
+    assert not any("one device" in note for note in notes(compare([runs[0], before])))
+
+
 def test_shared_devices_have_a_column_and_a_note(runs: list[RunRecord]) -> None:
     assert "one device" not in table(compare(runs[:2]))
     found = table(compare([runs[0], changed(runs[1], samples_per_second_kind="measured_one_device")]))
@@ -340,6 +368,12 @@ def test_pictures_take_what_runs_have(runs: list[RunRecord], text: RunRecord) ->
     one, all_ = draw_curves(both, tags[:1]), draw_curves(both, tags)
     assert all_.shape[1:] == one.shape[1:]
     assert all_.shape[0] > 3 * one.shape[0]
+    samples = "speed/samples_per_second"
+    assert samples in text.curves
+    assert compared_curve(text, samples) is None, "sentences, which are no images"
+    panel = draw_curves([runs[0], text], [samples])[:-80].astype(int)  # above the legend
+    drawn = [(np.abs(panel - np.frombuffer(bytes.fromhex(run_colour(n, 2)[1:]), np.uint8)) <= 2) for n in (0, 1)]
+    assert [bool(found.all(axis=2).any()) for found in drawn] == [True, False]
     bars = draw_bars(compare(both))
     assert bars is not None
     assert bars.shape[1] == one.shape[1]
