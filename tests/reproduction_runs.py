@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reproduction.runner import Runner
 
 # (command, settings, folder) -> the file that it writes, and what is in it; or ValueError, which is exit code 2
@@ -27,6 +28,18 @@ def runner(folder: Path, answer: Answer, *given: str, desk: bool = True, setting
 
     every = (*settings, *given)
     return Runner("nothing", Path("recipes"), folder, every, perform, lambda line: None, desk, users=given)
+
+
+def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """An answer to the recipe `breakdown`."""
+    if command == "plan":
+        assert settings["cost"] == "measured"
+        simulated = {**dict.fromkeys(SHARES, 0.0), "compute": 0.75, "recompute": 0.25}
+        view = {"stages": [{}, {}], "micro_batches": 16, "model_name": "Some model", "breakdown": simulated}
+        return "plan.json", {**view, "bubble": 0.05, "hardware": {"source": "layers measured on this machine"}}
+    measured = {**dict.fromkeys(SHARES, 0.01), "compute": 0.7, "recompute": 0.21, "transfer": 0.05}
+    row = {"breakdown": measured, "bubble": 0.07, "ideal_bubble": 1 / 17, "kind": "measured_one_device", "reason": None}
+    return "bench.json", {"rows": [row]}
 
 
 def cells(table: Any, heading: str, origin: str) -> list[str]:

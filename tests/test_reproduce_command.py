@@ -41,6 +41,11 @@ def test_without_a_name_the_recipes_are_listed(
         ("breakdown table3_no_fast_interconnect", "one recipe at a time; run breakdown first"),
         ("breakdown scale=large", "scale=large: must be one of auto, desk, paper"),
         ("breakdown run_folder=x", "run_folder=x: a recipe makes its own folders; give output=FOLDER"),
+        ("multilingual_400m ~presets", "~presets: a recipe takes nothing away; write NAME setting=value"),
+        ("multilingual_400m ~max_steps=2", "~max_steps=2: a recipe takes nothing away; write NAME setting=value"),
+        ("consistency recipe.consistency.seeds=[0,1]", "[0,1]: what a recipe says of the paper cannot be set"),
+        ("table2_amoebanet ++micro_batches=8", "micro_batches=8: is what the rows of this table differ in"),
+        ("breakdown batch_size=8", "or batch_size=16 or more (a setting of this recipe)"),
         ("breakdown -m", "-m: there is no such option"),
         ("breakdown dry_run=true", "dry_run=true: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true"),
         ("breakdown seed=1,2", "seed=1,2: one value for all commands of a recipe; run it once for each"),
@@ -87,6 +92,8 @@ def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "recompute 22.5 %" in shown
     assert "AmoebaNet-D (3, 16)" in shown
     assert "scaled down" in shown
+    assert f"* given: {' '.join(TINY)}: in every command; what else is said of models and sizes" in written
+    assert {row[-1] for row in rows.values()} == {"-"}
     # the commands are as anybody can type them
     assert [line.split()[:2] for line in found["commands"]] == [["gpipe", "bench"], ["gpipe", "plan"]]
     assert all("-cn breakdown" in line and "model.filters=16" in line for line in found["commands"])

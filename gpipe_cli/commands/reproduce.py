@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.commands import read
+from gpipe_cli.commands import arranged, read
 from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.folders import make_new
 from gpipe_cli.reporting.facts import show_facts, show_line
@@ -28,7 +28,8 @@ Usage: gpipe reproduce                               lists the recipes
 Settings
   scale      auto: the paper's scale if the GPUs for it are here, or else a desk's | desk | paper (auto)
   output     folder of the folder that everything goes to (outputs)
-  any other  goes to every command of the recipe: seed=1, batch_size=64
+  any other  goes to every command of the recipe: seed=1, batch_size=64; what is then of another size than the
+             paper's is not compared with it
 
 Writes reproduction.md, reproduction.json and log.txt, beside the runs themselves.
 
@@ -51,10 +52,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments[:1] == ["-sc"]:  # completion of names; Hydra's is of settings
         return 0
+    arguments = arranged(arguments)
     settings = {argument.partition("=")[0]: argument for argument in arguments if "=" in argument}
     rest = [argument for argument in arguments if "=" not in argument]
     if dashed := [argument for argument in arguments if argument.startswith("-")]:
         raise ValueError(f"{dashed[0]}: there is no such option; write NAME setting=value, see gpipe reproduce --help")
+    if removed := [argument for argument in arguments if argument.startswith("~")]:
+        raise ValueError(f"{removed[0]}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
     scale = settings.pop("scale", "scale=auto").partition("=")[2]
     if scale not in SCALES:
         raise ValueError(f"scale={scale}: must be one of {', '.join(SCALES)}")
@@ -82,7 +86,12 @@ def main(arguments: Sequence[str]) -> int:
 def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], output: str) -> int:
     console = Console()
     here = gpus()
-    chosen, why = fitting_scale(recipe.needs, here) if scale == "auto" else (_scale(scale), "as was asked for")
+    if scale != "auto":
+        chosen, why = _scale(scale), "as was asked for"
+    elif "device=cpu" in given:
+        chosen, why = "desk", "device=cpu uses no GPU"
+    else:
+        chosen, why = fitting_scale(recipe.needs, here)
     folder = _make_folder(Path(output), name)
 
     def say(line: str) -> None:
@@ -91,7 +100,8 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
     show_facts(console, [("recipe", f"{name}: {recipe.title}"), ("source", recipe.source)])
     show_facts(console, [("scale", f"{chosen}: {why}"), ("folder", str(folder))])
     if chosen == "desk":
-        show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores")])
+        without = " without what was given" if given else ""
+        show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores{without}")])
     try:
         found = reproduce(name, recipe, chosen, why, here, given, folder, run_process, say)
     except KeyboardInterrupt:
@@ -102,7 +112,8 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         return 1
     except ValueError as error:
         _remove_empty(folder)
-        raise ValueError(_with_remedy(str(error), recipe, chosen)) from error
+        kept = f"; what was run before is in {folder}" if folder.exists() else ""
+        raise ValueError(f"{_with_remedy(str(error), recipe, chosen)}{kept}") from error
     show_reproduction(console, found, folder)
     return 0
 

@@ -15,7 +15,7 @@ from gpipe_cli.reporting.share_picture import draw_shares
 from gpipe_cli.reporting.timeline_picture import write_picture
 from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reporting.units import percent
-from gpipe_cli.reproduction.numbers import NONE
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
 
 _PICTURE = "breakdown.png"
@@ -45,15 +45,16 @@ def reproduce(what: Breakdown, runner: Runner) -> Findings:
     (row,) = runner.bench("measured")["rows"]
     if row["breakdown"] is None:
         raise CommandFailedError(row["reason"] or "no step was recorded")
-    planned = runner.plan("simulated", "cost=measured")
+    planned = runner.without("cost").plan("simulated", "cost=measured")
     measured, simulated, paper = row["breakdown"], planned["breakdown"], what.shares
+    comparable = not runner.changed()  # also at a desk: the paper's model is not known
     rows = tuple(
         (
             share_word(name),
             percent(paper.get(name)),
             percent(measured[name]),
             percent(simulated[name]),
-            f"{100 * (measured[name] - paper[name]):+.1f}" if name in paper else NONE,
+            difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE,
         )
         for name in SHARES
     )
@@ -71,7 +72,8 @@ def reproduce(what: Breakdown, runner: Runner) -> Findings:
         picture,
         draw_shares([("paper (TPU)", paper), ("measured here", measured), ("simulated, layers timed here", simulated)]),
     )
-    return Findings((table,), _notes(row, planned, paper), (("picture", str(picture)),))
+    notes = (*_notes(row, planned, paper), *(() if comparable else (NO_DIFFERENCES,)))
+    return Findings((table,), notes, (("picture", str(picture)),))
 
 
 def _notes(

@@ -13,6 +13,7 @@ from typing import Any
 from gpipe_cli.reporting.curves import same_curves
 from gpipe_cli.reporting.recipe_report import Column, Table
 from gpipe_cli.reporting.run_record import RunRecord, read_run
+from gpipe_cli.reporting.units import plural
 from gpipe_cli.reproduction.numbers import NONE, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.reproduction.weights import difference, digest, final_tensors
@@ -91,10 +92,9 @@ def _losses_note(same: Sequence[Trained], losses: Sequence[bool]) -> str:
     steps = len(curve.steps) if curve is not None else 0
     other = [str(run.partitions) for run, alike in zip(same, losses, strict=False) if not alike]
     if other:
-        return (
-            f"K = {', '.join(other)}: of {steps:,} steps, some losses differ from those with K = {same[0].partitions}"
-        )
-    return f"those of all {steps:,} steps are the same bits with K = {_listed(same)}"
+        all_steps, first = plural(steps, "step"), same[0].partitions
+        return f"K = {', '.join(other)}: of {all_steps}, some losses differ from those with K = {first}"
+    return f"those of all {plural(steps, 'step')} are the same bits with K = {_listed(same)}"
 
 
 def _weights_note(same: Sequence[Trained], weights: Sequence[Any], digests: Sequence[str]) -> str:
@@ -155,7 +155,8 @@ def _spread(what: Consistency, same: Sequence[Trained], repeated: Sequence[Train
 def _deviations(runs: Sequence[Trained]) -> tuple[str, str]:
     tests = [run.result["test"] for run in runs]
     top1 = 100 * stdev(test["top1"] for test in tests)
-    return f"{number(top1, 3)} points", number(stdev(test["loss"] for test in tests), 6)
+    losses = [test["loss"] for test in tests]  # None where it was not a number
+    return f"{number(top1, 3)} points", NONE if None in losses else number(stdev(losses), 6)
 
 
 def _listed(runs: Sequence[Trained]) -> str:

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reproduction.numbers import NONE, difference, number, percents
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.typed import quoted
 
@@ -40,6 +40,8 @@ def reproduce(what: FineTuning, runner: Runner) -> Findings:
     if (seed := runner.given("seed")) is not None:
         raise ValueError(f"seed={seed}: this recipe runs seeds 0 to {what.runs - 1} and takes their mean; leave it out")
     begins_with, settings = runner.given("init_from"), what.fine_tuning if runner.desk else ()
+    if begins_with == "null":
+        begins_with, runner = None, runner.without("init_from")  # as if it were left out
     if begins_with is None and not runner.desk:
         raise ValueError(
             "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "
@@ -53,9 +55,10 @@ def reproduce(what: FineTuning, runner: Runner) -> Findings:
     runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(what.runs)]
     scratch = runner.train(FROM_SCRATCH, "init_from=null", "seed=0", *settings) if pretrained is not None else None
     notes = [("deviation", f"of a sample of {what.runs} runs, which differ in their seed only; the paper prints none")]
-    if runner.desk:
-        notes.append(("differences", "none where data or sizes are not the paper's"))
-    return Findings((_means(what, runs, pretrained, scratch, runner.desk), _each(runs)), tuple(notes))
+    comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
+    if not comparable:
+        notes.append(NO_DIFFERENCES)
+    return Findings((_means(what, runs, pretrained, scratch, comparable), _each(runs)), tuple(notes))
 
 
 def _means(
@@ -63,12 +66,13 @@ def _means(
     runs: list[dict[str, Any]],
     pretrained: dict[str, Any] | None,
     scratch: dict[str, Any] | None,
-    desk: bool,
+    comparable: bool,
 ) -> Table:
     percent = [100 * run["test"]["top1"] for run in runs]
     top1, apart = mean(percent), stdev(percent)
+    off = difference(top1, what.top1, comparable)
     rows = [
-        (f"top-1, mean of {len(runs)} runs", f"{what.top1:.1f} %", f"{top1:.2f} %", difference(top1, what.top1, desk)),
+        (f"top-1, mean of {len(runs)} runs", f"{what.top1:.1f} %", f"{top1:.2f} %", off),
         ("standard deviation, points", NONE, number(apart, 2), NONE),
         ("best before the paper", f"{what.previous_best:.1f} %", NONE, NONE),
     ]

@@ -20,6 +20,8 @@ from gpipe_cli.reproduction.largest_model_tables import (
     shown,
     trained_tables,
 )
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES
+from gpipe_cli.reproduction.owners import key_of
 from gpipe_cli.reproduction.runner import Findings, Runner
 
 _OWN = ("partitions", "micro_batches", "recompute")  # what rows differ in
@@ -43,21 +45,23 @@ class LargestModel:
 
 def reproduce(what: LargestModel, runner: Runner) -> Findings:
     """Runs the recipe. Raises ValueError for a setting that the rows differ in."""
-    for key in _OWN:
-        if (value := runner.given(key)) is not None:
-            raise ValueError(f"{key}={value}: is what the rows of this table differ in; leave it out")
-    paper = runner.with_settings()
+    runner.refuse(*_OWN, *(key_of(setting) for one in what.sizes for setting in one.settings))
+    trained = _train(what, runner)  # first: it refuses what a measurement has no use for
+    paper = runner.with_settings().without("cost")  # nothing of that size is timed here
     plans, fits = _planned(what, paper)
     largest = [_solved(paper, f"largest_{at + 1}", *_settings(what, at)) for at in range(len(what.sizes))]
-    trained = _train(what, runner)
+    comparable = not runner.changed()
     tables = (
-        parameters_table(what.sizes, plans),
-        model_table(what.sizes, plans, what.unit),
-        activations_table(what.sizes, plans, fits, what.unit),
-        *largest_tables(what.sizes, largest),
+        parameters_table(what.sizes, plans, comparable),
+        model_table(what.sizes, plans, what.unit, comparable),
+        activations_table(what.sizes, plans, fits, what.unit, comparable),
+        *largest_tables(what.sizes, largest, comparable),
         *trained_tables(what.sizes, trained),
     )
-    return Findings(tables, (*_notes(what, plans, fits, largest, trained, runner.desk), *runner.users_note()))
+    notes = [*_notes(what, plans, fits, largest, trained, runner)]
+    if not comparable:
+        notes.append(NO_DIFFERENCES)
+    return Findings(tables, tuple(notes))
 
 
 def _settings(what: LargestModel, at: int) -> tuple[str, ...]:
@@ -141,7 +145,7 @@ def _notes(
     fits: Sequence[bool],
     largest: Sequence[Mapping[str, Any] | None],
     trained: Sequence[Trained],
-    desk: bool,
+    runner: Runner,
 ) -> Iterator[tuple[str, str]]:
     """What the columns mean, and what does not agree with the paper."""
     view = plans[0]["hardware"]
@@ -153,13 +157,14 @@ def _notes(
     yield "planned", "the paper holds 12 bytes a parameter; ours holds the gradient too, 16 with RMSProp or Adam"
     unfit = [one.name for one, fit in zip(what.sizes, fits, strict=True) if not fit]
     if unfit:
-        yield "found", f"by our count {', '.join(unfit)} would not fit the paper's accelerators, gradients included"
+        where = f"{view['name']} with what was given" if runner.changed() else "the paper's accelerators"
+        yield "found", f"by our count {', '.join(unfit)} would not fit {where}, gradients included"
     none = [one.name for one, plan in zip(what.sizes, largest, strict=True) if plan is None]
     if none:
         yield "found", f"by our count no model of this family fits as {', '.join(none)}, however small"
     if trained:
         times = trained[-1].parameters / trained[0].parameters
-        where = "at a desk" if desk else "here"
+        where = "at a desk" if runner.desk else "here"
         yield "found", f"{where} {trained[-1].name} holds {times:.1f} times the parameters of {trained[0].name}"
         exact = [row for row in trained if row.planned is not None and row.planned == row.counted]
         yield (

@@ -43,7 +43,7 @@ def shown(plan: Mapping[str, Any]) -> str:
     return name[name.index("(") :] if "(" in name else name.partition("-")[2].partition(" ")[0]
 
 
-def parameters_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]]) -> Table:
+def parameters_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], comparable: bool) -> Table:
     columns = (
         Column(""),
         Column("size"),
@@ -57,14 +57,14 @@ def parameters_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]]) 
             one.shown,
             count(round(one.parameters)),
             count(plan["parameters"]),
-            difference(100 * plan["parameters"] / one.parameters, 100.0, False, 1),
+            difference(100 * plan["parameters"] / one.parameters, 100.0, comparable, 1),
         )
         for one, plan in zip(sizes, plans, strict=True)
     )
     return Table("The paper's models: parameters", columns, rows)
 
 
-def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit: str) -> Table:
+def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit: str, comparable: bool) -> Table:
     of_unit = BYTES[unit]
     rows = []
     for one, plan in zip(sizes, plans, strict=True):
@@ -76,7 +76,7 @@ def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit:
                 number(one.model, 2),
                 number(state, 2),
                 number(state + gradients, 2),
-                difference(state, one.model, False),
+                difference(state, one.model, comparable),
             )
         )
     columns = (
@@ -90,7 +90,7 @@ def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit:
 
 
 def activations_table(
-    sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], fits: Sequence[bool], unit: str
+    sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], fits: Sequence[bool], unit: str, comparable: bool
 ) -> Table:
     of_unit = BYTES[unit]
     rows = []
@@ -101,7 +101,7 @@ def activations_table(
                 one.name,
                 number(one.activations, 2),
                 number(activations, 2),
-                difference(activations, one.activations, False),
+                difference(activations, one.activations, comparable),
                 size(max(stage["memory"]["total_bytes"] for stage in plan["stages"])),
                 "yes" if fit else "no",
             )
@@ -121,7 +121,7 @@ def summed(plan: Mapping[str, Any], *keys: str) -> float:
     return float(sum(stage["memory"][key] for stage in plan["stages"] for key in keys))
 
 
-def largest_tables(sizes: Sequence[Size], largest: Sequence[Mapping[str, Any] | None]) -> list[Table]:
+def largest_tables(sizes: Sequence[Size], largest: Sequence[Mapping[str, Any] | None], comparable: bool) -> list[Table]:
     """One, or none if nothing fits at all."""
     first = next((at for at, plan in enumerate(largest) if plan is not None), None)
     if first is None:
@@ -140,7 +140,7 @@ def largest_tables(sizes: Sequence[Size], largest: Sequence[Mapping[str, Any] | 
                 NONE if plan is None else shown(plan),
                 number(paper, 1),
                 number(ours, 1),
-                difference(ours, paper, False, 1),
+                difference(ours, paper, comparable, 1),
             )
         )
     columns = (

@@ -5,7 +5,7 @@ that, under `recipe`, is read here: where the numbers stand, what the machine mu
 one (a desk), and which experiment it is. Each kind of experiment has a file of its own in this room.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -16,7 +16,7 @@ import yaml
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.owners import owner
+from gpipe_cli.reproduction.owners import key_of, owner
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
 from gpipe_cli.typed import nearest, one_line, typed
@@ -103,17 +103,32 @@ def load(name: str) -> Recipe:
         raise ValueError(f"{FOLDER / name}.yaml: cannot be read as a recipe: {one_line(error)}") from error
 
 
+def settings_of(name: str) -> tuple[str, ...]:
+    """Keys of the settings in recipes/<name>.yaml, in dotted form: `model.variant`; but what is said of the paper."""
+    return tuple(_keys({key: value for key, value in _read(name).items() if key not in ("recipe", "defaults")}))
+
+
 def check_settings(name: str, given: Sequence[str]) -> None:
-    """Settings of one command, `steps=5` of `gpipe bench`, mean something where the recipe gives them a value.
+    """Settings of one command, `steps=5` of `gpipe bench`, mean something where the recipe gives them a value; what it
+    says of the paper is no setting.
 
     Raises:
         ValueError: there is one that the recipe would leave without effect, or there is no such recipe.
     """
     keys = _read(name)
     for setting in given:
-        key = setting.lstrip("+").partition("=")[0]
+        key = key_of(setting)
+        if key.partition(".")[0] == "recipe":
+            raise ValueError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
         if owner(setting) is not None and key not in keys:
             raise ValueError(f"{setting}: {name} does not run what reads it (gpipe {owner(setting)}); leave it out")
+
+
+def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in tree.items():
+        yield key
+        if isinstance(value, Mapping):
+            yield from (f"{key}.{inner}" for inner in _keys(value))
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """From a recipe to its tables: `gpipe reproduce` below the command line."""
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from gpipe_cli.reproduction import breakdown, consistency, largest_model, throug
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.recipe import FOLDER, Needs, Recipe
-from gpipe_cli.reproduction.runner import Findings, Gpu, Perform, Runner, last_wins
+from gpipe_cli.reproduction.numbers import changing
+from gpipe_cli.reproduction.owners import key_of
+from gpipe_cli.reproduction.recipe import FOLDER, Needs, Recipe, settings_of
+from gpipe_cli.reproduction.refusal import explained
+from gpipe_cli.reproduction.runner import Findings, Gpu, Perform, Runner, last_wins, with_users
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
 
@@ -46,16 +50,24 @@ def reproduce(
     Raises ValueError as the commands do for bad input, and CommandFailedError.
     """
     begin = time.monotonic()
-    settings = (*(recipe.desk.settings if scale == "desk" else ()), *given)
-    runner = Runner(name, FOLDER, folder, last_wins(settings), perform, say, scale == "desk", users=tuple(given))
-    found = _run(recipe, runner)
-    notes = [("paper's", recipe.hardware), ("scale", f"{scale}: {why}")]
+    desk = recipe.desk.settings if scale == "desk" else ()
+    runner = Runner(
+        name, FOLDER, folder, with_users(desk, given), perform, say, scale == "desk", users=last_wins(given)
+    )
+    try:
+        found = _run(recipe, runner)
+    except ValueError as error:
+        if not runner.commands:  # refused by the recipe itself
+            raise
+        command = [key_of(one) for one in shlex.split(runner.commands[-1]) if "=" in one]
+        raise ValueError(explained(str(error), given, desk, (*command, *settings_of(name)))) from error
+    notes = [("paper's", recipe.hardware), ("scale", f"{scale}: {why}"), *given_note(given)]
     if scale == "desk":
         notes.append(("scaled down", recipe.desk.scaled))
     notes += [("our choice", choice) for choice in recipe.choices]
     host = hardware((), 1)
     machine = f"{host['cores']} cores of {host['cpu']}"
-    if gpus:
+    if gpus and runner.given("device") != "cpu":
         machine = f"{plural(len(gpus), 'GPU')} ({gpus[0].name}), {machine}"
     return Reproduction(
         name=name,
@@ -69,6 +81,17 @@ def reproduce(
         files=found.files,
         seconds=time.monotonic() - begin,
     )
+
+
+def given_note(given: Sequence[str]) -> list[tuple[str, str]]:
+    """A note of the user's settings, and what they make of all that is said of the recipe; none without settings."""
+    if not given:
+        return []
+    line = f"{' '.join(given)}: in every command"
+    if changing(given):
+        said = "titles, scaled down, our choice, the paper's size"
+        line += f"; what else is said of models and sizes ({said}) holds for the recipe without them"
+    return [("given", line)]
 
 
 def _run(recipe: Recipe, runner: Runner) -> Findings:

@@ -17,7 +17,8 @@ from typing import IO, Any
 from gpipe_cli.reporting.recipe_report import Table
 from gpipe_cli.reporting.result import RESULT, read_result
 from gpipe_cli.reporting.units import duration
-from gpipe_cli.reproduction.owners import owner
+from gpipe_cli.reproduction.numbers import changing
+from gpipe_cli.reproduction.owners import key_of, owner
 from gpipe_cli.typed import quoted
 
 LOG = "log.txt"
@@ -72,21 +73,26 @@ class Runner:
 
     def given(self, key: str) -> str | None:
         """The value of a setting that holds for every command; None: each command has its own."""
-        found = (setting.partition("=") for setting in self.settings)
-        return next((value for name, _, value in found if name == key), None)
+        return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
 
-    def users_note(self) -> tuple[tuple[str, str], ...]:
-        """A note, where the user's settings may have made another size of what is called the paper's."""
-        line = f"{' '.join(self.users)}: in every command, so that what is called the paper's size may not be it"
-        return (("given", line),) if self.users else ()
+    def refuse(self, *keys: str) -> None:
+        """Raises ValueError for a setting of the user that the rows of a table differ in."""
+        for one in self.users:
+            if key_of(one) in keys:
+                raise ValueError(f"{one.lstrip('+')}: is what the rows of this table differ in; leave it out")
+
+    def changed(self, *harmless: str) -> tuple[str, ...]:
+        """Those of the user's settings after which a number is not to be compared with the paper's; ``harmless`` more
+        that change nothing in this experiment."""
+        return changing(self.users, harmless)
 
     def with_settings(self, *settings: str) -> "Runner":
         """The same with these in place of the scale's; without any, at the size of the paper. The user's still win."""
-        return replace(self, settings=last_wins((*settings, *self.users)))
+        return replace(self, settings=with_users(settings, self.users))
 
     def without(self, *keys: str) -> "Runner":
         """The same without these settings, be they the user's: where a command finds out what they would be."""
-        kept = tuple(setting for setting in self.settings if setting.partition("=")[0] not in keys)
+        kept = tuple(setting for setting in self.settings if key_of(setting) not in keys)
         return replace(self, settings=kept)
 
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class Runner:
         """
         folder = self.folder / name
         try:
-            self._run(["bench", "-m"], [*settings, f"hydra.sweep.dir={quoted(folder)}"])
+            self._run(["bench", "-m"], folder, [*settings, f"hydra.sweep.dir={quoted(folder)}"])
         except CommandFailedError:
             rows = read_result(folder, "bench.json")["rows"] if (folder / "bench.json").is_file() else []
             statuses = {row["status"] for row in rows}
@@ -112,13 +118,13 @@ class Runner:
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe plan`; returns plan.json."""
         folder = self.folder / name
-        self._run(["plan"], [*settings, f"run_folder={quoted(folder)}"])
+        self._run(["plan"], folder, [*settings, f"run_folder={quoted(folder)}"])
         return read_result(folder, "plan.json")
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe train`; returns result.json. The run lies in ``folder / name``."""
         folder = self.folder / name
-        self._run(["train"], [*settings, f"run_folder={quoted(folder)}"])
+        self._run(["train"], folder, [*settings, f"run_folder={quoted(folder)}"])
         return read_result(folder, RESULT)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
@@ -127,11 +133,12 @@ class Runner:
         self._perform(["evaluate", f"run={quoted(folder)}", *settings])
         return read_result(folder, "evaluate.json")
 
-    def _run(self, command: Sequence[str], settings: Sequence[str]) -> None:
+    def _run(self, command: Sequence[str], folder: Path, settings: Sequence[str]) -> None:
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
-        self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *given])
+        self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *given], folder)
 
-    def _perform(self, arguments: Sequence[str]) -> None:
+    def _perform(self, arguments: Sequence[str], folder: Path | None = None) -> None:
+        """``folder``: where the command writes what became of it."""
         environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""
         typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
@@ -146,6 +153,7 @@ class Runner:
         if code == 2:
             raise ValueError(error)
         if code != 0:
+            error = _failure(folder) or error
             raise CommandFailedError(f"{error}; the command and what it said are in {self.folder / LOG}")
         self.say(f"             {duration(time.monotonic() - begin)}")
 
@@ -161,4 +169,31 @@ class Runner:
 
 def last_wins(settings: Sequence[str]) -> tuple[str, ...]:
     """One value for each setting: Hydra refuses two. The last one counts, at the place of the first."""
-    return tuple({setting.partition("=")[0]: setting for setting in settings}.values())
+    return tuple({key_of(setting): setting for setting in settings}.values())
+
+
+def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]:
+    """``settings`` of a recipe and those of the user, which win.
+
+    As in the commands, what the user gives of `batch_size` and `batch_tokens` takes the place of the other.
+    """
+    given = {key_of(one): one.partition("=")[2] for one in users}
+    replaced = {
+        other
+        for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size"))
+        if given.get(key, "null") != "null"
+    }
+    return last_wins((*(one for one in settings if key_of(one) not in replaced), *users))
+
+
+def _failure(folder: Path | None) -> str:
+    """Why a run failed, in its own words, which its stderr need not have; of a table the first row that did."""
+    if folder is None:
+        return ""
+    try:
+        if (folder / RESULT).is_file():
+            return str(read_result(folder, RESULT).get("error") or "")
+        rows = read_result(folder, "bench.json")["rows"]
+    except (OSError, ValueError):  # it failed before it wrote anything
+        return ""
+    return next((str(row["reason"] or "") for row in rows if row["status"] == "failed"), "")

@@ -7,42 +7,18 @@ and what is simulated at the paper's size from the figures of the paper's hardwa
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any
 
 from gpipe_cli.reporting.measurement import hardware
-from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reporting.units import plural
-from gpipe_cli.reproduction.numbers import NONE, difference, number
+from gpipe_cli.reporting.recipe_report import Table
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, gpus
+from gpipe_cli.reproduction.throughput_table import IMPOSSIBLE, Model, Speed, found, throughput_table
 
 _OWN = ("partitions", "micro_batches", "recompute")  # what rows differ in
 _DOES_NOT_FIT = "no fit"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A number of the paper: speed relative to the first row's."""
-
-    partitions: int
-    micro_batches: int
-    paper: float
-    torchgpipe: float | None = None
-    name: str = ""  # `pipeline-2`; "" where K and M say it
-    recompute: str | None = None  # None: as the recipe says
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A table: one model over K and M."""
-
-    name: str  # as the paper writes it
-    rows: tuple[Row, ...]
-    figures: tuple[str, ...]  # settings: the paper's hardware
-    settings: tuple[str, ...] = ()  # of a second model, beside the recipe's
-    desk: tuple[str, ...] = ()  # in place of the recipe's settings for a desk; (): those
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +27,13 @@ class Throughput:
     slow_links: bool = False  # measured through the host's memory, or not at all
 
 
-@dataclass(frozen=True)
-class _Speed:
-    """What came out for a row: relative to the first row, or a word in its place."""
-
-    relative: float | None
-    word: str = NONE
-
-    @property
-    def text(self) -> str:
-        return self.word if self.relative is None else number(self.relative, 2)
-
-
 def reproduce(what: Throughput, runner: Runner) -> Findings:
-    """Runs the recipe. Raises ValueError for a setting that the rows differ in."""
-    for key in _OWN:
-        if (value := runner.given(key)) is not None:
-            raise ValueError(f"{key}={value}: is what the rows of this table differ in; leave it out")
-    stages = _stages(runner, what.slow_links)
+    """Runs the recipe. A cell that is impossible says so, and what was measured stays.
+
+    Raises ValueError as the commands do for bad input, and for a setting that the rows differ in.
+    """
+    runner.refuse(*_OWN)
+    stages, comparable = _stages(runner, what.slow_links), not runner.changed()
     tables: list[Table] = []
     notes: list[tuple[str, str]] = []
     for index, model in enumerate(what.models):
@@ -79,11 +44,14 @@ def reproduce(what: Throughput, runner: Runner) -> Findings:
         elif model.settings and not runner.desk:
             here = runner.with_settings(*model.settings)
         measured, kinds = _measured(model, here, stages, folder, what.slow_links)
-        timed, samples = _simulated(model, here, f"{folder}layers", _of_layers(here))
+        nothing = not tables and not _any(measured)
+        timed, samples = _simulated(model, here, f"{folder}layers", _of_layers(here), nothing)
         paper_size = runner.with_settings(*model.settings, *model.figures)
-        figured, paper_samples = _simulated(model, paper_size, f"{folder}figures", ("cost=figures",))
-        tables.append(_table(model, runner.desk, measured, timed, figured, samples, paper_samples))
-        notes += _found(model, measured, figured)
+        nothing = nothing and not _any(timed)
+        figured, paper_samples = _simulated(model, paper_size, f"{folder}figures", ("cost=figures",), nothing)
+        sizes = f"N = {_samples(samples)} here, N = {_samples(paper_samples)} at the paper's size"
+        tables.append(throughput_table(model, measured, timed, figured, sizes, desk=runner.desk, comparable=comparable))
+        notes += found(model, measured, timed, figured, comparable)
         if "measured_one_device" in kinds:
             notes.append(("measured", f"{model.name}: stages shared a device or cores: not the speed of a pipeline"))
     return Findings(tuple(tables), (*_notes(what, runner, stages), *notes))
@@ -104,11 +72,9 @@ def _gpu_bytes(runner: Runner) -> list[int]:
     return [] if runner.given("device") == "cpu" else [gpu.memory_bytes for gpu in gpus()]
 
 
-def _measured(
-    model: Model, runner: Runner, stages: int, folder: str, slow_links: bool
-) -> tuple[list[_Speed], set[str]]:
+def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links: bool) -> tuple[list[Speed], set[str]]:
     """Of each row, and of what kind the measurements were; rows that recompute differently need a sweep each."""
-    found: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    came: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for mode in dict.fromkeys(row.recompute for row in model.rows):
         wanted = [at for at, row in enumerate(model.rows) if row.recompute == mode and row.partitions <= stages]
         if not wanted:
@@ -119,26 +85,33 @@ def _measured(
             *([] if mode is None else [f"recompute={mode}"]),
         ]
         sweep = f"{folder}measured{'' if mode is None else f'_{mode}'}"
-        with _through_host() if slow_links else contextlib.nullcontext():
-            rows = runner.bench(sweep, *settings)["rows"]
+        try:
+            with _through_host() if slow_links else contextlib.nullcontext():
+                rows = runner.bench(sweep, *settings)["rows"]
+        except ValueError as error:
+            if not came:  # nothing was measured yet: bad input
+                raise
+            rows = [{"settings": {}, "status": IMPOSSIBLE, "reason": str(error), "kind": None}]
         for at in wanted:
             cells = {"partitions": model.rows[at].partitions, "micro_batches": model.rows[at].micro_batches}
-            found[at] = sweep, next(r for r in rows if cells.items() <= {**cells, **r["settings"]}.items())
-    kinds = {str(row["kind"]) for _, row in found.values()}
-    if 0 not in found:
-        return [_Speed(None)] * len(model.rows), kinds
-    return [_relative(found.get(at), found[0]) for at in range(len(model.rows))], kinds
+            came[at] = sweep, next(r for r in rows if cells.items() <= {**cells, **r["settings"]}.items())
+    kinds = {str(row["kind"]) for _, row in came.values()}
+    if 0 not in came:
+        return [Speed(None)] * len(model.rows), kinds
+    return [_relative(came.get(at), came[0]) for at in range(len(model.rows))], kinds
 
 
-def _relative(one: tuple[str, Mapping[str, Any]] | None, first: tuple[str, Mapping[str, Any]]) -> _Speed:
+def _relative(one: tuple[str, Mapping[str, Any]] | None, first: tuple[str, Mapping[str, Any]]) -> Speed:
     """Within a sweep the rounds are compared one by one; between two sweeps their medians are."""
     if one is None:
-        return _Speed(None)
-    if one[1]["status"] != "measured":
-        return _Speed(None, str(one[1]["status"]).replace("_", " "))
+        return Speed(None)
+    status = str(one[1]["status"])
+    if status != "measured":
+        reason = str(one[1]["reason"] or "") if status == IMPOSSIBLE else ""
+        return Speed(None, status.replace("_", " "), reason)
     key = "relative" if one[0] == first[0] else "samples_per_second"
     base = first[1][key]
-    return _Speed(one[1][key] / base if base else None)
+    return Speed(one[1][key] / base if base else None)
 
 
 def _of_layers(runner: Runner) -> tuple[str, ...]:
@@ -152,73 +125,39 @@ def _of_layers(runner: Runner) -> tuple[str, ...]:
     return "cost=measured", "executor=in_process", *machine
 
 
-def _simulated(model: Model, runner: Runner, folder: str, settings: tuple[str, ...]) -> tuple[list[_Speed], float]:
-    """Of each row, and the samples of a mini-batch."""
-    speeds: list[float | None] = []
-    samples = 0.0
+def _simulated(
+    model: Model, runner: Runner, folder: str, settings: tuple[str, ...], nothing: bool
+) -> tuple[list[Speed], float | None]:
+    """Of each row, and the samples of a mini-batch: None if no row is possible.
+
+    Raises ValueError if not even the first row is, and ``nothing`` else has been found that would be lost.
+    """
+    runner = runner.without("cost", "executor")  # the user's are for what is measured
+    planned: list[Mapping[str, Any] | Speed] = []
     for at, row in enumerate(model.rows):
-        cell = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"]
-        cell += [] if row.recompute is None else [f"recompute={row.recompute}"]
+        one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"]
+        one += [] if row.recompute is None else [f"recompute={row.recompute}"]
         try:
-            planned = runner.plan(f"{folder}_{at + 1}", *settings, *cell)
+            planned.append(runner.plan(f"{folder}_{at + 1}", *settings, *one))
         except ValueError as error:
-            if "hardware.memory_gib" not in str(error):
+            too_large = "hardware.memory_gib" in str(error)
+            if not too_large and at == 0 and nothing:
                 raise
-            speeds.append(None)
-        else:
-            speeds.append(planned["samples_per_second"])
-            samples = planned["step_samples"]
-    first = speeds[0]
-    words = [_DOES_NOT_FIT if speed is None else NONE for speed in speeds]
-    relative = [speed / first if speed and first else None for speed in speeds]
-    return [_Speed(speed, word) for speed, word in zip(relative, words, strict=True)], samples
-
-
-def _table(
-    model: Model,
-    desk: bool,
-    measured: list[_Speed],
-    timed: list[_Speed],
-    figured: list[_Speed],
-    samples: float,
-    paper_samples: float,
-) -> Table:
-    """A row for each of the paper's numbers. What nobody has is no column."""
-    named = any(row.name for row in model.rows)
-    peers = any(row.torchgpipe is not None for row in model.rows)
-    any_measured = any(speed.text != NONE for speed in measured)
-    columns = [
-        *([Column("")] if named else []),
-        Column("K"),
-        Column("M"),
-        Column("paper", "paper"),
-        *([Column("torchgpipe", "torchgpipe")] if peers else []),
-        Column("here", "measured"),
-        Column("layers", "simulated"),
-        Column("full size", "simulated"),
-        *([Column("here - paper", "difference")] if any_measured else []),
-        Column("full size - paper", "difference"),
+            planned.append(Speed(None, _DOES_NOT_FIT) if too_large else Speed(None, IMPOSSIBLE, str(error)))
+    first = planned[0]
+    base = None if isinstance(first, Speed) else first["samples_per_second"]
+    speeds = [
+        one if isinstance(one, Speed) else Speed(one["samples_per_second"] / base if base else None) for one in planned
     ]
-    rows = []
-    for at, row in enumerate(model.rows):
-        rows.append(
-            (
-                *([row.name] if named else []),
-                str(row.partitions),
-                str(row.micro_batches),
-                number(row.paper, 2),
-                *([number(row.torchgpipe, 2)] if peers else []),
-                measured[at].text,
-                timed[at].text,
-                figured[at].text,
-                *([difference(measured[at].relative, row.paper, desk)] if any_measured else []),
-                difference(figured[at].relative, row.paper, False),
-            )
-        )
-    first = model.rows[0]
-    base = first.name or f"K = {first.partitions}, M = {first.micro_batches}"
-    sizes = f"N = {samples:g} here, N = {paper_samples:g} at the paper's size"
-    return Table(f"{model.name}: throughput relative to {base} of each column; {sizes}", tuple(columns), tuple(rows))
+    return speeds, next((float(one["step_samples"]) for one in planned if not isinstance(one, Speed)), None)
+
+
+def _any(speeds: Sequence[Speed]) -> bool:
+    return any(speed.relative is not None for speed in speeds)
+
+
+def _samples(samples: float | None) -> str:
+    return NONE if samples is None else f"{samples:g}"
 
 
 def _notes(what: Throughput, runner: Runner, stages: int) -> Iterator[tuple[str, str]]:
@@ -238,34 +177,10 @@ def _notes(what: Throughput, runner: Runner, stages: int) -> Iterator[tuple[str,
     )
     for figures in dict.fromkeys(model.figures for model in what.models):
         yield "simulated", f"full size: the paper's, from figures, not from anything that was run ({' '.join(figures)})"
-    yield from runner.users_note()
-    if runner.desk and stages:
+    if runner.changed():
+        yield NO_DIFFERENCES
+    elif runner.desk and stages:
         yield "difference", "none where measured: the models differ in size"
-
-
-def _found(model: Model, measured: list[_Speed], figured: list[_Speed]) -> Iterator[tuple[str, str]]:
-    """How far from the paper; the first row is 1 everywhere and does not count."""
-    rows = range(1, len(model.rows))
-    for whose in ("paper", "torchgpipe"):
-        off = [
-            abs(ours - theirs)
-            for at in rows
-            if (ours := figured[at].relative) is not None and (theirs := getattr(model.rows[at], whose)) is not None
-        ]
-        if off:
-            yield (
-                "found",
-                f"{model.name}, simulated at the paper's size: off from {_possessive(whose)} by {mean(off):.2f} in the "
-                f"mean of {plural(len(off), 'cell')}",
-            )
-    refused = [at for at, speed in enumerate(measured) if speed.relative is None and speed.word != NONE]
-    if refused:
-        cells = ", ".join(f"K = {model.rows[at].partitions}, M = {model.rows[at].micro_batches}" for at in refused)
-        yield "found", f"{model.name}: not to be measured here: {cells}"
-
-
-def _possessive(whose: str) -> str:
-    return "the paper's" if whose == "paper" else f"{whose}'s"
 
 
 def _several(values: Iterator[int]) -> str:

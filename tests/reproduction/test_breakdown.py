@@ -5,27 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction_runs import cells, runner
+from reproduction_runs import cells, runner, shares_of_a_step
 
 from gpipe_cli.reproduction.breakdown import Breakdown, reproduce
 from gpipe_cli.reproduction.runner import CommandFailedError
 
 PAPER = {"compute": 0.656, "recompute": 0.225, "bubble": 0.041, "imbalance": 0.032, "update": 0.017, "set_up": 0.029}
-MEASURED = {**dict.fromkeys(PAPER, 0.01), "compute": 0.7, "recompute": 0.21, "transfer": 0.05}
-SIMULATED = {**dict.fromkeys(PAPER, 0.0), "compute": 0.75, "recompute": 0.25, "transfer": 0.0}
-
-
-def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
-    if command == "plan":
-        assert settings["cost"] == "measured"
-        view = {"stages": [{}, {}], "micro_batches": 16, "model_name": "Some model", "breakdown": SIMULATED}
-        return "plan.json", {**view, "bubble": 0.05, "hardware": {"source": "layers measured on this machine"}}
-    row = {"breakdown": MEASURED, "bubble": 0.07, "ideal_bubble": 1 / 17, "kind": "measured_one_device", "reason": None}
-    return "bench.json", {"rows": [row]}
 
 
 def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
-    found = reproduce(Breakdown(**PAPER), runner(tmp_path, answer))
+    found = reproduce(Breakdown(**PAPER), runner(tmp_path, shares_of_a_step))
     (table,) = found.tables
     assert table.title == "Where the time of a step goes, Some model, K = 2, M = 16"
     assert cells(table, "share of a step", "") == [
@@ -40,6 +29,14 @@ def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
     assert ("measured", "the stages shared a device or cores: not the shares of a pipeline") in found.notes
     ((_, picture),) = found.files
     assert Path(picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
+    (table,) = reproduce(
+        Breakdown(**PAPER), runner(tmp_path, shares_of_a_step, "model.filters=16", "cost=figures")
+    ).tables
+    assert set(cells(table, "here - paper, points", "difference")) == {"-"}
+    assert cells(table, "layers here", "simulated")[:2] == ["75.0 %", "25.0 %"]  # layers are timed all the same
 
 
 def test_what_was_not_recorded_is_a_failure(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import IO
 
 import pytest
 
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Runner, last_wins
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Runner, last_wins, with_users
 
 
 def runner(folder: Path, outcome: tuple[int, str, bool], seen: list[list[str]], *users: str) -> Runner:
@@ -86,6 +86,31 @@ def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(CommandFailedError, match=r"^model\.filters=x: .*log\.txt$"):
         bench("impossible", "failed")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", {"status": "failed", "error": "step 2: it has diverged"}),
+        ("bench.json", {"rows": [{"status": "measured"}, {"status": "failed", "reason": "step 2: it has diverged"}]}),
+    ],
+)
+def test_a_run_that_failed_says_why(tmp_path: Path, name: str, content: dict[str, object]) -> None:
+    """Its reason is in what it wrote: `exit code 1` was all that a recipe said of a training that diverged."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_text(json.dumps(content))
+    here = runner(tmp_path, (1, "exit code 1", False), [])
+    with pytest.raises(CommandFailedError, match=r"^step 2: it has diverged; .*log\.txt$"):
+        here.train("a") if name == "result.json" else here.bench("a")
+
+
+def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> None:
+    """Of a recipe's `batch_tokens=1024` the user of `batch_size=16` knew nothing, and was told to add null."""
+    assert with_users(("seed=1", "batch_tokens=1024"), ("batch_size=16",)) == ("seed=1", "batch_size=16")
+    assert with_users(("batch_size=8",), ("+batch_tokens=64",)) == ("+batch_tokens=64",)
+    assert with_users(("batch_size=8",), ("batch_tokens=null",)) == ("batch_size=8", "batch_tokens=null")
+    both = ("batch_size=16", "batch_tokens=64")
+    assert with_users(("batch_tokens=8",), both) == both  # the commands say what is wrong with that
 
 
 def test_a_setting_that_is_found_out_takes_the_place_of_all(tmp_path: Path) -> None:

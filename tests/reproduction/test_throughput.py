@@ -10,7 +10,8 @@ from reproduction_runs import cells, runner
 
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
-from gpipe_cli.reproduction.throughput import Model, Row, Throughput
+from gpipe_cli.reproduction.throughput import Throughput
+from gpipe_cli.reproduction.throughput_table import Model, Row
 
 ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
 WHAT = Throughput((Model("Some model", ROWS, figures=("hardware=tpu_v2",)),))
@@ -155,8 +156,51 @@ def test_what_rows_differ_in_cannot_be_given(tmp_path: Path) -> None:
         throughput.reproduce(WHAT, runner(tmp_path, Machine(), "micro_batches=8"))
 
 
-def test_settings_of_the_user_are_said_to_change_the_papers_size(tmp_path: Path) -> None:
-    found = throughput.reproduce(WHAT, runner(tmp_path, Machine(), CPU, "model.filters=16"))
-    line = "device=cpu model.filters=16: in every command, so that what is called the paper's size may not be it"
-    assert ("given", line) in found.notes
-    assert "given" not in dict(throughput.reproduce(WHAT, runner(tmp_path, Machine(), settings=(CPU,))).notes)
+def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
+    """With `model.filters=16` a row was said to be off from the paper's model by so much."""
+    for given, compared in (((CPU, "steps=2"), True), ((CPU, "model.filters=16"), False)):
+        found = throughput.reproduce(WHAT, runner(tmp_path, Machine(), *given, desk=False))
+        (table,) = found.tables
+        for heading in ("here - paper", "full size - paper"):
+            assert (set(cells(table, heading, "difference")) != {"-"}) == compared
+        assert ("found" in dict(found.notes)) == compared
+        assert ("differences" in dict(found.notes)) != compared
+
+
+def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -> None:
+    """After two minutes of measuring, a plan refused `partitions=8`, which nobody had typed, and all was lost."""
+    reason = "partitions=4: the model has only 3 layers; use partitions=3 or fewer"
+
+    class Short(Machine):
+        refused = ("4",)
+
+        def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+            if command == "plan" and settings["partitions"] in self.refused:
+                raise ValueError(reason)
+            return super().__call__(command, settings, folder)
+
+    found = throughput.reproduce(WHAT, runner(tmp_path, Short(), CPU, "model.layers=1"))
+    (table,) = found.tables
+    numbers = [f"{ideal(2, m) / ideal(2, 1):.2f}" for m in (1, 4)]
+    assert cells(table, "here", "measured") == [*numbers, "-", "-"]
+    assert cells(table, "layers", "simulated") == [*numbers, "impossible", "impossible"]
+    assert ("impossible", f"Some model, K = 4, M = 1; K = 4, M = 4: {reason}") in found.notes
+
+    Short.refused = ("2", "4")  # measured, but nothing can be planned
+    (table,) = throughput.reproduce(WHAT, runner(tmp_path, Short(), CPU)).tables
+    assert cells(table, "here", "measured") == [*numbers, "-", "-"]
+    assert set(cells(table, "full size", "simulated")) == {"impossible"}
+    slow = runner(tmp_path, Short(), CPU)  # measures nothing: nothing would be lost, and the first refusal is bad input
+    with pytest.raises(ValueError, match=r"^partitions=4: "):
+        throughput.reproduce(Throughput(WHAT.models, slow_links=True), slow)
+    assert len(slow.commands) == 1
+
+
+def test_a_plan_is_of_the_figures_that_its_column_says(tmp_path: Path) -> None:
+    """`cost=measured` is a cut for what is measured; full-size layers were timed for it."""
+    machine = Machine()
+    throughput.reproduce(WHAT, runner(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
+    assert {s["cost"] for command, s in machine.asked if command == "bench"} == {"measured_anew"}
+    assert {(s["cost"], s.get("executor")) for command, s in machine.asked if command == "plan"} == {
+        ("measured", "in_process"), ("figures", None),
+    }  # fmt: skip

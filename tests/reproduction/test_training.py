@@ -1,10 +1,14 @@
 """Recipes that train: one model, several fine-tunings, a translation; what their tables say of what was run."""
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import pytest
 from recipe_runs import HERE, TINY, column, merged, real_runner
+from reproduction_runs import runner as answering
 from training_runs import command
 
 from gpipe_cli.reporting.result import read_result
@@ -107,6 +111,39 @@ def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def trained(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """A machine that gets 0.9 of everything right."""
+    model = {"model": "Some model", "model_parameters": 1000, "steps": 2, "global_batch": 8, "dataset": "cifar10"}
+    test = {"top1": 0.9, "top5": 0.9, "loss": 0.5}
+    return "result.json", {**model, "test": test, "config": {"seed": int(settings.get("seed", "0"))}}
+
+
+def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
+    """A smaller model at the paper's scale was so many points off; how it is run makes no difference (law 1)."""
+    classified = Training(classification=Classification(84.4, 97.0))
+    tuned = Training(fine_tuning=FINE_TUNING)
+    for what, given, compared in (
+        (classified, ("partitions=8", "dataset.root=data"), True),
+        (classified, ("model.filters=16",), False),
+        (classified, ("init_from=run",), False),
+        (tuned, ("init_from=run", "recompute=never"), True),
+        (tuned, ("init_from=run", "dataset=digits"), False),
+    ):
+        found = reproduce(what, answering(tmp_path, trained, *given, desk=False))
+        assert (column(found.tables[0], "", "difference")[0] != "-") == compared
+        assert ("differences" in dict(found.notes)) != compared
+
+
+def test_to_begin_with_no_run_is_to_leave_it_out(tmp_path: Path) -> None:
+    """`init_from=null` trained all runs from scratch and called them fine-tuned."""
+    runner = answering(tmp_path, trained, "init_from=null")
+    reproduce(Training(fine_tuning=FINE_TUNING), runner)
+    made = "init_from='" + str(tmp_path / "pretrained") + "'"
+    assert [made in shlex.split(one) for one in runner.commands] == [False, True, True, False]
+    with pytest.raises(ValueError, match="init_from=null: the paper's scale begins with the ImageNet run"):
+        reproduce(Training(fine_tuning=FINE_TUNING), answering(tmp_path, trained, "init_from=null", desk=False))
+
+
 def test_a_translation(tmp_path: Path) -> None:
     pairs = [(f"Haus{n} am See", f"house{n} by the lake", "de-en") for n in range(30)]
     for part, rows in (("train", pairs[5:]), ("test", pairs[:5])):
@@ -145,7 +182,7 @@ def test_a_node_says_exactly_one_thing() -> None:
 
 def test_numbers() -> None:
     assert [number(None, 2), number(1234.567, 2), percents(0.8444), percents(None)] == ["-", "1,234.57", "84.44 %", "-"]
-    assert [difference(84.0, 84.4, False), difference(84.0, 84.4, True), difference(84.0, None, False)] == [
+    assert [difference(84.0, 84.4, True), difference(84.0, 84.4, False), difference(84.0, None, True)] == [
         "-0.40", "-", "-",
     ]  # fmt: skip
 

@@ -1,0 +1,73 @@
+"""From a recipe to its tables: what is said of the user's settings, whatever the experiment."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reproduction_runs import Answer, runner, shares_of_a_step
+
+from gpipe_cli.reporting.recipe_report import Reproduction
+from gpipe_cli.reproduction.numbers import changing
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.refusal import explained
+from gpipe_cli.reproduction.reproduce import reproduce
+from gpipe_cli.reproduction.runner import Gpu
+
+RESIZED = "model.filters=16: in every command; what else is said of models and sizes (titles, scaled down, our choice, the paper's size) holds for the recipe without them"  # noqa: E501
+
+
+def breakdown(
+    folder: Path, given: Sequence[str], gpus: Sequence[Gpu] = (), answer: Answer = shares_of_a_step
+) -> Reproduction:
+    perform = runner(folder, answer).perform
+    return reproduce("breakdown", load("breakdown"), "desk", "", gpus, given, folder, perform, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "note"), [((), None), (("seed=1",), "seed=1: in every command"), (("model.filters=16",), RESIZED)]
+)
+def test_what_the_user_gave_stands_beside_what_is_said_of_the_recipe(
+    tmp_path: Path, given: tuple[str, ...], note: str | None
+) -> None:
+    """A model of 16 filters was called `AmoebaNet-D (18, 32)`, as if nothing had been given."""
+    found = breakdown(tmp_path, given)
+    notes = dict(found.notes)
+    assert notes.get("given") == note
+    assert notes["scaled down"].startswith("AmoebaNet-D (18, 32)")
+
+
+def test_a_gpu_that_was_not_used_is_not_the_machine(tmp_path: Path) -> None:
+    assert "GPU" not in breakdown(tmp_path, (), [Gpu("H200", 2**37)]).machine  # the desk's device=cpu
+    assert breakdown(tmp_path, ("device=auto",), [Gpu("H200", 2**37)]).machine.startswith("1 GPU (H200), ")
+
+
+def test_settings_that_leave_size_and_data_as_they_are() -> None:
+    given = ("checkpoint.keep=1", "++device=cpu", "steps=2", "steps_more=1", "dataset.root=data", "dataset=digits")
+    assert changing(given) == ("steps_more=1", "dataset=digits")
+    assert changing(("partitions=8", "partition.balance=[1,2]", "epochs=1"), ("partitions", "partition")) == (
+        "epochs=1",
+    )
+
+
+def test_a_refused_setting_that_nobody_typed_is_called_the_recipes(tmp_path: Path) -> None:
+    def refuses(message: str) -> Answer:
+        def machine(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+            raise ValueError(message)
+
+        return machine
+
+    for message, told in (
+        ("model.filters=32: too many", "model.filters=32: too many (a setting of this recipe at desk scale)"),
+        ("recompute=always: no", "recompute=always: no (a setting of this recipe)"),  # of its file
+        ("batch_size=8: too few", "batch_size=8: too few"),  # the user's
+        ("executor=auto: no", "executor=auto: no"),  # nobody's: its default
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+            breakdown(tmp_path, ("batch_size=8",), answer=refuses(message))
+    message = "model.variant=d: the chosen model has no such setting; leave it out"
+    assert explained(message, ("model=resnet",), (), ("model.variant",)) == (
+        "model.variant=d: the chosen model has no such setting (a setting of this recipe, which model=resnet does not "
+        "go with)"
+    )
