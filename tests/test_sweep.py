@@ -416,6 +416,23 @@ def test_a_run_that_nobody_reads_any_more_ends_its_sweep(tmp_path: Path) -> None
     assert (run["folder"], run["exit_code"]) == ("seed=1", 141)
 
 
+def test_what_was_measured_before_stays_in_the_table(tmp_path: Path) -> None:
+    """A sweep that went on and was stopped at its first cell wrote a table without those that were finished later."""
+    ends = {"seed=1": None, "seed=2": 0}
+    runs = [
+        {"run": number, "round": 1, "name": name, "folder": name, "exit_code": code}
+        for number, (name, code) in enumerate(ends.items(), start=1)
+    ]
+    given = ["-m", "seed=1,2", "micro_batches=99"]
+    write_result(tmp_path, {"command": "bench", "arguments": given, "runs": runs}, SWEEP)
+    (tmp_path / "seed=2").mkdir()
+    write_result(tmp_path / "seed=2", {"status": "completed", "samples_per_second": 5.0, "config": {"seed": 2}})
+    code, _ = read_one_line("bench", f"resume={tmp_path}")
+    assert code == 141
+    rows = read_result(tmp_path, "bench.json")["rows"]
+    assert ("measured", 5.0) in [(row["status"], row["samples_per_second"]) for row in rows]
+
+
 def test_a_cell_that_was_cut_off_is_measured_in_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Going on with a sweep that was killed once left `seed=1` beside `seed=1-2`, for TensorBoard too."""
     run = {"run": 1, "round": 1, "name": "seed=1", "folder": "seed=1", "exit_code": None}
