@@ -42,6 +42,8 @@ def test_runs_are_named_by_what_differs() -> None:
     assert differences(two, []) == ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]
     assert differences([["epochs=2"]], ["epochs=2"]) == ["run"]
     assert differences([["epochs=2", "dry_run=True"]], ["epochs=2", "dry_run=true"]) == ["run"]  # as Hydra writes it
+    twice = ["seed=3", "seed=1,2"]  # the last one counts
+    assert differences([["seed=3", "seed=1"], ["seed=3", "seed=2"]], twice) == ["seed=1", "seed=2"]
     added = [["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]]
     assert differences(added, []) == ["steps=5", "steps=9"]
     assert varied_settings(added, []) == [{"steps": 5}, {"steps": 9}]

@@ -31,7 +31,8 @@ def free_folder(parent: Path, name: str) -> Path:
 def _varied(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[list[str]]:
     """Of each job the overrides that not all have."""
     typed = OverridesParser.create().parse_overrides(list(task))
-    same = {o.key_or_group for o in typed if not o.is_sweep_override()}  # by key: Hydra writes a true as True
+    swept = {o.key_or_group for o in typed if o.is_sweep_override()}
+    same = {o.key_or_group for o in typed} - swept  # by key: Hydra writes a true as True
 
     def varies(override: str) -> bool:
         key = override.lstrip("+~").partition("=")[0]
