@@ -71,15 +71,17 @@ def test_what_a_sweep_was_refused_is_named(
 ) -> None:
     """It leaves no run, so that a comparison of the sweep once showed two rows of three without a word."""
     sweep = f"hydra.sweep.dir={tmp_path / 'sweep'}"
-    assert command(monkeypatch, "train", "-m", *RUN, "micro_batches=1,2,64", sweep, "max_steps=1") == 1
+    assert command(monkeypatch, "train", "-m", *RUN, "micro_batches=64,65", sweep) == 1
+    shutil.copytree("outputs/sweep", tmp_path / "sweep", dirs_exist_ok=True)  # two that were possible
     capsys.readouterr()
     for folder in (tmp_path / "sweep", tmp_path):
         assert command(monkeypatch, "compare", str(folder), "--csv") == 0
         captured = capsys.readouterr()
-        assert [row["micro_batches"] for row in csv.DictReader(io.StringIO(captured.out))] == ["1", "2"]
-        (line,) = captured.err.splitlines()
-        refused = f"gpipe compare: left out: {tmp_path / 'sweep'}: micro_batches=64 ended before its first step: "
-        assert line.startswith(f"{refused}micro_batches=64: a mini-batch has only batch_size=")
+        assert [row["partitions"] for row in csv.DictReader(io.StringIO(captured.out))] == ["1", "2"]
+        for size, line in zip((64, 65), captured.err.splitlines(), strict=True):
+            name = f"micro_batches={size}"
+            refused = f"gpipe compare: left out: {tmp_path / 'sweep'}: {name} ended before its first step: {name}: "
+            assert line.startswith(f"{refused}a mini-batch has only batch_size=")
     (tmp_path / "sweep" / "sweep.json").write_text("{}", encoding="utf-8")
     assert command(monkeypatch, "compare", str(tmp_path / "sweep"), "--csv") == 0
     assert "sweep.json: cannot be read as a sweep" in capsys.readouterr().err
