@@ -20,6 +20,7 @@ from gpipe_cli.reporting.units import duration
 
 Origin = Literal["", "paper", "torchgpipe", "measured", "counted", "planned", "simulated", "difference"]
 REPRODUCTION = "reproduction"  # .json and .md
+_BETWEEN = 3  # blanks between two columns: one on each side, and the box's own
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _heading(column: Column) -> tuple[str, str]:
 def _parts(table: Table, width: int) -> Iterable[Table]:
     """The table, or several that are each at most ``width`` wide; what names a row stands in all of them."""
     widths = [
-        2 + max(map(len, (*_heading(column)[0].split(), _heading(column)[1], *(row[at] for row in table.rows))))
+        _BETWEEN + max(map(len, (*_heading(column)[0].split(), _heading(column)[1], *(row[at] for row in table.rows))))
         for at, column in enumerate(table.columns)
     ]
     names = [at for at, column in enumerate(table.columns) if not column.origin]

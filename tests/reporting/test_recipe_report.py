@@ -41,6 +41,14 @@ def test_a_wide_table_becomes_several_that_fit(tmp_path: Path) -> None:
     assert sum(line.startswith("16") for line in shown(tmp_path, 200)) == 1
 
 
+def test_no_heading_is_broken_where_a_column_more_would_just_not_fit(tmp_path: Path) -> None:
+    """At 80 columns a table said `torchgp` and, below it, `ipe`: a blank for each column had not been counted."""
+    for width in range(40, 120):
+        words = {word for line in shown(tmp_path, width) for word in line.split()}
+        broken = {"speed", "memory", "measured", "simulated", "paper", "16", "0.00"} - words
+        assert not broken, width
+
+
 def test_every_column_says_where_it_comes_from(tmp_path: Path) -> None:
     shown(tmp_path, 80)
     text = (tmp_path / "reproduction.md").read_text()
