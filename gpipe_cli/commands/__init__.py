@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,9 +115,6 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
         hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(take)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _translated(error, settings(kind)) from error
-    except BrokenPipeError:  # `gpipe train --help | head`: nobody reads on, neither now nor when Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:

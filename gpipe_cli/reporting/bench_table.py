@@ -64,16 +64,18 @@ def write_bench(folder: Path, table: Mapping[str, Any]) -> None:
     longest = max(table["rows"], key=len)  # one of text has its tokens, too
     keys = [key for key in longest if key not in ("settings", "breakdown", "resolved", "folders")]
     other = [key for key in dict.fromkeys(key for row in table["rows"] for key in row["resolved"]) if key not in keys]
-    headings = [f"{key}_resolved" if key in table["varies"] else key for key in (*keys, *other)]
+
+    def heading(key: str) -> str:
+        return f"{key}_resolved" if key in table["varies"] else key
+
     with (folder / CSV).open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        shares_at = len(keys)
-        breakdown = (f"breakdown_{name}" for name in SHARES)
-        writer.writerow([*table["varies"], *headings[:shares_at], *breakdown, *headings[shares_at:]])
+        shares = (f"breakdown_{name}" for name in SHARES)
+        writer.writerow([*table["varies"], *map(heading, keys), *shares, *map(heading, other)])
         for row in table["rows"]:
-            shares = row["breakdown"] or {}
+            breakdown = row["breakdown"] or {}
             values = [row["settings"].get(key) for key in table["varies"]]
-            values += [*(row.get(key) for key in keys), *(shares.get(name) for name in SHARES)]
+            values += [*(row.get(key) for key in keys), *(breakdown.get(name) for name in SHARES)]
             values += [row["resolved"].get(key) for key in other]
             writer.writerow(["" if value is None else _cell(value) for value in values])
 

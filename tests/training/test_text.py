@@ -213,8 +213,7 @@ def test_a_few_sentences_are_translated_at_each_evaluation(whole: tuple[list[str
 
 
 def test_a_language_model_learns_more_than_how_frequent_tokens_are(tmp_path: Path) -> None:
-    """On the text that everybody has, from the preset: one epoch of it, with a warm-up to match."""
-    short = ["partitions=2", "executor=in_process", "epochs=1", "learning_rate.warmup_steps=20"]
-    heard = train_here(configure("model=transformer_lm", *short), tmp_path)
+    """On the text that everybody has, from the preset: two epochs of it."""
+    heard = train_here(configure("model=transformer_lm", "partitions=2", "executor=in_process", "epochs=2"), tmp_path)
     perplexity = math.exp(of_kind(heard, "evaluated")[-1]["loss"])
-    assert perplexity < 0.9 * dict(heard)["ready"]["unigram_perplexity"]
+    assert perplexity < 0.6 * dict(heard)["ready"]["unigram_perplexity"]
