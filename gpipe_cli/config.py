@@ -167,6 +167,11 @@ class TrainConfig:
                 f"batch_size={show(self.batch_size)}, batch_tokens={show(self.batch_tokens)}: {both}, and one of them "
                 f"says how large a mini-batch is; add {remedy}"
             )
+        if self.batch_tokens is not None and self.dataset.drop_last:
+            raise ValueError(
+                f"dataset.drop_last=true: mini-batches of batch_tokens={self.batch_tokens} differ in size, and none is "
+                "short; leave it out"
+            )
         if self.batch_tokens is not None and self.learning_rate.name == "paper":
             raise ValueError(
                 f"learning_rate=paper: is so much per sample, and batch_tokens={self.batch_tokens} counts tokens; "

@@ -41,6 +41,7 @@ class ImagesConfig:
     classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
     train_samples: int | None = None
     test_samples: int | None = None
+    drop_last: bool = False  # leave out the last mini-batch of an epoch if it is not full
 
     def __post_init__(self) -> None:
         at_least("dataset.image_size", self.image_size, 8)
@@ -81,6 +82,7 @@ class TextConfig:
     drop_long: bool = False
     train_samples: int | None = None
     test_samples: int | None = None
+    drop_last: bool = False  # as for images
 
     def __post_init__(self) -> None:
         at_least("dataset.vocabulary", self.vocabulary, 5)

@@ -45,6 +45,10 @@ def flattens(width: int = 4) -> nn.Sequential:
     )
 
 
+def normalizes_vectors(pixels: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * pixels**2, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+
+
 class Recurrent(nn.Module):
     """Returns a tensor and a tuple of tensors."""
 

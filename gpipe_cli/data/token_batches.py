@@ -41,6 +41,8 @@ class TokenBatches:
     and the mini-batches take turns in an order from (seed, epoch). Without it they are sorted by length, each epoch the
     same. Samples that are all alike are shuffled freely, or stay in order.
 
+    drop_last, with batch_size: as many samples as do not fill a mini-batch are left out, others each epoch.
+
     temperature: None or 1 gives every sample once an epoch. T > 1 draws as many samples an epoch, each language its
     quota by share^(1/T). With batch_tokens the number of mini-batches can then differ a little from epoch to epoch;
     epoch 0 decides: the last ones of a later epoch (in their random order) are left out, or its first ones repeated.
@@ -57,6 +59,7 @@ class TokenBatches:
         seed: int,
         shuffle: bool,
         temperature: float | None,
+        drop_last: bool = False,
     ) -> None:
         if (batch_size is None) == (batch_tokens is None):
             raise ValueError(
@@ -71,7 +74,7 @@ class TokenBatches:
         self.samples = catalogue.samples
         self._catalogue = catalogue
         self._batch_size, self._batch_tokens = batch_size, batch_tokens
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._sampler = _sampler(catalogue, seed, shuffle, temperature)
         longest = max(catalogue.fixed_lengths, default=0)
         if catalogue.lengths is not None:
@@ -126,6 +129,8 @@ class TokenBatches:
         generator = torch.Generator().manual_seed(seed_of("token order", self._seed, epoch))
         if self._shuffle:
             draws = draws[torch.randperm(len(draws), generator=generator)]
+        if self._drop_last and self._batch_size is not None:  # before they are sorted, or it would be the longest ones
+            draws = draws[: len(draws) // self._batch_size * self._batch_size]
         if lengths is None:
             starts = list(range(0, len(draws), self._batch_size or self._most(max(fixed))))
         else:

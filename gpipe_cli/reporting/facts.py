@@ -71,7 +71,7 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
         case "completed":
             show_line(console, f"completed in {duration(result['seconds'])}: {done}", "bold green")
         case "dry_run":
-            show_line(console, "dry run: cut and placed; no data was read, nothing was trained", "bold green")
+            show_line(console, "dry run: cut and placed; nothing was trained", "bold green")
         case "interrupted":
             show_line(console, f"interrupted {stopped}", "bold yellow")
         case status:

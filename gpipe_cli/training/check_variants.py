@@ -18,7 +18,6 @@ from torch import nn
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.loading import load_batches
 from gpipe_cli.pipeline.executor import ActionFailedError, Watch
-from gpipe_cli.pipeline.frozen import freeze
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import as_tuple, micro_batch_sizes, split_all
 from gpipe_cli.pipeline.schedule import Action, Kind
@@ -29,11 +28,12 @@ from gpipe_cli.training.differences import Digests, Variant, differs, first_diff
 from gpipe_cli.training.digests import digest
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.inputs import START_METHOD, Data, Reading, refuse_single_samples
+from gpipe_cli.training.inputs import START_METHOD, Data, Reading
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.probes import probe_layers
 from gpipe_cli.training.run import Join, Report
+from gpipe_cli.training.shapes import refuse_single_samples
 from gpipe_cli.training.step import train_step
 from gpipe_cli.training.team import Team
 
@@ -103,9 +103,8 @@ class _Work:
 
     def prepare(self, variant: Variant, report: Report) -> None:
         """Once, before the first variant: is the mini-batch one to train on, and what do its layers do alone?"""
-        config, model = variant.config(self.base), build_model(self.base)
-        freeze(model, variant.layout.frozen)
-        refuse_single_samples(self.base, model, self.reading.batches)
+        config = variant.config(self.base)
+        refuse_single_samples(self.base, self.reading.batches.size(0, 0))
         engine = self._engine(config, variant.layout, self.watch)
         inputs = self._first_mini_batch().inputs()
         assert inputs is not None

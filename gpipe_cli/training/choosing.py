@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpipe_cli.config import TrainConfig
-from gpipe_cli.pipeline.tracing import run_shapes
 from gpipe_cli.reporting.units import size
-from gpipe_cli.training.build import MEMORY_FORMATS, build_model, memory_format_of
 from gpipe_cli.training.costs import StepCosts
 from gpipe_cli.training.layout import costs_by_figures, memory_limit, torchrun_world, usable_cores
 from gpipe_cli.training.planning import Plan, TooLargeError, make_plan, mini_batch_samples
-from gpipe_cli.training.shapes import Shapes
+from gpipe_cli.training.shapes import Shapes, refuse_single_samples
 from gpipe_cli.typed import show
 
 AUTO = ("partitions", "micro_batches")  # settings that may be `auto` and are numbers otherwise
@@ -69,7 +67,7 @@ def choose(
     for candidate in _candidates(config, auto, len(shapes.costs), elsewhere):
         value = ", ".join(str(getattr(candidate, key)) for key in AUTO if key in auto)
         try:
-            _refuse_single_samples(candidate, shapes)
+            refuse_single_samples(candidate, mini_batch_samples(candidate, shapes.lengths))
             tried.append(
                 (candidate, try_plan(candidate, value, shapes, costs_of(candidate, shapes), memory_limit(candidate)))
             )
@@ -155,13 +153,6 @@ def _refuse_no_choice(config: TrainConfig) -> None:
             "micro_batches=auto: batch_size=1 cannot be divided, there is nothing to choose; use micro_batches=1, or "
             "batch_size=2 or more"
         )
-
-
-def _refuse_single_samples(config: TrainConfig, shapes: Shapes) -> None:
-    """Raises ValueError where micro-batches have one sample, and batch norm would see one value per channel."""
-    if mini_batch_samples(config, shapes.lengths) // config.micro_batches == 1:
-        memory_format = MEMORY_FORMATS[memory_format_of(config)]
-        run_shapes(build_model(config), shapes.inputs, shapes.lengths, memory_format)
 
 
 def _refusal(config: TrainConfig, shapes: Shapes, error: TooLargeError, prefix: str) -> ValueError:

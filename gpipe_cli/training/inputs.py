@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.batches import Batches, Catalogue, MiniBatches, Split
@@ -21,11 +20,10 @@ from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
-from gpipe_cli.pipeline.tracing import run_shapes
-from gpipe_cli.training.build import MEMORY_FORMATS, greatest_lengths, memory_format_of, model_inputs, open_data
+from gpipe_cli.training.build import open_data
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import Layout, usable_cores
+from gpipe_cli.training.shapes import refuse_single_samples
 from gpipe_cli.training.team import Team
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
@@ -158,9 +156,10 @@ def test_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:
 
 
 def _batches(config: TrainConfig, catalogue: Catalogue, *, shuffle: bool) -> Batches:
+    drop_last = config.dataset.drop_last and shuffle  # a test set is seen whole
     if config.task == "classification":
         assert config.batch_size is not None
-        return MiniBatches(catalogue.samples, config.batch_size, config.seed, shuffle=shuffle)
+        return MiniBatches(catalogue.samples, config.batch_size, config.seed, shuffle, drop_last)
     return TokenBatches(
         catalogue,
         batch_size=config.batch_size,
@@ -168,24 +167,15 @@ def _batches(config: TrainConfig, catalogue: Catalogue, *, shuffle: bool) -> Bat
         seed=config.seed,
         shuffle=shuffle,
         temperature=getattr(config.dataset, "temperature", None) if shuffle else None,
+        drop_last=drop_last,
     )
 
 
-def refuse_single_samples(config: TrainConfig, model: nn.Sequential, batches: Batches) -> None:
-    """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1."""
-    if config.batch_size is None:
-        return
-    last = batches.size(0, batches.steps_per_epoch - 1)
-    for samples in {config.batch_size, last}:
-        if micro_batch_sizes(samples, config.micro_batches)[-1] == 1:
-            try:
-                memory_format = MEMORY_FORMATS[memory_format_of(config)]
-                run_shapes(model, model_inputs(config), greatest_lengths(config), memory_format)
-            except ValueError as error:
-                raise ValueError(
-                    f"micro_batches={config.micro_batches}: a mini-batch of {samples} samples has micro-batches of one "
-                    f"sample, which this model cannot train on ({error}); use fewer micro_batches or another batch_size"
-                ) from error
+def refuse_short_last(config: TrainConfig, batches: Batches) -> None:
+    """Raises ValueError if the model cannot train on the last mini-batch of an epoch, which may be short."""
+    if config.batch_size is not None:
+        smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))
+        refuse_single_samples(config, smallest, last=smallest < config.batch_size)
 
 
 def workers_of(config: TrainConfig) -> int:

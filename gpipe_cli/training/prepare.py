@@ -7,7 +7,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.training.choosing import Choice, choose
 from gpipe_cli.training.layout import Layout, make_layout
 from gpipe_cli.training.planning import Plan
-from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.training.shapes import Shapes, read_shapes, refuse_single_samples
 from gpipe_cli.training.timing import step_costs
 
 
@@ -39,6 +39,8 @@ def prepare(
     config, plan, choices = choose(
         config, auto, shapes, lambda candidate, seen: step_costs(candidate, seen, say), elsewhere=elsewhere
     )
+    if config.batch_size is not None:
+        refuse_single_samples(config, config.batch_size)
     return Prepared(config, shapes, plan, make_layout(config, shapes, plan), choices)
 
 

@@ -27,7 +27,7 @@ from gpipe_cli.training.checkpoint import (
 )
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.inputs import Data, check_epochs, refuse_single_samples
+from gpipe_cli.training.inputs import Data, check_epochs, refuse_short_last
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.restore import restore, save_checkpoint
@@ -70,10 +70,10 @@ def train(
         test.close()  # what loads it would take time from the steps
     batches = training.batches
     check_epochs(config, start, batches.steps_per_epoch)
+    refuse_short_last(config, batches)
     start = replace(start, steps_per_epoch=batches.steps_per_epoch)
     model = build_model(config)
     freeze(model, layout.frozen)
-    refuse_single_samples(config, model, batches)
     engine = build_engine(config, layout, process, groups, model, watch, begins=source is None)
     if config.resume is not None:
         restore(

@@ -10,7 +10,9 @@ from torch import nn
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.frozen import Frozen, freeze
 from gpipe_cli.pipeline.layer_cost import Boundary, LayerCost
-from gpipe_cli.pipeline.tracing import trace_layers
+from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.tracing import run_shapes, trace_layers
+from gpipe_cli.reporting.units import plural
 from gpipe_cli.training.build import (
     MEMORY_FORMATS,
     build_model,
@@ -71,6 +73,31 @@ def read_shapes(config: TrainConfig, model: nn.Sequential | None = None) -> Shap
             known[key] = _weights(config, layer)
         weights.append(known[key])
     return Shapes(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared)
+
+
+def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = False) -> None:
+    """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1.
+
+    Raises ValueError if a mini-batch of `samples`, the short `last` one of an epoch or any other, would have one.
+    """
+    micro_batches = config.micro_batches
+    if micro_batch_sizes(samples, micro_batches)[-1] > 1:
+        return
+    model = build_model(config)
+    freeze(model, find_frozen(config, model))
+    memory_format = MEMORY_FORMATS[memory_format_of(config)]
+    try:
+        run_shapes(model, model_inputs(config), greatest_lengths(config), memory_format)
+    except ValueError as error:
+        what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * micro_batches} or more"]
+        if last:
+            what, remedies = "dataset.drop_last=false: the last", ["dataset.drop_last=true"]
+        if samples > 1:
+            remedies.append(f"micro_batches={samples // 2} or fewer")
+        raise ValueError(
+            f"{what} mini-batch has {plural(samples, 'sample')} and so a micro-batch of one, which this model cannot "
+            f"train on ({error}); use {', or '.join(remedies)}"
+        ) from error
 
 
 def _weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:

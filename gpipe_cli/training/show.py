@@ -2,13 +2,14 @@
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from gpipe_cli.config import TrainConfig
+from gpipe_cli.dataset_settings import ImagesConfig
 from gpipe_cli.model_settings import (
     AmoebaNetConfig,
     CustomConfig,
@@ -28,12 +29,15 @@ from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.reporting.hyperparameters import settings_of
 from gpipe_cli.reporting.reporter import Reporter
 from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.training.build import open_data
 from gpipe_cli.training.fine_tuning import frozen_facts
+from gpipe_cli.training.inputs import refuse_short_last, training_batches
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.planning import checked_schedule
 from gpipe_cli.training.prepare import Prepared
 from gpipe_cli.training.views import layer_seconds_of, predicted_view, prediction, step_flops, timeline_view
 from gpipe_cli.training.work import Bench
+from gpipe_cli.typed import one_line
 
 TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
 _SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
@@ -167,12 +171,31 @@ class ShowNothing:
 
 
 def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
-    """The banner and result.json of a run that is not started: shapes only, no data, no memory."""
+    """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
+
+    Raises ValueError for what the training would refuse.
+    """
+    data, notes = _data_of_dry_run(prepared.config)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-    notes = (*frozen_facts(prepared.layout), *prepared.notes)
-    reporter = Reporter(folder, describe(prepared, text, notes=notes))
+    notes = (*notes, *frozen_facts(prepared.layout), *prepared.notes)
+    reporter = Reporter(folder, describe(prepared, text, notes=notes, **data))
     reporter.banner()
     reporter.finish("dry_run")
+
+
+def _data_of_dry_run(config: TrainConfig) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
+    """How many samples and steps there are, or a line on why that is not known. Text is not read: its vocabulary may
+    take minutes to learn."""
+    if not isinstance(config.dataset, ImagesConfig):
+        return {}, ()
+    try:
+        train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
+    except ValueError as error:
+        return {}, (("not read", one_line(error)),)
+    batches = training_batches(config, train.catalogue)
+    refuse_short_last(config, batches)
+    counts = {"train_samples": len(train), "test_samples": len(test), "steps_per_epoch": batches.steps_per_epoch}
+    return counts, ()
 
 
 def describe(

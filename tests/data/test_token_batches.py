@@ -52,6 +52,21 @@ def test_a_batch_size_is_kept_but_for_one() -> None:
     assert sizes == {64: 7, 500 - 7 * 64: 1}
 
 
+def test_a_short_last_one_can_be_dropped_without_a_preference_for_short_sentences() -> None:
+    data = catalogue()
+    batches = batches_of(data, batch_size=64, drop_last=True)
+    dropped = []
+    for epoch in range(3):
+        parts = epoch_of(batches, epoch)
+        assert [len(part) for part in parts] == [64] * 7
+        dropped.append(set(range(500)) - set(chain.from_iterable(parts)))
+        assert len(dropped[-1]) == 500 - 7 * 64
+    assert dropped[0] != dropped[1] != dropped[2]
+    assert data.lengths is not None
+    longest = data.lengths.amax(dim=1)
+    assert min(int(longest[list(one)].min()) for one in dropped) < int(longest.double().median())
+
+
 def test_the_token_budget_is_kept_and_used() -> None:
     """No mini-batch costs more, and no other way to cut the sorted samples needs fewer (all ways are tried)."""
     data = catalogue()

@@ -1,0 +1,58 @@
+"""Batch norm cannot train on a micro-batch of one sample: what is refused, by whom, and a remedy that works."""
+
+from pathlib import Path
+
+import pytest
+from training_runs import command, configure, train_here
+
+from gpipe_cli.training.shapes import refuse_single_samples
+
+DATA = [
+    "dataset=synthetic_images", "dataset.image_size=8", "dataset.num_classes=4", "dataset.test_samples=4",
+    "data_workers=0", "threads=1", "device=cpu",
+]  # fmt: skip
+VECTORS = [*DATA, "model=custom", "model.target=custom_models:normalizes_vectors"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "remedies"),
+    [(9, "use dataset.drop_last=true$"), (11, "use dataset.drop_last=true, or micro_batches=1 ")],
+)
+def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
+    samples: int, remedies: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run used to accept it, and the training's advice, fewer micro_batches, could not help one sample."""
+    settings = [
+        *VECTORS,
+        f"dataset.train_samples={samples}",
+        "epochs=1",
+        "batch_size=8",
+        "micro_batches=2",
+        "partitions=1",
+    ]
+    folder = f"run_folder={tmp_path / 'run'}"
+    lines = []
+    for more in ("dry_run=true", "dry_run=false"):
+        assert command(monkeypatch, "train", *settings, folder, more) == 2
+        lines.append(capsys.readouterr().err)
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("gpipe train: dataset.drop_last=false: ")
+    with pytest.raises(ValueError, match=remedies):
+        raise ValueError(lines[0].strip())
+    remedied = configure(*settings, "dataset.drop_last=true", "executor=in_process")
+    steps = [message for kind, message in train_here(remedied, tmp_path / "remedied") if kind == "step"]
+    assert [step["samples"] for step in steps] == [8]
+
+
+def test_every_command_refuses_a_full_mini_batch_of_single_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*VECTORS, "dataset.train_samples=16", "batch_size=5", "micro_batches=4", f"output={tmp_path}"]
+    for name in ("plan", "train", "bench", "check"):
+        assert command(monkeypatch, name, *settings) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"gpipe {name}: micro_batches=4: ")
+        assert "use batch_size=8 or more, or micro_batches=2 or fewer" in line
+    refuse_single_samples(configure(*settings, "micro_batches=2"), 5)
+    refuse_single_samples(configure(*settings), 8)
+    refuse_single_samples(configure(*DATA, "model.filters=4"), 4)  # whose maps are larger than a pixel
