@@ -8,7 +8,7 @@ in this file and nowhere else, so that nothing below ever asks whether a key exi
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +26,7 @@ from gpipe_cli.model_settings import (
     TransformerNMTConfig,
 )
 from gpipe_cli.optimizer_settings import LearningRateConfig, OptimizerConfig
-from gpipe_cli.typed import above_zero, at_least, one_line, share, show, typed
+from gpipe_cli.typed import Count, NotNegative, Share, Within, one_line, show, typed
 
 T = TypeVar("T")
 
@@ -36,23 +36,25 @@ Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
+Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
+MicroBatches = Annotated[int, Within(1, 100_000)]
+BatchSize = Annotated[int, Within(1, 10_000_000)]
+Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
+DataWorkers = Annotated[int, Within(0, 256, use=8, why="as each is a process")]
+TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
+MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
-    balance: tuple[int, ...] | None  # layers of each partition; what fits is checked against the model's layers
+    balance: tuple[Partitions, ...] | None  # layers of each partition; what fits is checked against the model's layers
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    every_epochs: int
-    every_steps: int
-    keep: int
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.every_epochs", self.every_epochs, 0)
-        at_least("checkpoint.every_steps", self.every_steps, 0)
-        at_least("checkpoint.keep", self.keep, 1)
+    every_epochs: Annotated[int, Within(0, 10**9)]
+    every_steps: Annotated[int, Within(0, 10**9)]
+    keep: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +65,30 @@ class TrainConfig:
         ValueError: a setting is out of range, or two do not fit each other; one line that says how to mend it.
     """
 
-    partitions: int  # K
-    micro_batches: int  # M
+    partitions: Partitions  # K
+    micro_batches: MicroBatches  # M
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never", "auto"]
     executor: Executor
     partition: PartitionConfig
     preset: str | None
-    batch_size: int | None  # N, the whole mini-batch
-    batch_tokens: int | None  # in its place, for text
-    epochs: int
-    max_steps: int | None
-    seed: int
-    gradient_clipping: float  # 0: off
-    label_smoothing: float
-    ema_decay: float  # 0: off
+    batch_size: BatchSize | None  # N, the whole mini-batch
+    batch_tokens: Count | None  # in its place, for text
+    epochs: Count
+    max_steps: Count | None
+    seed: Annotated[int, Within(0, 2**32 - 1)]
+    gradient_clipping: NotNegative  # 0: off
+    label_smoothing: Share
+    ema_decay: Share  # 0: off
     init_from: str | None
     init_head: Literal["auto", "keep", "new"]
     freeze: tuple[str, ...] | None  # shell patterns; which names there are is checked against the model
-    evaluate_every_epochs: int
+    evaluate_every_epochs: Count
     device: Device
     memory_format: MemoryFormat
-    threads: int | None
-    data_workers: int | None
-    timeout_seconds: float
+    threads: Threads | None
+    data_workers: DataWorkers | None
+    timeout_seconds: TimeoutSeconds
     output: str
     run_folder: str | None
     resume: str | None
@@ -100,22 +102,17 @@ class TrainConfig:
     learning_rate: LearningRateConfig
 
     def __post_init__(self) -> None:
-        for key in (
-            "partitions", "micro_batches", "batch_size", "batch_tokens", "epochs", "evaluate_every_epochs", "max_steps",
-        ):  # fmt: skip
-            at_least(key, getattr(self, key), 1)
-        at_least("threads", self.threads, 1)
-        for key in ("seed", "gradient_clipping", "data_workers"):
-            at_least(key, getattr(self, key), 0)
-        share("label_smoothing", self.label_smoothing)
-        share("ema_decay", self.ema_decay)
-        above_zero("timeout_seconds", self.timeout_seconds)
         self._check_task()
         self._check_fine_tuning()
         if self.batch_size is not None and self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a mini-batch has only batch_size={self.batch_size} samples; "
                 f"use micro_batches={self.batch_size} or fewer, or batch_size={self.micro_batches} or more"
+            )
+        if (actions := 3 * self.partitions * self.micro_batches) > MOST_ACTIONS:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: with partitions={self.partitions} a step has {actions} actions, "
+                f"more than {MOST_ACTIONS}; use micro_batches={MOST_ACTIONS // 3 // self.partitions} or fewer"
             )
 
     def _check_fine_tuning(self) -> None:
@@ -185,13 +182,9 @@ class TrainConfig:
 class DecodeConfig:
     """How a test set is translated."""
 
-    beam: int
-    sentences: int | None
-    length_penalty: float
-
-    def __post_init__(self) -> None:
-        at_least("decode.beam", self.beam, 1)
-        at_least("decode.sentences", self.sentences, 0)
+    beam: Annotated[int, Within(1, 1000)]
+    sentences: Annotated[int, Within(0, 10**9)] | None
+    length_penalty: Annotated[float, Within(-100, 100)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +209,16 @@ class EvaluateSettings:
     run: str
     checkpoint: Literal["best", "last"]
     decode: DecodeConfig
-    partitions: int | None
-    micro_batches: int | None
-    batch_size: int | None
-    batch_tokens: int | None
+    partitions: Partitions | None
+    micro_batches: MicroBatches | None
+    batch_size: BatchSize | None
+    batch_tokens: Count | None
     executor: Executor | None
     device: Device | None
     memory_format: MemoryFormat | None
-    threads: int | None
-    data_workers: int | None
-    timeout_seconds: float | None
+    threads: Threads | None
+    data_workers: DataWorkers | None
+    timeout_seconds: TimeoutSeconds | None
     partition: PartitionConfig
     dataset: DatasetPlace
     output: str

@@ -4,24 +4,27 @@ The settings with a default are those that only some sets have; their YAML says 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from gpipe_cli.typed import at_least, show
+from gpipe_cli.typed import SMALLEST, Within, show
+
+Pixels = Annotated[int, Within(0, 16_384)]
+Samples = Annotated[int, Within(1, 100_000_000)]
+Vocabulary = Annotated[int, Within(5, 10_000_000)]
+_Area = Annotated[float, Within(SMALLEST, 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class AugmentationConfig:
-    random_resized_crop: tuple[float, float] | None  # least and most share of the area
+    random_resized_crop: tuple[_Area, _Area] | None  # least and most share of the area
     horizontal_flip: bool
-    cutout: int  # pixels of a side
-    shift: int  # pixels
+    cutout: Pixels  # of a side
+    shift: Pixels
 
     def __post_init__(self) -> None:
         key, crop = "dataset.augmentation.random_resized_crop", self.random_resized_crop
-        if crop is not None and not 0 < crop[0] <= crop[1] <= 1:
+        if crop is not None and crop[0] > crop[1]:
             raise ValueError(f"{key}={show(crop)}: must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
-        at_least("dataset.augmentation.cutout", self.cutout, 0)
-        at_least("dataset.augmentation.shift", self.shift, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +35,18 @@ class ImagesConfig:
         "digits", "cifar10", "cifar100", "image_folder", "synthetic_images",
         "imagenet", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap",
     ]  # fmt: skip
-    image_size: int  # pixels of a side
-    num_classes: int
+    image_size: Annotated[int, Within(8, 16_384)]  # pixels of a side
+    num_classes: Annotated[int, Within(2, 10_000_000)]
     augmentation: AugmentationConfig
     root: str | None = None
     download: bool = False
     partial: bool = False
     classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
-    train_samples: int | None = None
-    test_samples: int | None = None
+    train_samples: Samples | None = None
+    test_samples: Samples | None = None
     drop_last: bool = False  # leave out the last mini-batch of an epoch if it is not full
 
     def __post_init__(self) -> None:
-        at_least("dataset.image_size", self.image_size, 8)
-        at_least("dataset.num_classes", self.num_classes, 2)
         synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
         for key, value, belongs in (
             ("root", self.root, on_disk),
@@ -60,8 +61,6 @@ class ImagesConfig:
             raise ValueError(f"dataset.download=true: dataset={self.name} cannot be downloaded; leave it out")
         if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
             raise ValueError(f"dataset.partial=true: dataset={self.name} has no such setting; leave it out")
-        at_least("dataset.train_samples", self.train_samples, 1)
-        at_least("dataset.test_samples", self.test_samples, 1)
 
     @property
     def model_classes(self) -> int:
@@ -74,19 +73,17 @@ class TextConfig:
     """Text for a language model, or pairs of sentences for translation."""
 
     name: Literal["python_docs", "text_files", "cldr", "parallel_text", "synthetic_text"]
-    vocabulary: int  # ids
+    vocabulary: Vocabulary  # ids
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
-    temperature: float | None = None
+    temperature: Annotated[float, Within(1, 1000)] | None = None
     drop_long: bool = False
-    train_samples: int | None = None
-    test_samples: int | None = None
+    train_samples: Samples | None = None
+    test_samples: Samples | None = None
     drop_last: bool = False  # as for images
 
     def __post_init__(self) -> None:
-        at_least("dataset.vocabulary", self.vocabulary, 5)
-        at_least("dataset.temperature", self.temperature, 1)
         synthetic, pairs = self.name == "synthetic_text", self.name in ("cldr", "parallel_text")
         for key, value, belongs in (
             ("root", self.root, self.name in ("text_files", "parallel_text")),
@@ -101,8 +98,6 @@ class TextConfig:
                 raise ValueError(f"dataset.{key}={show(value)}: dataset={self.name} has no such setting; leave it out")
         if self.drop_long and not pairs:
             raise ValueError(f"dataset.drop_long=true: dataset={self.name} has no such setting; leave it out")
-        at_least("dataset.train_samples", self.train_samples, 1)
-        at_least("dataset.test_samples", self.test_samples, 1)
 
 
 DatasetConfig = ImagesConfig | TextConfig

@@ -5,13 +5,36 @@ write instead. Values arrive as YAML and the command line read them: nothing is 
 where a fraction is wanted.
 """
 
+import unicodedata
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import SequenceMatcher
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Within:
+    """The bounds of a number, both allowed: `Annotated[int, Within(1, 1024)]`.
+
+    Every number of a configuration has some, so that what is computed from it does not overflow, and one zero too many
+    starts no hundred thousand processes.
+    """
+
+    least: float
+    most: float
+    below: bool = False  # most itself is too much
+    use: float | None = None  # the remedy, where it is not the bound that was missed
+    why: str = ""  # there is a bound, where it is not obvious
+
+
+SMALLEST, LARGEST = 1e-30, 1e30  # of floats; a product or quotient of two of them is still finite
+Count = Annotated[int, Within(1, 10**9)]
+Share = Annotated[float, Within(0, 1, below=True, use=0)]  # what leaves something over
+Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
+NotNegative = Annotated[float, Within(0, LARGEST)]
 
 
 def typed(kind: type[T], values: Any) -> T:
@@ -70,31 +93,12 @@ def show(value: object) -> str:
         case dict():
             return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
         case _:
-            return str(value)
+            return "".join(c if unicodedata.category(c) not in ("Cc", "Cs") else ascii(c)[1:-1] for c in str(value))
 
 
 def one_line(error: BaseException) -> str:
     """The message of somebody else's exception without its line breaks."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
-
-
-def at_least(key: str, value: float | None, least: float) -> None:
-    """Refuses a value below `least`; None (not set) passes."""
-    if value is not None and not value >= least:
-        raise ValueError(f"{key}={value}: must be {least} or more; use {key}={least}")
-
-
-def above_zero(key: str, value: float, most: float | None = None) -> None:
-    """Refuses 0 and below, and what is above `most`."""
-    if not value > 0 or (most is not None and value > most):
-        upper = "" if most is None else f" and at most {most}"
-        raise ValueError(f"{key}={value}: must be above 0{upper}; use {key}={1 if most is None else most}")
-
-
-def share(key: str, value: float) -> None:
-    """Refuses what is not a share that leaves something over: 0 is one, 1 is not."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{key}={value}: must be 0 or more and below 1; use {key}=0")
 
 
 def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
@@ -103,6 +107,11 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
         raise ValueError(f"{key}=???: a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
         return _convert(_option(options, value), value, key, keys)
+    if get_origin(kind) is Annotated:
+        bare, bounds = get_args(kind)
+        number = _convert(bare, value, key, keys)
+        _check_bounds(key, number, bounds)
+        return number
     if get_origin(kind) in (UnionType, Union):  # only `... | None` occurs; with a Literal it is a Union
         (present,) = (option for option in get_args(kind) if option is not NoneType)
         return None if value is None else _convert(present, value, key, keys)
@@ -115,9 +124,9 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
             return value
         allowed = f"must be a group of settings; for example {key}={{width:64}}"
     elif get_origin(kind) is Literal:
-        if isinstance(value, str) and value in get_args(kind):
+        if isinstance(value, str | int) and value in get_args(kind):
             return value
-        allowed = f"must be one of {', '.join(get_args(kind))}; for example {key}={get_args(kind)[0]}"
+        allowed = f"must be one of {', '.join(map(str, get_args(kind)))}; for example {key}={get_args(kind)[0]}"
     elif get_origin(kind) is tuple:
         of, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)
@@ -126,6 +135,10 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
         count = f" of {length}" if length else ""
         example = [show(value)] if of is str else ["1"] * (length or 2)
         allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
+    elif kind is str and type(value) is str:
+        if value and not any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+            return value
+        allowed = "must be a text of one line that is not empty; give another, or leave it out"
     elif kind is float and type(value) in (int, float) and abs(value) < float("inf"):  # also false for NaN
         return float(value)
     elif kind is not float and type(value) is kind:  # not isinstance: True is an int
@@ -141,9 +154,21 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
     raise ValueError(f"{key}={show(value)}: {allowed}")
 
 
+def _check_bounds(key: str, number: float, bounds: Within) -> None:
+    """Raises ValueError for a number outside of its bounds."""
+    above = number > bounds.most or (bounds.below and number == bounds.most)
+    if not above and number >= bounds.least:
+        return
+    lower = "above 0" if bounds.least == SMALLEST else f"{bounds.least:.10g} or more"
+    upper = f"{'below' if bounds.below else 'at most'} {bounds.most:.10g}"
+    use = bounds.use if bounds.use is not None else bounds.most if above else bounds.least
+    why = f", {bounds.why}" if bounds.why else ""
+    raise ValueError(f"{key}={number}: must be {lower} and {upper}{why}; use {key}={use:.10g}")
+
+
 def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
     prefix = f"{path}." if path else ""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         if name not in hints:
             raise unknown(f"{prefix}{name}", value, keys)

@@ -2,15 +2,16 @@
 
 import os
 import tomllib
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_module
 
+from gpipe_cli.commands.bench import BenchSettings
 from gpipe_cli.commands.evaluate import evaluation
 from gpipe_cli.commands.train import make_run_folder, resumed
 from gpipe_cli.config import (
@@ -113,8 +114,24 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("partitions=true", "partitions=true: must be a whole number"),
         ("partitions=2.0", "partitions=2.0: must be a whole number"),
         ("partitions=null", "partitions=null: must be a whole number"),
-        ("partitions=0", "partitions=0: must be 1 or more; use partitions=1"),
-        ("threads=0", "threads=0: must be 1 or more"),
+        (
+            "partitions=0",
+            "partitions=0: must be 1 or more and at most 10000, as no model has more layers; use partitions=1",
+        ),
+        ("partitions=99999999999", "partitions=99999999999: must be 1 or more and at most 10000"),
+        ("threads=100000", "must be 1 or more and at most 1024, as no machine has more cores; use threads=1024"),
+        ("data_workers=100000", "must be 0 or more and at most 256, as each is a process; use data_workers=8"),
+        ("timeout_seconds=1e300", "timeout_seconds=1e+300: must be 0.1 or more and at most 604800"),
+        ("model.filters=1000000000000", "model.filters=1000000000000: must be 1 or more and at most 65536"),
+        ("learning_rate.per_sample=0", "learning_rate.per_sample=0.0: must be above 0 and at most 1e+30"),
+        ("model=resnet model.depth=20", "model.depth=20: must be one of 18, 34, 50, 101, 152"),
+        ("output=''", "output=: must be a text of one line that is not empty"),
+        ('run_folder="a\x1bb"', "run_folder=a\\x1bb: must be a text of one line"),
+        (
+            "partitions=10000 batch_size=1000 micro_batches=1000",
+            "micro_batches=1000: with partitions=10000 a step has 30000000 actions, more than 5000000; "
+            "use micro_batches=166 or fewer",
+        ),
         ("dry_run=1", "dry_run=1: must be true or false"),
         ("init_head=keep", "init_head=keep: no weights are taken, as init_from=null; give init_from=..."),
         ("init_from=x init_head=old", "init_head=old: must be one of auto, keep, new"),
@@ -147,6 +164,22 @@ def test_bad_values_are_one_line(overrides: str, line: str) -> None:
         train(*overrides.split())
     assert line in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, EvaluateSettings, BenchSettings])
+def test_every_number_has_bounds(kind: type) -> None:
+    """`data_workers=100000` once started as many processes, and `timeout_seconds=1e300` overflowed in a worker."""
+
+    def unbounded(hint: Any, name: str) -> list[str]:
+        if get_origin(hint) is Annotated:
+            return []
+        if isinstance(hint, type) and is_dataclass(hint):
+            hints = get_type_hints(hint, include_extras=True)
+            return [f"{name}.{found}" for key, inner in hints.items() for found in unbounded(inner, key)]
+        return [name] if hint in (int, float) else [one for inner in get_args(hint) for one in unbounded(inner, name)]
+
+    # classes are numbers of the data set, which knows how many it has
+    assert set(unbounded(kind, kind.__name__)) <= {"TrainConfig.dataset.classes"}
 
 
 def test_settings_are_all_keys_in_dotted_form() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Annotated
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
@@ -15,7 +16,7 @@ from gpipe_cli.reporting.bench_console import show_bench
 from gpipe_cli.reporting.bench_table import bench_status, bench_table, write_bench
 from gpipe_cli.reporting.sweep_table import Run, show_rest
 from gpipe_cli.training.work import Bench
-from gpipe_cli.typed import at_least, show, typed
+from gpipe_cli.typed import Within, show, typed
 
 # What a measurement has no use for, and what to do instead.
 REFUSED = {
@@ -32,14 +33,9 @@ REFUSED = {
 class BenchSettings:
     """What `conf/bench.yaml` adds to the settings of a training."""
 
-    warm_up_steps: int
-    steps: int
-    rounds: int
-
-    def __post_init__(self) -> None:
-        at_least("warm_up_steps", self.warm_up_steps, 0)
-        at_least("steps", self.steps, 1)
-        at_least("rounds", self.rounds, 1)
+    warm_up_steps: Annotated[int, Within(0, 1_000_000)]
+    steps: Annotated[int, Within(1, 1_000_000)]
+    rounds: Annotated[int, Within(1, 1000)]
 
 
 OWN = tuple(BenchSettings.__dataclass_fields__)
