@@ -202,11 +202,12 @@ def measure(
 def predict(
     sample: Sample, costs: Sequence[LayerCost], order: schedule.Schedule, samples: int, micro_batches: int
 ) -> tuple[int, ...]:
-    memory = ActivationMemory(costs, sample.inputs, micro_batch_sizes(samples, micro_batches)[0], sample.lengths)
+    sizes = micro_batch_sizes(samples, micro_batches)
+    memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     starts = [0, *accumulate(even(len(costs), len(order)))]
     spans = list(pairwise(starts))
     return peak_bytes(
         order,
-        [memory.graph_bytes(first, end) for first, end in spans],
-        [memory.input_bytes(first, end) for first, end in spans],
+        [[memory.graph_bytes(first, end) for memory in memories] for first, end in spans],
+        [[memory.input_bytes(first, end) for memory in memories] for first, end in spans],
     )

@@ -100,18 +100,29 @@ def peak_live(schedule: Schedule) -> tuple[Live, ...]:
     return tuple(Live(*map(max, zip(*_held(actions), strict=True))) for actions in schedule)
 
 
-def peak_bytes(schedule: Schedule, graph_bytes: Sequence[int], input_bytes: Sequence[int]) -> tuple[int, ...]:
+def peak_bytes(
+    schedule: Schedule, graph_bytes: Sequence[Sequence[int]], input_bytes: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
     """For each stage, the most bytes held for micro-batches in flight: the paper's O(N + L/K * N/M) (section 2.3).
 
     Args:
-        graph_bytes: per stage, all activations of one micro-batch, the input included.
-        input_bytes: per stage, what comes over the boundary for one micro-batch.
+        graph_bytes: per stage and micro-batch, all its activations, the input included.
+        input_bytes: per stage and micro-batch, what comes over the boundary.
     """
-    assert len(graph_bytes) == len(input_bytes) == len(schedule), "one size per stage"
-    return tuple(
-        max(graphs * graph + inputs * boundary for graphs, inputs in _held(actions))
-        for actions, graph, boundary in zip(schedule, graph_bytes, input_bytes, strict=True)
-    )
+    assert len(graph_bytes) == len(input_bytes) == len(schedule), "sizes for each stage"
+    peaks = []
+    for actions, graphs, inputs in zip(schedule, graph_bytes, input_bytes, strict=True):
+        held = peak = 0
+        for action, keep in stage_keeps(actions):
+            m = action.micro_batch
+            if action.kind is Kind.R:
+                held -= inputs[m]
+            held += graphs[m] if keep is Keep.GRAPH else inputs[m] if keep is Keep.INPUT else 0
+            peak = max(peak, held)
+            if action.kind is Kind.B:
+                held -= graphs[m]
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def _held(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:

@@ -92,22 +92,25 @@ def share_word(name: str) -> str:
 
 
 def comparison(
-    prediction: Prediction, step_seconds: float, activation_bytes: Sequence[int] | None
+    prediction: Prediction,
+    step_seconds: float,
+    predicted_bytes: Sequence[int] | None,
+    counted_bytes: Sequence[int] | None,
 ) -> Iterable[tuple[str, str]]:
     """Labelled lines: the prediction of a run against what became of it.
 
     Args:
         step_seconds: median over the steps without warm-up.
-        activation_bytes: counted, per stage; None if they were not.
+        predicted_bytes, counted_bytes: saved activations of one mini-batch, per stage; None if they were not counted.
     """
     times = f"{duration(prediction.step_seconds)} a step, measured {duration(step_seconds)}"
     yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds)})"
-    if activation_bytes:
-        stages = range(len(activation_bytes))
-        fullest = max(stages, key=lambda stage: activation_bytes[stage])
+    if predicted_bytes and counted_bytes:
+        stages = range(len(counted_bytes))
+        fullest = max(stages, key=lambda stage: counted_bytes[stage])
         for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
             name = f"stage {stage}" if len(stages) <= STAGES_SHOWN else f"the fullest, stage {stage}"
-            predicted, counted = prediction.activation_bytes[stage], activation_bytes[stage]
+            predicted, counted = predicted_bytes[stage], counted_bytes[stage]
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
     if prediction.from_figures:

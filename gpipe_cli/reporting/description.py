@@ -160,9 +160,11 @@ class StepMessage(TypedDict):
     learning_rate: float
     gradient_norm: float | None  # over all stages, before clipping
     memory_bytes: list[int]  # peak of each stage so far
-    activation_bytes: NotRequired[
-        list[int] | None
-    ]  # most that each stage held, counted; comes once, in the first steps
+    lengths: NotRequired[tuple[int, ...]]  # that its sentences were padded to; () for images
+    # The most that each stage held, counted once, in one of the first steps; and what was to be expected of that
+    # mini-batch.
+    activation_bytes: NotRequired[list[int] | None]
+    predicted_activation_bytes: NotRequired[tuple[int, ...]]
 
 
 class RecordedMessage(TypedDict):

@@ -54,6 +54,7 @@ class Reporter:
         self._throughput = Throughput(description.warm_up_steps)
         self._shares = MeasuredShares()
         self._activation_bytes: list[int] | None = None
+        self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
         self._cut_drawn = False
@@ -88,7 +89,9 @@ class Reporter:
         self._memory_bytes = message["memory_bytes"]
         speed = self._throughput
         speed.add(message["samples"], message["seconds"], message["tokens"] if self._text else None)
-        self._activation_bytes = message.get("activation_bytes") or self._activation_bytes
+        if message.get("activation_bytes") is not None:
+            self._activation_bytes = message["activation_bytes"]
+            self._predicted_activation_bytes = message.get("predicted_activation_bytes")
         self._dashboard.step(message)
         recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
         self._console.step(message, recent)
@@ -179,7 +182,7 @@ class Reporter:
         if self._compared or prediction is None or seconds is None:
             return
         self._compared = True
-        self._console.facts(comparison(prediction, seconds, self._activation_bytes))
+        self._console.facts(comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
 
     def _write(self) -> None:
         write_result(self._folder, self._result())
@@ -214,6 +217,7 @@ class Reporter:
             "ideal_bubble": run.ideal_bubble,
             **share_result(self._shares, run.prediction, run.ideal_bubble),
             "activation_bytes": self._activation_bytes,
+            "predicted_activation_bytes": self._predicted_activation_bytes,  # of the mini-batch that was counted
             "partitions": [
                 {
                     "layers": list(partition.layers),

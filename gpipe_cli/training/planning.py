@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.clock import check
+from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.partition import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.recomputation import DoesNotFitError, fewest_recomputations
 from gpipe_cli.pipeline.schedule import Kind, Recompute, Schedule, build
@@ -115,9 +115,9 @@ def make_plan(config: TrainConfig, shapes: Shapes, costs: StepCosts, limit_bytes
         ValueError: a balance that was given does not fit the model.
     """
     partitions, layers = config.partitions, len(shapes.costs)
-    micro_batches, mean = micro_batches_of(config, shapes.lengths)
-    samples = ceil(mean)
-    memory = _Memory(config, shapes, samples, micro_batches)
+    sizes = micro_batch_sizes(mini_batch_samples(config, shapes.lengths), config.micro_batches)
+    samples, micro_batches = sizes[0], len(sizes)
+    memory = _Memory(config, shapes, sizes)
     balance = config.partition.balance
     if balance is None:
         try:
@@ -171,6 +171,13 @@ def make_plan(config: TrainConfig, shapes: Shapes, costs: StepCosts, limit_bytes
     )
 
 
+def saved_bytes(config: TrainConfig, shapes: Shapes, plan: Plan, samples: int) -> tuple[int, ...]:
+    """As `Plan.saved_bytes`, for a mini-batch of `samples` padded to the lengths of `shapes`."""
+    sizes = micro_batch_sizes(samples, config.micro_batches)
+    schedule = checked_schedule(config.schedule, len(plan.balance), len(sizes), plan.recompute)
+    return _Memory(config, shapes, sizes).saved(schedule, plan.bounds)
+
+
 def _work(config: TrainConfig, costs: StepCosts) -> list[float]:
     """What a micro-batch takes of a stage, for each layer."""
     again = config.recompute in ("always", "except_last")
@@ -208,9 +215,11 @@ def _fullest(moments: Sequence[Live]) -> tuple[tuple[int, int], ...]:
 class _Memory:
     """What stages hold, for any cut."""
 
-    def __init__(self, config: TrainConfig, shapes: Shapes, samples: int, micro_batches: int) -> None:
-        self._config, self._shapes, self._micro_batches = config, shapes, micro_batches
-        self._activations = ActivationMemory(shapes.costs, shapes.inputs, samples, shapes.lengths)
+    def __init__(self, config: TrainConfig, shapes: Shapes, sizes: Sequence[int]) -> None:
+        self._config, self._shapes = config, shapes
+        self._micro_batches = sizes  # samples of each, the largest first
+        self._of_size = {n: ActivationMemory(shapes.costs, shapes.inputs, n, shapes.lengths) for n in set(sizes)}
+        self._activations = self._of_size[sizes[0]]
         layers = range(len(shapes.costs))
         # while a layer runs backward, the gradients of what it has kept come into being
         self._backward = np.array([self._activations.graph_bytes(at, at + 1) for at in layers])
@@ -218,11 +227,10 @@ class _Memory:
         self._stored = [0, *accumulate(stored)]
 
     def of(self, schedule: Schedule, bounds: Sequence[tuple[int, int]]) -> list[StageBytes]:
-        graphs, inputs = self._sizes(bounds)
+        graphs, inputs = self._largest(bounds)
         held = []
-        for k, (first, end) in enumerate(bounds):
+        for k, ((first, end), peak) in enumerate(zip(bounds, self.saved(schedule, bounds), strict=True)):
             weights = self._shapes.weights[first:end]
-            peak = self._peak(schedule, k, graphs[k], inputs[k])
             again = any(a.kind is Kind.R for a in schedule[k])
             recomputed = min(peak, graphs[k] - inputs[k]) if again else 0
             held.append(
@@ -237,17 +245,25 @@ class _Memory:
         return held
 
     def saved(self, schedule: Schedule, bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        graphs, inputs = self._sizes(bounds)
+        """The most activations held at once on each stage."""
+        graphs, inputs = (
+            [[known[n] for n in self._micro_batches] for known in stages]
+            for stages in (
+                [{n: memory.graph_bytes(*span) for n, memory in self._of_size.items()} for span in bounds],
+                [{n: memory.input_bytes(*span) for n, memory in self._of_size.items()} for span in bounds],
+            )
+        )
         return peak_bytes(schedule, graphs, inputs)
 
     def furthest(self, limit_bytes: int | None) -> list[list[int]] | None:
-        """For each stage and each layer that it may begin with, how far it can reach within the limit."""
+        """For each stage and each layer that it may begin with, how far it can reach within the limit, as if all
+        micro-batches were as large as the largest."""
         if limit_bytes is None:
             return None
         partitions, layers = self._config.partitions, len(self._shapes.costs)
         # `auto` needs no more than this: what is gained by keeping less, it does
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
-        schedule = checked_schedule(self._config.schedule, partitions, self._micro_batches, mode)
+        schedule = checked_schedule(self._config.schedule, partitions, len(self._micro_batches), mode)
         moments = [_fullest(stage) for stage in live(schedule)]
         known: dict[object, list[int]] = {}
         rows = []
@@ -261,19 +277,16 @@ class _Memory:
         """As few recomputations as fit; none without a limit."""
         if limit_bytes is None:
             return "never"
-        graphs, inputs = self._sizes(bounds)
+        graphs, inputs = self._largest(bounds)
         left = [
             limit_bytes - (self._stored[end] - self._stored[first]) - int(self._backward[first:end].max())
             for first, end in bounds
         ]
-        return fewest_recomputations(self._config.schedule, len(bounds), self._micro_batches, graphs, inputs, left)
+        return fewest_recomputations(self._config.schedule, len(bounds), len(self._micro_batches), graphs, inputs, left)
 
-    def _sizes(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    def _largest(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
         graphs = [self._activations.graph_bytes(first, end) for first, end in bounds]
         return graphs, [self._activations.input_bytes(first, end) for first, end in bounds]
-
-    def _peak(self, schedule: Schedule, stage: int, graph_bytes: int, input_bytes: int) -> int:
-        return peak_bytes((schedule[stage],), [graph_bytes], [input_bytes])[0]
 
     def _reach(self, first: int, layers: int, moments: Sequence[tuple[int, int]], limit_bytes: int) -> int:
         backward = np.maximum.accumulate(self._backward[first:])

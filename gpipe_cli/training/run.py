@@ -104,15 +104,18 @@ def train(
             report("checkpoint", {"step": progress.step})
 
     written, recording, recorded_began = -1, None, 0.0
-    counted = progress.step + 1  # the second step, when what grows with use has grown
+    counted = False
     for epoch, position in batches.stream(progress.epoch, progress.position, config.epochs):
         began = time.perf_counter()
         step = progress.step
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
-        result = train_step(
-            config, engine, team, step, rate, training, epoch, position, before=recording, count=step == counted
-        )
+        # saved activations are counted once: of a full mini-batch, and after the first step, when what grows with use
+        # has grown
+        full = config.batch_size in (None, batches.size(epoch, position))
+        count = full and not counted and step > start.step
+        counted = counted or count
+        result = train_step(config, engine, team, step, rate, training, epoch, position, before=recording, count=count)
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
         if team.leads:
             numbers = result.read()
@@ -121,7 +124,8 @@ def train(
             loss, cross_entropy, top1, top5 = totals.means
             report("recorded", {"seconds": result.read_before(), "began_seconds": recorded_began})
             report("step", {"step": step + 1, "epoch": epoch + 1, "position": position + 1,
-                            "samples": batches.size(epoch, position), "tokens": totals.elements if text else None,
+                            "samples": batches.size(epoch, position), "lengths": batches.lengths(epoch, position),
+                            "tokens": totals.elements if text else None,
                             "seconds": time.perf_counter() - began, "loss": loss, "cross_entropy": cross_entropy,
                             "top1": top1, "top5": None if text else top5, "learning_rate": rate,
                             "gradient_norm": norm, "memory_bytes": numbers.memory_bytes,

@@ -46,21 +46,26 @@ class Shapes:
     evaluation: tuple[LayerCost, ...]  # boundaries only matter
     weights: tuple[LayerWeights, ...]
     inputs: Boundary  # of the first layer
-    lengths: tuple[int, ...]  # the greatest that sentences are padded to
+    lengths: tuple[int, ...]  # that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]
 
 
-def read_shapes(config: TrainConfig, model: nn.Sequential | None = None) -> Shapes:
-    """Trace the model. Raises ValueError, one line, for one that does not fit the data set, or itself."""
+def read_shapes(
+    config: TrainConfig, model: nn.Sequential | None = None, lengths: tuple[int, ...] | None = None
+) -> Shapes:
+    """Trace the model, for sentences of `lengths`, by default the greatest there may be.
+
+    Raises ValueError, one line, for one that does not fit the data set, or itself.
+    """
     model = build_model(config) if model is None else model
-    inputs, lengths = model_inputs(config), greatest_lengths(config)
+    inputs, lengths = model_inputs(config), greatest_lengths(config) if lengths is None else lengths
     shared = shared_parameters(model)
     frozen = find_frozen(config, model)
     freeze(model, frozen)
     memory_format = MEMORY_FORMATS[memory_format_of(config)]
     evaluation = trace_layers(model, inputs, training=False, lengths=lengths, memory_format=memory_format)
-    _check_outputs(config, evaluation[-1].outputs)
+    _check_outputs(config, evaluation[-1].outputs, lengths)
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
     costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss, memory_format=memory_format)
@@ -113,11 +118,11 @@ def _weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
     )
 
 
-def _check_outputs(config: TrainConfig, outputs: Boundary) -> None:
+def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, ...]) -> None:
     """Raises ValueError if the last layer of somebody's own model does not return logits for this data set."""
     samples, classes = 2, outputs_of(config)
-    wanted = (samples, *greatest_lengths(config)[-1:], classes)
-    found = outputs[0].shape(samples, greatest_lengths(config))
+    wanted = (samples, *lengths[-1:], classes)
+    found = outputs[0].shape(samples, lengths)
     if found != wanted:
         what = "classes" if config.task == "classification" else "tokens in its vocabulary"
         target = getattr(config.model, "target", config.model.name)

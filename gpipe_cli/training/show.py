@@ -33,8 +33,9 @@ from gpipe_cli.training.build import open_data
 from gpipe_cli.training.fine_tuning import frozen_facts
 from gpipe_cli.training.inputs import refuse_short_last, training_batches
 from gpipe_cli.training.learning_rate import learning_rate
-from gpipe_cli.training.planning import checked_schedule
+from gpipe_cli.training.planning import checked_schedule, saved_bytes
 from gpipe_cli.training.prepare import Prepared
+from gpipe_cli.training.shapes import read_shapes
 from gpipe_cli.training.views import layer_seconds_of, predicted_view, prediction, step_flops, timeline_view
 from gpipe_cli.training.work import Bench
 from gpipe_cli.typed import one_line
@@ -68,6 +69,8 @@ class Show:
         assert self._reporter is not None, kind
         match kind:
             case "step":
+                if message["activation_bytes"] is not None:
+                    message["predicted_activation_bytes"] = self._predicted_activations(message)
                 self._reporter.step(message)  # type: ignore[arg-type]  # a TypedDict that came through a pipe
                 self._last = message
             case "recorded" if self._last is not None and message["seconds"]:
@@ -94,6 +97,13 @@ class Show:
         self._reporter = Reporter(self._folder, describe(self._prepared, self._text, bench=self._bench, **message))
         self._reporter.banner()
         self._reporter.start()
+
+    def _predicted_activations(self, step: dict[str, Any]) -> tuple[int, ...]:
+        """What the plan's rules say of the very mini-batch whose activations were counted."""
+        config, shapes, plan = self._prepared.config, self._prepared.shapes, self._prepared.plan
+        if step["lengths"] != shapes.lengths:
+            shapes = read_shapes(config, lengths=step["lengths"])
+        return saved_bytes(config, shapes, plan, step["samples"])
 
     def _recorded(
         self, reporter: Reporter, step: dict[str, Any], seconds: list[list[float]], began_seconds: float
@@ -183,7 +193,7 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
     reporter.finish("dry_run")
 
 
-def _data_of_dry_run(config: TrainConfig) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
+def _data_of_dry_run(config: TrainConfig) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
     """How many samples and steps there are, or a line on why that is not known. Text is not read: its vocabulary may
     take minutes to learn."""
     if not isinstance(config.dataset, ImagesConfig):

@@ -3,15 +3,21 @@
 import itertools
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from gpipe_cli.pipeline import simulator
 from gpipe_cli.pipeline.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule import SCHEDULES, at_once, build
-from gpipe_cli.pipeline.simulator import peak_bytes
+from gpipe_cli.pipeline.schedule import SCHEDULES, Schedule, at_once, build
 
 SHAPES = list(itertools.product((1, 2, 3), (1, 2, 3, 4, 5)))
+
+
+def peak_bytes(schedule: Schedule, graph_bytes: Sequence[int], input_bytes: Sequence[int]) -> tuple[int, ...]:
+    """For each stage, where all micro-batches are alike."""
+    graphs, inputs = ([[size] * len(schedule[0]) for size in sizes] for sizes in (graph_bytes, input_bytes))
+    return simulator.peak_bytes(schedule, graphs, inputs)
 
 
 def subsets(micro_batches: int) -> Iterator[frozenset[int]]:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -30,13 +31,15 @@ def test_what_stages_hold_is_what_was_predicted(name: str, partitions: int) -> N
             assert min(measured) > 0
 
 
-def test_the_largest_micro_batch_is_predicted_where_they_are_uneven() -> None:
-    sample = SAMPLES["language model"]
+@pytest.mark.parametrize("name", ["language model", "amoebanet"])
+def test_uneven_micro_batches_are_predicted_to_the_byte(name: str) -> None:
+    """A plan used to take all of them to be as large as the largest, up to 19 % too much."""
+    sample = SAMPLES[name]
     costs = sample.costs()
-    order = schedule.build("gpipe", 2, 3, "never")
-    measured = measure(sample, sample.model(), costs, order, 7, 3).peaks  # 3, 2 and 2 samples
-    predicted = predict(sample, costs, order, 7, 3)
-    assert all(m < p for m, p in zip(measured, predicted, strict=True))
+    for kind, recompute in product(schedule.SCHEDULES, schedule.RECOMPUTE):
+        order = schedule.build(kind, 2, 3, recompute)
+        measured = measure(sample, sample.model(), costs, order, 7, 3).peaks  # 3, 2 and 2 samples
+        assert measured == predict(sample, costs, order, 7, 3), (kind, recompute)
 
 
 def test_text_is_predicted_at_its_lengths_and_shorter_text_holds_less() -> None:

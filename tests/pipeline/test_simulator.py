@@ -291,9 +291,18 @@ def test_everything_is_let_go_after_the_last_backward() -> None:
 
 def test_peak_bytes_with_recomputation_is_one_graph_and_the_boundaries() -> None:
     """Section 2.3: N samples at the boundary and one micro-batch inside, instead of everything."""
-    assert peak_bytes(gpipe(2, 8, "always"), [100, 50], [3, 4]) == (100 + 7 * 3, 50 + 7 * 4)
-    assert peak_bytes(gpipe(2, 8, "never"), [100, 50], [3, 4]) == (800, 400)
-    assert peak_bytes(build("1f1b", 2, 8, "never"), [100, 50], [3, 4]) == (200, 50)
+    sizes = [[100] * 8, [50] * 8], [[3] * 8, [4] * 8]
+    assert peak_bytes(gpipe(2, 8, "always"), *sizes) == (100 + 7 * 3, 50 + 7 * 4)
+    assert peak_bytes(gpipe(2, 8, "never"), *sizes) == (800, 400)
+    assert peak_bytes(build("1f1b", 2, 8, "never"), *sizes) == (200, 50)
+
+
+def test_peak_bytes_of_uneven_micro_batches() -> None:
+    """Two larger ones, two smaller ones: all of them at once, or the inputs and the graph of the one that runs."""
+    graphs, inputs = [[30, 30, 20, 20]], [[3, 3, 2, 2]]
+    assert peak_bytes(gpipe(1, 4, "never"), graphs, inputs) == (100,)
+    assert peak_bytes(gpipe(1, 4, "always"), graphs, inputs) == (3 + 30,)  # 0R1, when the smaller ones have gone
+    assert peak_bytes(build("1f1b", 1, 4, "never"), graphs, inputs) == (30,)
 
 
 def test_costs_of_zero_have_no_bubble() -> None:

@@ -45,7 +45,7 @@ def test_lines_without_a_prediction() -> None:
 
 def test_of_many_stages_the_fullest_is_told() -> None:
     sizes = tuple(2**20 * n for n in (5, 9, 7, 3, 2))
-    lines = list(comparison(prediction(activation_bytes=sizes), 0.06, [n - 2**20 for n in sizes]))
+    lines = list(comparison(prediction(), 0.06, sizes, [n - 2**20 for n in sizes]))
     assert lines == [
         ("predicted", "60.0 ms a step, measured 60.0 ms (as predicted)"),
         ("", "the fullest, stage 1: 9.0 MiB of activations, counted 8.0 MiB (11 % less)"),

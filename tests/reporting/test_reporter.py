@@ -303,7 +303,8 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     reporter = Reporter(tmp_path, description(prediction=prediction()), console)
     bubbles = [0.5, 0.5, 0.5, 0.1, 0.11, 0.3]
     for number, bubble in enumerate(bubbles, 1):
-        reporter.step(step(number, activation_bytes=[2 * 2**20, 4 * 2**20] if number == 2 else None))
+        counted = {"activation_bytes": [2 * 2**20, 4 * 2**20], "predicted_activation_bytes": (2 * 2**20, 3 * 2**20)}
+        reporter.step(step(number, **(counted if number == 2 else {})))
         reporter.recorded(recorded(number, bubble))
     reporter.finish("completed")
     result = read_result(tmp_path)

@@ -170,6 +170,19 @@ def test_a_training_counts_the_activations_that_were_planned(
         assert sum(plan.saved_bytes) - sum(contiguous.saved_bytes) == more
 
 
+def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
+    """Of micro-batches of 3, 3 and 2 samples. The second step of this run is short: it used to be the one counted, and
+    stood beside a plan for 3, 3 and 3."""
+    settings = [*TINY, "dataset.train_samples=14", "executor=in_process", "epochs=2", "partitions=2"]
+    for recompute in ("never", "always"):
+        config = configure(*settings, f"recompute={recompute}")
+        shapes = read_shapes(config)
+        plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
+        steps = [m for kind, m in train_here(config, tmp_path / recompute) if kind == "step"]
+        assert [step["samples"] for step in steps] == [8, 6, 8, 6]
+        assert [step["activation_bytes"] for step in steps] == [None, None, list(plan.saved_bytes), None]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_auto_recomputes_no_more_than_it_must(shapes: Shapes, schedule: str) -> None:
     never, always = (planned(shapes, f"schedule={schedule}", f"recompute={mode}") for mode in ("never", "except_last"))
