@@ -10,7 +10,6 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 NAMES = sorted(FILES)
-MOST_LINES = 300
 
 # Every room and the rooms of the package that it may import; a file at the top is a room of its own. `typed` knows
 # nothing of any other and may be used by whoever checks settings.
@@ -225,9 +224,3 @@ def test_only_the_reporter_and_the_command_line_print(file: str) -> None:
         match node:
             case ast.Call(func=ast.Name(id="print")):
                 raise AssertionError(f"gpipe_cli/{file}:{node.lineno} prints")
-
-
-@pytest.mark.parametrize("file", NAMES)
-def test_files_hold_one_idea(file: str) -> None:
-    lines = len(FILES[file].read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_LINES, f"gpipe_cli/{file} has {lines} lines"
