@@ -48,6 +48,11 @@ MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
     balance: tuple[Partitions, ...] | None  # layers of each partition; what fits is checked against the model's layers
+    costs: tuple[NotNegative, ...] | None = None  # of each layer, relative to each other (the paper's c_i)
+
+    def __post_init__(self) -> None:
+        if self.costs is not None and not any(self.costs):
+            raise ValueError(f"partition.costs={show(self.costs)}: at least one must be above 0; use null for our own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check_task()
         self._check_fine_tuning()
+        if self.partition.costs is not None and self.cost != "figures":
+            raise ValueError(
+                f"partition.costs={show(self.partition.costs)}: cost={self.cost} times the layers; leave one of the "
+                "two out"
+            )
         if self.batch_size is not None and self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a mini-batch has only batch_size={self.batch_size} samples; "

@@ -4,8 +4,8 @@ Everything that predicts (the cut, `gpipe plan`, the line after 20 steps) reads 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from gpipe_cli.config import load_hardware
@@ -37,6 +37,7 @@ class StepCosts:
     edges: tuple[EdgeCost, ...]  # over each of the L - 1 places where a cut may be
     slowdown: tuple[float, ...]  # of a stage while 1, 2, ... of them compute; empty: none
     set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
+    whose: str = ""  # who said how layers differ, where that is the user's word: `partition.costs`
     known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
@@ -70,6 +71,13 @@ def figured(
     edges = edge_costs(shapes, samples, latency if linked else 0.0, per_sent if linked else 0.0)
     source = f"hardware={hardware.name} figures"
     return StepCosts(source, False, tuple(layers), tuple(updates), edges, turns(at_once, len(layers)), known=known)
+
+
+def shared_out(costs: StepCosts, given: Sequence[float], whose: str) -> StepCosts:
+    """The same seconds in all, shared out among the layers as `given` says; `whose` says who gave it."""
+    whole = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
+    layers = tuple(LayerSeconds(*(seconds * cost / sum(given) for seconds in whole)) for cost in given)
+    return replace(costs, layers=layers, source=f"{costs.source}, shared out by {whose}", whose=whose)
 
 
 def turns(at_once: int, stages: int) -> tuple[float, ...]:

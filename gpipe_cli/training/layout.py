@@ -16,10 +16,11 @@ from gpipe_cli.pipeline.frozen import Frozen
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.schedule import Recompute
 from gpipe_cli.training.build import memory_format_of
-from gpipe_cli.training.costs import StepCosts, figured
+from gpipe_cli.training.costs import StepCosts, figured, shared_out
 from gpipe_cli.training.hardware import physical_memory_bytes, resolved
 from gpipe_cli.training.planning import Plan, make_plan, micro_batches_of
 from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.typed import show
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,19 @@ def plan_by_figures(config: TrainConfig, shapes: Shapes) -> Plan:
 
 
 def costs_by_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
+    """Seconds of each layer by the figures of the hardware; how they differ from each other may be the user's word."""
+    costs, given = _own_figures(config, shapes), config.partition.costs
+    if given is not None and len(given) != len(shapes.costs):
+        raise ValueError(
+            f"partition.costs={show(given)}: there are {len(given)} for {len(shapes.costs)} layers; give one for each, "
+            "or null for our own"
+        )
+    if given is not None:
+        return shared_out(costs, given, "partition.costs")
+    return costs if shapes.own_costs is None else shared_out(costs, shapes.own_costs, "gpipe_cost of the layers")
+
+
+def _own_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
     devices, distributed = place(config)
     hardware = resolved(config.hardware, devices[0])
     return figured(

@@ -23,8 +23,10 @@ class Prepared:
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """What was chosen, and from what, as lines of a banner."""
-        return tuple(("chosen", _words(choice)) for choice in self.choices)
+        """Whose the costs of the layers are, if not ours; what was chosen, and from what: lines of a banner."""
+        whose = self.plan.costs.whose
+        own = (("layer costs", f"given by {whose}"),) if whose else ()
+        return (*own, *(("chosen", _words(choice)) for choice in self.choices))
 
 
 def prepare(

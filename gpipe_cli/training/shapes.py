@@ -3,6 +3,7 @@
 Nothing in here depends on K, M or the schedule, so it is read once, however many of them are compared.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,6 +50,7 @@ class Shapes:
     lengths: tuple[int, ...]  # that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]
+    own_costs: tuple[float, ...] | None  # what the layers of a user's model say of themselves, in any unit
 
 
 def read_shapes(
@@ -77,7 +79,26 @@ def read_shapes(
         if key not in known:
             known[key] = _weights(config, layer)
         weights.append(known[key])
-    return Shapes(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared)
+    return Shapes(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared, _own_costs(model))
+
+
+def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
+    """The paper's optional cost estimate c_i of each layer (section 2.1): its attribute `gpipe_cost`, if it has one.
+
+    Raises ValueError if only some layers have one, as they can only be compared with each other.
+    """
+    said = {name: getattr(layer, "gpipe_cost", None) for name, layer in model.named_children()}
+    if not (costs := {name: cost for name, cost in said.items() if cost is not None}):
+        return None
+    for name, cost in said.items():
+        if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+            raise ValueError(
+                f"model.target: layer {name} has gpipe_cost={cost}, and layer {next(iter(costs))} has "
+                f"{next(iter(costs.values()))}; each layer needs a number, 0 or more, or none of them one"
+            )
+    if not any(costs.values()):
+        raise ValueError("model.target: gpipe_cost is 0 in all layers; at least one must be above 0, or none have it")
+    return tuple(costs.values())
 
 
 def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = False) -> None:

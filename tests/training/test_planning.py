@@ -17,6 +17,7 @@ from gpipe_cli.training.layout import costs_by_figures, make_layout, memory_limi
 from gpipe_cli.training.optimizer import build_optimizer
 from gpipe_cli.training.planning import Plan, TooLargeError, make_plan
 from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.typed import show
 
 EVEN = [*TINY, "batch_size=8", "micro_batches=4"]
 MIB = 2**20
@@ -168,6 +169,47 @@ def test_a_training_counts_the_activations_that_were_planned(
         contiguous = make_plan(config, read_shapes(replace(config, memory_format="contiguous")), plan.costs, None)
         more = features if memory_format == "channels_last" else 0
         assert sum(plan.saved_bytes) - sum(contiguous.saved_bytes) == more
+
+
+CUSTOM = [*EVEN[2:], "model=custom", "model.target=custom_models:says_costs", "partitions=2"]
+
+
+def test_the_users_costs_of_layers_decide_the_cut() -> None:
+    """The paper's optional c_i (section 2.1), on the command line or as an attribute of each layer."""
+    given = [1, 0, 0, 1, 0.5, 0, 0.5, 3]
+    ours = configure(*CUSTOM)
+    costs = [costs_by_figures(ours, read_shapes(ours))]
+    plans = [make_plan(ours, read_shapes(ours), costs[0], None)]
+    for setting in ("partition.costs=", "model.arguments.costs="):
+        config = configure(*CUSTOM, f"+{setting}{show(given)}" if "model" in setting else f"{setting}{show(given)}")
+        shapes = read_shapes(config)
+        costs.append(costs_by_figures(config, shapes))
+        plans.append(make_plan(config, shapes, costs[-1], None))
+    assert [found.whose for found in costs] == ["", "partition.costs", "gpipe_cost of the layers"]
+    assert [plan.balance for plan in plans] == [plans[0].balance, (7, 1), (7, 1)]
+    assert plans[0].balance != (7, 1)
+    work = [[layer.graph + layer.backward for layer in found.layers] for found in costs]
+    assert work[1] == work[2] == pytest.approx([sum(work[0]) * cost / 6 for cost in given])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("partition.costs=[1,2]", r"partition.costs=\[1.0,2.0\]: there are 2 for 8 layers; give one for each"),
+        ("partition.costs=[0,0,0,0,0,0,0,0]", "partition.costs=.*: at least one must be above 0"),
+        ("partition.costs=[1,1,1,1,1,1,1,-1]", r"partition.costs.*-1"),
+        ("partition.costs=[1,1,1,1,1,1,1,1] cost=measured", "partition.costs=.*: cost=measured times the layers"),
+        ("+model.arguments.costs=[1,1,1,null,1,1,1,1]", "layer 3 has gpipe_cost=None, and layer 0 has 1"),
+        ("+model.arguments.costs=[0,0,0,0,0,0,0,0]", "gpipe_cost is 0 in all layers"),
+    ],
+)
+def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
+    def planned() -> None:
+        config = configure(*CUSTOM, *settings.split())
+        costs_by_figures(config, read_shapes(config))
+
+    with pytest.raises(ValueError, match=message):
+        planned()
 
 
 def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
