@@ -16,13 +16,23 @@ MOST_LISTED = 8  # words of a list in a sentence
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
-    """The settings of which runs have different values; one that a run does not have at all is none of them."""
+    """The settings of which runs have different values; one that a run does not have at all is none of them.
+
+    `threads` only where K does not decide them: by default each process has its share of the cores.
+    """
     values: dict[str, set[str]] = {}
     for run in runs:
         for key, value in run.settings.items():
             values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
     keys = [key for key, found in values.items() if len(found) > 1 and key not in NOT_COMPARED]
+    threads = {_cut(run): run.settings.get("threads") for run in runs}
+    if "threads" in keys and all(run.settings.get("threads") == threads[_cut(run)] for run in runs):
+        keys.remove("threads")
     return sorted(keys, key=lambda key: not key.endswith(".name"))  # what was chosen tells more than its details
+
+
+def _cut(run: RunRecord) -> tuple[object, object]:
+    return run.settings.get("partitions"), run.settings.get("executor")
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:

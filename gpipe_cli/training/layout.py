@@ -176,8 +176,13 @@ def _stages_of_a_device(config: TrainConfig, devices: Sequence[str]) -> int:
 
 def threads_of(config: TrainConfig) -> int:
     """Of each process."""
+    return config.threads or default_threads(config)
+
+
+def default_threads(config: TrainConfig) -> int:
+    """What `threads=null` is on this machine, with this K: each process its share of the cores."""
     _, distributed = place(config)
-    return config.threads or max(1, usable_cores() // (config.partitions if distributed else 1))
+    return max(1, usable_cores() // (config.partitions if distributed else 1))
 
 
 def usable_cores() -> int:

@@ -1,11 +1,12 @@
 """What a command decides before anything runs: the settings that were left open, the plan, the layout."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.config import TrainConfig, load
 from gpipe_cli.training.choosing import Choice, choose
-from gpipe_cli.training.layout import Layout, make_layout
+from gpipe_cli.training.layout import Layout, default_threads, make_layout, threads_of
 from gpipe_cli.training.planning import Plan
 from gpipe_cli.training.shapes import Shapes, read_shapes, refuse_single_samples
 from gpipe_cli.training.timing import step_costs
@@ -13,20 +14,22 @@ from gpipe_cli.training.timing import step_costs
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could begin: every setting has its value."""
+    """A run that could begin: every setting has its value, `threads` too, as sums depend on it in their last bits."""
 
     config: TrainConfig
     shapes: Shapes
     plan: Plan
     layout: Layout
     choices: tuple[Choice, ...]
+    resumed: tuple[tuple[str, str], ...]  # what became of the threads of the run that goes on, as lines of a banner
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """Whose the costs of the layers are, if not ours; what was chosen, and from what: lines of a banner."""
+        """Whose the costs of the layers are, if not ours; what was chosen, and from what; the threads of a run that
+        goes on: lines of a banner."""
         whose = self.plan.costs.whose
         own = (("layer costs", f"given by {whose}"),) if whose else ()
-        return (*own, *(("chosen", _words(choice)) for choice in self.choices))
+        return (*own, *(("chosen", _words(choice)) for choice in self.choices), *self.resumed)
 
 
 def prepare(
@@ -43,7 +46,20 @@ def prepare(
     )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size)
-    return Prepared(config, shapes, plan, make_layout(config, shapes, plan), choices)
+    config = replace(config, threads=threads_of(config))
+    layout = make_layout(config, shapes, plan)
+    return Prepared(config, shapes, plan, layout, choices, tuple(_resumed_threads(config)))
+
+
+def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """A resumed run keeps its threads, whatever its new K would get; said where that makes a difference."""
+    if config.resume is None:
+        return
+    threads, before, usual = config.threads, load(Path(config.resume)).threads, default_threads(config)
+    if before not in (None, threads):
+        yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
+    elif threads != usual:
+        yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
 
 
 def _words(choice: Choice) -> str:

@@ -5,6 +5,7 @@ import io
 import math
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,17 @@ def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], t
     # A setting that one model has and the other has not is told by the model.
     assert differing([runs[1], text]) == ["model.name", "dataset.name"]
     assert names([runs[1], text]) == ["model=amoebanet, dataset=digits", "model=transformer_lm, dataset=python_docs"]
+
+
+def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]) -> None:
+    """Every run records its threads, and by default they follow from K."""
+
+    def with_threads(*threads: int) -> list[RunRecord]:
+        return [replace(run, settings={**run.settings, "threads": n}) for run, n in zip(runs, threads, strict=False)]
+
+    assert differing(with_threads(4, 2, 1)) == ["partitions"]
+    assert differing([*with_threads(4, 2, 1), *with_threads(1)]) == ["partitions", "threads"]
+    assert names([*with_threads(4), *with_threads(1)]) == ["threads=4", "threads=1"]
 
 
 def test_runs_of_which_many_settings_differ_are_named_by_their_folders(runs: list[RunRecord]) -> None:

@@ -1,6 +1,7 @@
 """Laws 1 and 3 of the whole program: neither the number of partitions nor an interruption changes a bit."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
+from gpipe_cli.config import load, to_yaml
 from gpipe_cli.reporting.result import read_result
 from gpipe_cli.training.checkpoint import checkpoints_in, find_checkpoint, read_index, read_progress
+from gpipe_cli.training.layout import usable_cores
+from gpipe_cli.training.prepare import prepare
 
 SETTINGS = [*TINY, *LIVELY, "epochs=2", "checkpoint.keep=9"]
 STEPS = 6
@@ -130,6 +134,33 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (progress[0].step, progress[0].ema_updates) == (progress[1].step, progress[1].ema_updates) == (STEPS, STEPS)
     result = read_result(second)
     assert (result["steps"], result["resumed_from"]) == (STEPS, str(first))
+
+
+def test_threads_are_kept_whatever_k_would_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
+    a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""
+    whole, first = tmp_path / "whole", tmp_path / "first"
+    defaults = [*(setting for setting in SETTINGS if setting != "threads=1"), "checkpoint.every_steps=2"]
+    assert program("train", *defaults, "partitions=2", "max_steps=3", f"run_folder={whole}") == 0
+    used = read_result(whole)["hardware"]["threads_per_process"]
+    assert used == max(1, usable_cores() // 2)
+    shutil.copytree(whole, first)
+    shutil.rmtree(first / "checkpoints" / "step_00000003")
+    capsys.readouterr()
+    go_on = [f"resume={first}", "partitions=1", "max_steps=3", f"run_folder={tmp_path / 'again'}"]
+    assert program("train", *go_on) == 0
+    assert_same_tensors(final_tensors(tmp_path / "again"), final_tensors(whole))
+    assert read_result(tmp_path / "again")["hardware"]["threads_per_process"] == load(whole).threads == used
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("threads ")]
+    assert bool(said) == (used != usable_cores()), said
+
+
+def test_other_threads_than_the_resumed_run_had_are_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(configure(*TINY)))
+    for threads, said in ((2, [("threads", "2 for each process, 1 before")]), (1, [])):
+        config = configure(*TINY, f"resume={tmp_path}", f"threads={threads}", f"partitions={usable_cores()}")
+        found = prepare(config, (), lambda line: None).notes
+        assert [(label, fact.partition(":")[0]) for label, fact in found] == said
 
 
 def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
