@@ -40,7 +40,7 @@ Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")
 MicroBatches = Annotated[int, Within(1, 100_000)]
 BatchSize = Annotated[int, Within(1, 10_000_000)]
 Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
-DataWorkers = Annotated[int, Within(0, 256, use=8, why="as each is a process")]
+DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 

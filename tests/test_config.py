@@ -120,7 +120,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ),
         ("partitions=99999999999", "partitions=99999999999: must be 1 or more and at most 10000"),
         ("threads=100000", "must be 1 or more and at most 1024, as no machine has more cores; use threads=1024"),
-        ("data_workers=100000", "must be 0 or more and at most 256, as each is a process; use data_workers=8"),
+        ("data_workers=100000", "must be 0 or more and at most 64, as each is a process; use data_workers=8"),
         ("timeout_seconds=1e300", "timeout_seconds=1e+300: must be 0.1 or more and at most 604800"),
         ("model.filters=1000000000000", "model.filters=1000000000000: must be 1 or more and at most 65536"),
         ("learning_rate.per_sample=0", "learning_rate.per_sample=0.0: must be above 0 and at most 1e+30"),
