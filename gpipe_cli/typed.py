@@ -37,11 +37,16 @@ Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
 NotNegative = Annotated[float, Within(0, LARGEST)]
 
 
+class SettingError(ValueError):
+    """A setting that is wrong whatever the others are: of a sweep no run should begin."""
+
+
 def typed(kind: type[T], values: Any) -> T:
     """The dataclass `kind` made of nested dictionaries, at every level.
 
     Raises:
-        ValueError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
+        SettingError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
+        ValueError: two settings that do not go together.
     """
     made: T = _convert(kind, values, "", settings(kind))
     return made
@@ -73,7 +78,7 @@ def unknown(key: str, value: object, choices: Sequence[str]) -> ValueError:
     """The error for a key that no configuration has."""
     if key in choices:  # a member of a group, but not of the choice that was made there
         return ValueError(f"{key}={show(value)}: the chosen {key.partition('.')[0]} has no such setting; leave it out")
-    return ValueError(f"{key}={show(value)}: there is no such setting{nearest(key, choices)}; --cfg job lists all")
+    return SettingError(f"{key}={show(value)}: there is no such setting{nearest(key, choices)}; --cfg job lists all")
 
 
 def quoted(value: object) -> str:
@@ -104,7 +109,7 @@ def one_line(error: BaseException) -> str:
 def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
     """`value` as `kind`; `key` is where it stands, `keys` are all that could have been meant."""
     if value == "???":
-        raise ValueError(f"{key}=???: a value is required; give {key}=...")
+        raise SettingError(f"{key}=???: a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
         return _convert(_option(options, value), value, key, keys)
     if get_origin(kind) is Annotated:
@@ -151,11 +156,11 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
             str: f"must be a text; put it in quotes: {key}='\"{show(value)}\"'",
         }
         allowed = wanted[kind]
-    raise ValueError(f"{key}={show(value)}: {allowed}")
+    raise SettingError(f"{key}={show(value)}: {allowed}")
 
 
 def _check_bounds(key: str, number: float, bounds: Within) -> None:
-    """Raises ValueError for a number outside of its bounds."""
+    """Raises SettingError for a number outside of its bounds."""
     above = number > bounds.most or (bounds.below and number == bounds.most)
     if not above and number >= bounds.least:
         return
@@ -163,7 +168,7 @@ def _check_bounds(key: str, number: float, bounds: Within) -> None:
     upper = f"{'below' if bounds.below else 'at most'} {bounds.most:.10g}"
     use = bounds.use if bounds.use is not None else bounds.most if above else bounds.least
     why = f", {bounds.why}" if bounds.why else ""
-    raise ValueError(f"{key}={number}: must be {lower} and {upper}{why}; use {key}={use:.10g}")
+    raise SettingError(f"{key}={number}: must be {lower} and {upper}{why}; use {key}={use:.10g}")
 
 
 def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
@@ -174,7 +179,7 @@ def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) ->
             raise unknown(f"{prefix}{name}", value, keys)
     for field in fields(kind):
         if field.name not in values and field.default is MISSING:
-            raise ValueError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
+            raise SettingError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
     return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
 
 

@@ -133,11 +133,12 @@ def test_the_table_shows_results_and_failures(
     }
     runs = [
         Run("micro_batches=1", tmp_path / "a", 0, 12.0, result),
-        Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}),
-        Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}),
+        Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}, number=3),
+        Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}, number=2, error="partition.balance=[4,8]: [no]"),
     ]
     show_table(runs)
-    lines = capsys.readouterr().out.splitlines()
+    *lines, reason = capsys.readouterr().out.splitlines()
+    assert reason == "run 2: partition.balance=[4,8]: [no]"
     assert all(len(line) <= 80 for line in lines)
     rows = lines[-len(runs) :]  # a line for each: no name is broken
     assert re.split(r"  +", rows[0].strip()) == [
@@ -177,16 +178,47 @@ def test_text_is_compared_by_perplexity(
 
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path: Path) -> None:
-    result = gpipe(tmp_path, "-m", "micro_batches=64,128", "seed=3")
-    assert result.returncode == 1
-    for count in (64, 128):
+    result = gpipe(tmp_path, "-m", "micro_batches=64,4,128", "seed=3", "dry_run=true", "device=cpu")
+    assert (result.returncode, result.stderr) == (1, "")
+    for number, count in ((1, 64), (3, 128)):
         line = f"micro_batches={count}: a mini-batch has only batch_size=32 samples"
-        assert f"gpipe train: {line}" in result.stderr
         assert f"failed (2) micro_batches={count}: {line}" in result.stdout  # at once, with its line
-    assert result.stdout.index("run 2 of 2") > result.stdout.index("failed (2) micro_batches=64")
-    assert len(re.findall(r"(?m)^ *[12] +micro_batches=\d+ +failed \(2\)", result.stdout)) == 2  # the table
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.splitlines()) == 2
+        assert f"\nrun {number}: {line}" in result.stdout  # and below the table
+    assert result.stdout.index("dry run:") > result.stdout.index("failed (2) micro_batches=128"), "the last one is next"
+    assert re.findall(r"(?m)^ *([123]) +micro_batches=\d+ +(?:failed \(2\)|dry_run)", result.stdout) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("train -m partitions=1,abc", "partitions=abc: must be a whole number"),
+        ("bench -m seed=1,2 partitions=1,0", "partitions=0: must be 1 or more"),
+        ("train -m seed=1,2 model.dropout=2", "model.dropout=2.0: must be 0 or more and below 1"),
+        ("train -m micro_batches=64,128", "micro_batches=64: a mini-batch has only batch_size=32 samples"),
+        ("bench -m dataset=digits,cifar10 dataset.download=1", "dataset.download=1: the chosen dataset has no such"),
+    ],
+)
+def test_a_sweep_with_a_bad_member_does_not_begin(
+    arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`partitions=1,abc` once trained the good one for as long as it took, and then refused the other."""
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+    assert line in captured.err
+    assert list(tmp_path.glob("*/*")) == []
+
+
+def test_what_only_the_runs_can_tell_is_refused_once(tmp_path: Path) -> None:
+    """A setting that is wrong in all runs and known to be so by none before it has looked: two are enough."""
+    missing = ["dataset=image_folder", "dataset.root=nowhere", "dataset.num_classes=2", "device=cpu"]
+    result = gpipe(tmp_path, "-m", *missing, "seed=1,2,3,4")
+    assert result.returncode == 2
+    assert result.stderr.startswith("gpipe train: dataset.root=nowhere: no such folder")
+    assert len(result.stderr.splitlines()) == 1
+    assert re.findall(r"(?m)^run (\d) of 4", result.stdout) == ["1", "4"]
+    assert list(tmp_path.glob("outputs/*")) == []
 
 
 def test_a_sweep_that_cannot_be_composed_does_not_begin(tmp_path: Path) -> None:
@@ -404,9 +436,8 @@ def read_one_line(*arguments: str) -> tuple[int, str]:
 
 def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path) -> None:
     """Once there was no bench.json, and exit code 1 without a word."""
-    settings = ["-m", "micro_batches=99,98", "steps=1", f"hydra.sweep.dir={tmp_path}"]
-    code, said = read_one_line("bench", *settings)
-    assert (code, said.count("\n")) == (141, 1), "that the cell is impossible"
+    settings = ["-m", "micro_batches=99,1", "steps=1", f"hydra.sweep.dir={tmp_path}"]
+    assert read_one_line("bench", *settings) == (141, "")
     (row,) = read_result(tmp_path, "bench.json")["rows"]
     assert (row["settings"], row["status"]) == ({"micro_batches": 99}, "impossible")
 

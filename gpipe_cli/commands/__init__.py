@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.reproduction.owners import OWNERS, owner
-from gpipe_cli.typed import nearest, one_line, quoted, settings, unknown
+from gpipe_cli.typed import SettingError, nearest, one_line, quoted, settings, unknown
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
 
@@ -60,7 +60,7 @@ def read(command: str, arguments: Sequence[str]) -> CommandLine:
             if not o.is_delete()
         }
     except HydraException as error:
-        raise _translated(error, []) from error
+        raise translated(error, []) from error
     return CommandLine(options, values, frozenset(o.key_or_group for o in overrides if o.is_sweep_override()))
 
 
@@ -98,9 +98,7 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
 
     def take(given: Any) -> None:
         if isinstance(given, DictConfig):
-            with open_dict(given):
-                for key in [key for key, whose in OWNERS.items() if whose != command]:
-                    given.pop(key, None)
+            drop_others(command, given)
         received.append(given)
 
     for argument in arguments:  # what a recipe's file says to others is left alone; what is typed is meant for this one
@@ -114,7 +112,14 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
     try:
         hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(take)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise _translated(error, settings(kind)) from error
+        raise translated(error, settings(kind)) from error
+
+
+def drop_others(command: str, tree: DictConfig) -> None:
+    """Takes out of `tree` what a recipe's file says to other commands."""
+    with open_dict(tree):
+        for key in [key for key, whose in OWNERS.items() if whose != command]:
+            tree.pop(key, None)
 
 
 def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
@@ -149,7 +154,7 @@ def preparing() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def _translated(error: Exception, keys: Sequence[str]) -> ValueError:
+def translated(error: Exception, keys: Sequence[str]) -> ValueError:
     """Hydra's complaint in one line that says what to write instead."""
     message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
     match error:
@@ -164,7 +169,7 @@ def _translated(error: Exception, keys: Sequence[str]) -> ValueError:
             group, _, choice = error.missing_cfg_file.rpartition("/")
             options = ", ".join(error.options)
             hint = nearest(choice, list(error.options))
-            return ValueError(f"{group}={choice}: there is no such choice; choose one of {options}{hint}")
+            return SettingError(f"{group}={choice}: there is no such choice; choose one of {options}{hint}")
         case MissingConfigException() if error.missing_cfg_file:
             name = error.missing_cfg_file
             return ValueError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")

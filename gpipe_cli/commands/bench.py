@@ -1,6 +1,6 @@
 """`gpipe bench`: how fast one configuration is, or with -m a table of them (the paper's tables 2 and 3)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Annotated
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     folder, given, line = sweep_of("bench", arguments)
     _refuse(line)
-    sweep.register_launcher(folder, lambda config: _settings(config).rounds)
+    sweep.register_launcher(folder, _configured, lambda config: _settings(config).rounds)
     received: list[DictConfig | Run] = []
     try:
         # A recipe for gpipe train knows nothing of some: `++` sets what is there and adds what is not.
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         folder.discard()
         runs = [run for run in received if isinstance(run, Run)]
-        if runs:  # also after Ctrl-C
+        if runs and not folder.refused:  # also after Ctrl-C
             _show(folder, runs)
     for tree in received:
         if isinstance(tree, DictConfig):
@@ -71,6 +71,14 @@ def _bench(tree: DictConfig, line: CommandLine) -> int:
     settings = _settings(tree)
     if "rounds" in line.overrides and settings.rounds > 1:  # a recipe's is for when it is swept
         raise ValueError(f"rounds={settings.rounds}: one configuration has nothing to take turns with; add -m")
+    config, auto = _configured(tree, line.overrides)
+    with preparing():
+        return perform(config, auto, "bench", Bench(settings.warm_up_steps, settings.steps))
+
+
+def _configured(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The training that is measured, and its settings that are to be chosen."""
+    settings = _settings(tree)
     with open_dict(tree):
         for key in OWN:
             tree.pop(key, None)
@@ -78,11 +86,9 @@ def _bench(tree: DictConfig, line: CommandLine) -> int:
     # An epoch has at least one step: there are enough of them.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
         OmegaConf.update(tree, key, value)
-    replace_batch_size(tree, line.overrides)
+    replace_batch_size(tree, given)
     auto = take_auto(tree)
-    config = from_tree(TrainConfig, tree)
-    with preparing():
-        return perform(config, auto, "bench", Bench(settings.warm_up_steps, settings.steps))
+    return from_tree(TrainConfig, tree), auto
 
 
 def _settings(tree: DictConfig) -> BenchSettings:

@@ -22,11 +22,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_process(
-    command: Sequence[str], output: IO[str] | None = None, held: Sequence[int] = ()
+    command: Sequence[str], output: IO[str] | None = None, held: Sequence[int] = (), *, without_refusal: bool = False
 ) -> tuple[int, str, bool]:
     """Runs the command to its end, its output shown as it comes, or, all that it prints, written to the file `output`.
 
-    `held` are files that stay open as long as it lives, such as a lock.
+    `held` are files that stay open as long as it lives, such as a lock. `without_refusal`: the line in which it refuses
+    bad input is not shown; the caller has it and says it.
     Returns its exit code, its error line, and whether it was ended because we were interrupted (the code is then 130).
     """
     tail, interrupted = bytearray(), False
@@ -44,9 +45,8 @@ def run_process(
     ):
         assert process.stderr is not None
         try:
-            copier = threading.Thread(
-                target=_copy, args=(process.stderr.fileno(), output or sys.stderr, tail), daemon=True
-            )
+            arguments = (process.stderr.fileno(), output or sys.stderr, tail, without_refusal)
+            copier = threading.Thread(target=_copy, args=arguments, daemon=True)
             copier.start()
             exit_code = process.wait()
         except KeyboardInterrupt:
@@ -89,11 +89,13 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _copy(descriptor: int, output: IO[str], tail: bytearray) -> None:
+def _copy(descriptor: int, output: IO[str], tail: bytearray, without_refusal: bool) -> None:
     """Copies what comes to `output` at once, unfinished lines included; `tail` keeps the end of it."""
     with contextlib.suppress(OSError):
         while chunk := os.read(descriptor, 65536):
+            tail += chunk
+            if without_refusal:
+                chunk = re.sub(rb"(?m)^gpipe \w+: .*\n", b"", chunk)
             output.write(chunk.decode(errors="replace"))
             output.flush()
-            tail += chunk
             del tail[:-8192]

@@ -9,30 +9,35 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from gpipe_cli.commands import drop_others, translated
 from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.sweep_folder import SweepFolder
-from gpipe_cli.commands.sweep_names import differences, free_folder, varied_settings
+from gpipe_cli.commands.sweep_names import differences, free_folder, values_of, varied_settings
 from gpipe_cli.commands.sweep_record import Attempt
+from gpipe_cli.config import TrainConfig
 from gpipe_cli.reporting.bench_table import HOPELESS, bench_status
 from gpipe_cli.reporting.result import RESULT, read_result
 from gpipe_cli.reporting.sweep_table import Run, number_of, top1
-from gpipe_cli.typed import quoted
+from gpipe_cli.typed import SettingError, quoted, settings
 
 # Of a run that goes on: what its own settings do not say (they belong to one invocation of the command).
 _AGAIN = ("max_steps", "output", "dry_run")
+Configured = Callable[[DictConfig, Mapping[str, object]], object]
 _BAD_INPUT, _UNREAD = 2, 128 + signal.SIGPIPE  # unread: nobody reads the output any more, `| head`
 
 
@@ -40,11 +45,13 @@ class SweepLauncher(Launcher):
     """Starts a process for each job of Hydra's multirun; what became of it goes to the task function."""
 
     sweep: SweepFolder
+    configured: Configured | None
     rounds: Callable[[DictConfig], int]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
         self.report = task_function
+        self.loader = hydra_context.config_loader
         self.ended: type[BaseException] | None = None  # why the sweep ends before all was run
         folder = self.sweep.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
@@ -52,26 +59,32 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         jobs = [[o for o in job if not o.lstrip("+~").startswith("hydra")] for job in job_overrides]
+        if initial_job_idx == 0 and self.configured is not None and not self.sweep.resumes:
+            self._refuse(job_overrides, self.configured)
         rounds, of = self.rounds(self.config), initial_job_idx + len(jobs)
         self.options, self.sweep.rounds = _options(self.config), rounds
         self.sweep.begin(self.options)
         task = list(self.config.hydra.overrides.task)
-        names, settings = differences(jobs, task), varied_settings(jobs, task)
+        names, varied = differences(jobs, task), varied_settings(jobs, task)
         self.sweep.planned += len(jobs) * rounds
         runs: dict[int, Run] = {}
-        for turn in range(1, rounds + 1):
-            for index, (job, name) in enumerate(zip(jobs, names, strict=True)):
-                number = initial_job_idx + index + 1
-                if number in runs and self._finished(runs[number]) and bench_status(runs[number]) in HOPELESS:
-                    self.sweep.planned -= 1  # it would be no other in another round
-                    continue
-                title = f"run {number} of {of}{f', round {turn} of {rounds}' if rounds > 1 else ''}: {name}"
-                run = self._finished_before(title, number, turn, name)
-                if run is None and self.ended is None:
-                    run = self._perform(title, job, Attempt(number, turn, name, ""))
-                if run is not None:  # once the sweep has ended, those that were finished before it went on
-                    runs[number] = run = replace(run, settings=settings[index])
-                    self.report(run)
+        left = [(turn, index) for turn in range(1, rounds + 1) for index in range(len(jobs))]
+        while left:
+            turn, index = left.pop(0)
+            number, name = initial_job_idx + index + 1, names[index]
+            if number in runs and self._finished(runs[number]) and bench_status(runs[number]) in HOPELESS:
+                self.sweep.planned -= 1  # it would be no other in another round
+                continue
+            title = f"run {number} of {of}{f', round {turn} of {rounds}' if rounds > 1 else ''}: {name}"
+            run = self._finished_before(title, number, turn, name)
+            if run is None and self.ended is None:
+                run = self._perform(title, jobs[index], Attempt(number, turn, name, ""))
+            if run is not None:  # once the sweep has ended, those that were finished before it went on
+                runs[number] = run = replace(run, settings=varied[index])
+                self.report(run)
+                if run.exit_code == _BAD_INPUT and len(runs) <= 2 and not self.sweep.resumes:
+                    self._refuse_all(runs[min(runs)], runs[max(runs)], of)
+                    left.sort(key=lambda at: at != (1, len(jobs) - 1))  # the last one next
         if self.ended is not None:
             raise self.ended
         # A sweeper that searches gets the accuracy or the speed; that a run failed is not Hydra's to report.
@@ -81,6 +94,33 @@ class SweepLauncher(Launcher):
             speed = number_of(result.get("samples_per_second"))
             returned.return_value = top1(result) if self.sweep.command == "train" else speed
         return returns
+
+    def _refuse(self, jobs: Sequence[Sequence[str]], configured: Configured) -> None:
+        """Raises ValueError, before anything runs, if all runs would be refused, or one for a value that is wrong
+        whatever the others are."""
+        refusals: list[ValueError] = []
+        for job in jobs:
+            try:
+                tree = self.loader.load_sweep_config(self.config, list(job))
+                with read_write(tree), open_dict(tree):
+                    del tree["hydra"]
+                drop_others(self.sweep.command, tree)
+                configured(tree, values_of(job))
+            except SettingError:
+                raise
+            except ValueError as error:
+                refusals.append(error)
+            except (HydraException, OmegaConfBaseException) as error:
+                refusals.append(translated(error, settings(TrainConfig)))
+        if len(refusals) == len(jobs):
+            raise refusals[0]
+
+    def _refuse_all(self, first: Run, last: Run, of: int) -> None:
+        """Raises ValueError if the first run and the last, which differ in every setting that is swept, were refused in
+        the same words: then it is one of the others."""
+        if (first.number, last.number) == (1, of) and last.exit_code == _BAD_INPUT and first.error == last.error:
+            self.sweep.withdraw()
+            raise ValueError(first.error)
 
     def _finished(self, run: Run) -> bool:
         """Whether it would be no other if it were run again."""
@@ -143,7 +183,8 @@ class SweepLauncher(Launcher):
         self.sweep.record(attempt)
         own = [self.sweep.command, *self.options, *arguments, f"run_folder={quoted(folder)}"]
         begin = time.monotonic()
-        exit_code, error, interrupted = run_process([sys.executable, "-m", "gpipe_cli", *own], held=self.sweep.held)
+        command = [sys.executable, "-m", "gpipe_cli", *own]
+        exit_code, error, interrupted = run_process(command, held=self.sweep.held, without_refusal=True)
         if interrupted or exit_code == _UNREAD:
             self.ended = KeyboardInterrupt if interrupted else BrokenPipeError
         error = str(_result(folder).get("error") or error) if exit_code else ""
@@ -177,12 +218,16 @@ class SweepLauncher(Launcher):
         )
 
 
-def register_launcher(sweep: SweepFolder, rounds: Callable[[DictConfig], int] = lambda config: 1) -> None:
+def register_launcher(
+    sweep: SweepFolder, configured: Configured | None, rounds: Callable[[DictConfig], int] = lambda config: 1
+) -> None:
     """Lets `hydra.launcher._target_` in conf/train.yaml name the launcher; Hydra wants names in `hydra_plugins`.
 
     Hydra makes the launcher by the name of its class and from the configuration, so the class is told what to launch.
+    `configured` raises ValueError for a run that would be refused; None: only the run itself can tell.
     """
     SweepLauncher.sweep, SweepLauncher.rounds = sweep, staticmethod(rounds)
+    SweepLauncher.configured = None if configured is None else staticmethod(configured)
     Plugins.instance().class_name_to_class["hydra_plugins.gpipe_cli.SweepLauncher"] = SweepLauncher
 
 

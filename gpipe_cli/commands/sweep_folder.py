@@ -41,6 +41,7 @@ class SweepFolder:
         self.resumes = path is not None
         self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
         self.rounds = 1  # likewise
+        self.refused = False  # as a whole
         self._options: list[str] = []
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._abandoned: list[str] = []  # folders of runs that began again in another one
@@ -131,6 +132,12 @@ class SweepFolder:
         """The settings are known to be readable: the sweep exists from now on."""
         self._options = list(options)
         self._write()
+
+    def withdraw(self) -> None:
+        """Every run was refused, for the same reason: there was no sweep."""
+        assert self.path is not None
+        self.refused, self._options = True, []
+        (self.path / SWEEP).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Lets others in again, and removes what Hydra has left of a sweep that never began."""

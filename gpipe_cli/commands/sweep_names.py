@@ -14,8 +14,12 @@ def differences(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[str]
 
 def varied_settings(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[dict[str, object]]:
     """The same as settings and their values, in the order in which they were typed."""
-    parser = OverridesParser.create()
-    return [{o.key_or_group: o.value() for o in parser.parse_overrides(job)} for job in _varied(jobs, task)]
+    return [values_of(job) for job in _varied(jobs, task)]
+
+
+def values_of(job: Sequence[str]) -> dict[str, object]:
+    """The settings of one job and their values."""
+    return {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(list(job)) if not o.is_delete()}
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -41,21 +41,26 @@ def main(arguments: Sequence[str]) -> int:
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
         arguments = [*arguments, *(f"{group}={name}" for group, name in chosen.items())]
-    sweep.register_launcher(folder)
+
+    def configured(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
+        replace_batch_size(tree, given)
+        auto = take_auto(tree)
+        return from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(given), auto), auto
+
+    # where the runs of a sweep go on with different ones, only they know whose settings these are
+    sweep.register_launcher(folder, None if "resume" in line.swept else configured)
     received: list[DictConfig | Run] = []
     try:
         compose("train", arguments, TrainConfig, received)
     finally:
         folder.discard()
         runs = [run for run in received if isinstance(run, Run)]
-        if runs:  # also after Ctrl-C
+        if runs and not folder.refused:  # also after Ctrl-C
             show_table(runs)
             show_rest(folder.planned, runs, folder.go_on_with)
     for tree in received:
         if isinstance(tree, DictConfig):
-            replace_batch_size(tree, line.overrides)
-            auto = take_auto(tree)
-            config = from_tree(TrainConfig, tree) if saved is None else resumed(saved, tree, list(line.overrides), auto)
+            config, auto = configured(tree, line.overrides)
             with preparing():
                 return perform(config, auto)
     return 1 if any(run.failed for run in runs) else 0

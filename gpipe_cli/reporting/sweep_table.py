@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.reporting.units import duration, percent, perplexity, rate
 
 INTERRUPTED = 130
@@ -46,7 +47,8 @@ def top1(result: dict[str, object]) -> float | None:
 
 
 def show_table(runs: Sequence[Run]) -> None:
-    """Prints what became of the runs."""
+    """Prints what became of the runs, and why those failed that did."""
+    runs = sorted(runs, key=lambda run: run.number)
     table = plain_table()
     table.add_column("run", justify="right")
     table.add_column("what differs", overflow="fold")
@@ -54,9 +56,9 @@ def show_table(runs: Sequence[Run]) -> None:
     columns = _columns([run.result for run in runs])
     for heading in (*(heading for heading, _ in columns), "step", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for number, run in enumerate(runs, start=1):
+    for run in runs:
         table.add_row(
-            str(number),
+            str(run.number),
             escape(run.differs),
             f"[red]{run.status}[/red]" if run.failed else run.status,
             *(cell(run.result) for _, cell in columns),
@@ -66,6 +68,9 @@ def show_table(runs: Sequence[Run]) -> None:
     console = Console()
     console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
     console.print(table)
+    for run in runs:
+        if run.failed and run.error:
+            show_line(console, f"run {run.number}: {run.error}")
 
 
 def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
