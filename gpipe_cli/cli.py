@@ -11,6 +11,7 @@ import sys
 import time
 from importlib.metadata import version
 
+from gpipe_cli.streams import lost_output, prepare_streams
 from gpipe_cli.typed import nearest, one_line
 
 COMMANDS = {
@@ -38,6 +39,7 @@ USAGE = "\n".join(
         "",
     ]
 )
+FAILED = 1
 BAD_INPUT = 2
 SPEAKS_FIRST_SECONDS = 3.0  # the start that process 0 gets: torchrun ends all as soon as one has ended
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended: 128 + 2
@@ -46,10 +48,10 @@ UNREAD = 128 + signal.SIGPIPE  # likewise of one that wrote to who has gone, `gp
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
+    if arguments is None:
+        prepare_streams()
     try:
-        code = _main(arguments)
-        sys.stdout.flush()  # what is not read is known here, and not when Python ends, which would complain
-        return code
+        return _main(sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
@@ -59,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise
 
 
-def _main(arguments: list[str] | None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
+def _main(given: list[str]) -> int:
     name = "gpipe"
     # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,36 +69,47 @@ def _main(arguments: list[str] | None) -> int:
         match given:
             case ["-h" | "--help"]:
                 sys.stdout.write(USAGE)
-                return 0
+                code = 0
             case ["--version"]:
                 sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
-                return 0
+                code = 0
             case ["-sc" | "--shell-completion", *rest]:
-                return _complete(rest)
+                code = _complete(rest)
             case [command, *rest] if command in COMMANDS:
                 name = f"gpipe {command}"
-                return _run(command, rest)
+                code = _run(command, rest)
             case [command, *_]:
                 raise ValueError(
                     f"{command}: there is no such command{nearest(command, list(COMMANDS))}; see gpipe --help"
                 )
             case _:
                 sys.stderr.write(USAGE)
-                return BAD_INPUT
+                code = BAD_INPUT
+        sys.stdout.flush()  # what cannot be written, or is not read, is known here and not when Python ends
+        if code == 0 and (lost := lost_output()) is not None:
+            raise lost
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except ValueError as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:  # bad input; what could not be written, or read
         if os.environ.get("GPIPE_FULL_ERROR") == "1":  # for who looks for a fault in gpipe itself
             raise
         if os.environ.get("RANK", "0") == "0":  # under torchrun every process comes to the same conclusion
             sys.stderr.write(f"{name}: {one_line(error)}\n")
         else:
             time.sleep(SPEAKS_FIRST_SECONDS)
-        return BAD_INPUT
+        return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 
 def _run(command: str, arguments: list[str]) -> int:
-    code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
+    try:
+        code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
+    except SystemExit as end:  # Hydra's --help; anything else is an error
+        if end.code not in (None, 0):
+            raise
+        return 0
     return code
 
 

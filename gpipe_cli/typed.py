@@ -102,7 +102,9 @@ def show(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of somebody else's exception without its line breaks."""
+    """The message of somebody else's exception without its line breaks; of the system's: which file, and why."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 

@@ -1,6 +1,7 @@
 """The program `gpipe`: what it answers, and how it refuses."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_a_reader_that_stops_reading_sees_no_traceback(arguments: str) -> None:
     result = subprocess.run(command, shell=True, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (result.stderr, result.returncode) == ("", 141)
+
+
+@pytest.mark.parametrize("arguments", ["--version >/dev/full", "train --help >/dev/full", "--version >&-", "train >&-"])
+def test_output_that_is_lost_is_one_line(arguments: str) -> None:
+    """A full disk, or nobody who gave it a stdout: nothing is trained that nobody can follow."""
+    command = f"'{sys.executable}' -m gpipe_cli {arguments}"
+    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert re.fullmatch(r"gpipe[ a-z]*: stdout: (No space left on device|Bad file descriptor)\n", result.stderr)
+    assert list(Path().iterdir()) == []
+
+
+def test_where_there_is_no_stderr_either_the_exit_code_says_it() -> None:
+    command = f"'{sys.executable}' -m gpipe_cli --version"
+    for lost in (">/dev/full 2>/dev/full", ">&- 2>&- <&-"):
+        assert subprocess.run(f"{command} {lost}", shell=True, check=False).returncode == 1
 
 
 @pytest.mark.parametrize("name", ["micro_batches=4", "partition.balance=[4,8],seed=1", "it's here (1)"])

@@ -11,26 +11,28 @@ PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 NAMES = sorted(FILES)
 
-# Every room and the rooms of the package that it may import; a file at the top is a room of its own. `typed` knows
-# nothing of any other and may be used by whoever checks settings.
+# Every room and the rooms of the package that it may import; a file at the top is a room of its own. `typed`, `files`
+# and `streams` know nothing of any other; they may be used by whoever checks settings, and by whoever writes.
 SETTINGS = {"dataset_settings", "hardware_settings", "model_settings", "optimizer_settings"}
 ALLOWED = {
     "__init__": set(),
     "__main__": {"cli"},
-    "cli": {"commands", "typed"},
+    "cli": {"commands", "streams", "typed"},
     "typed": set(),
+    "files": set(),
+    "streams": set(),
     "config": {*SETTINGS, "typed"},
     "dataset_settings": {"typed"},
     "hardware_settings": {"typed"},
     "model_settings": {"typed"},
     "optimizer_settings": {"typed"},
-    "commands": {"config", "model_settings", "training", "reporting", "reproduction", "typed"},
+    "commands": {"config", "model_settings", "training", "reporting", "reproduction", "files", "streams", "typed"},
     "reproduction": {"reporting", "typed"},
-    "training": {"config", *SETTINGS, "typed", "pipeline", "models", "data", "reporting"},
+    "training": {"config", *SETTINGS, "files", "streams", "typed", "pipeline", "models", "data", "reporting"},
     "pipeline": set(),
     "models": set(),
-    "data": set(),
-    "reporting": {"typed"},
+    "data": {"files"},
+    "reporting": {"files", "typed"},
 }
 # Tested in milliseconds: neither they nor what they import know torch.
 WITHOUT_TORCH = {
@@ -43,9 +45,11 @@ ANSWERS_AT_ONCE = {
     "cli.py",
     "config.py",
     "dataset_settings.py",
+    "files.py",
     "hardware_settings.py",
     "model_settings.py",
     "optimizer_settings.py",
+    "streams.py",
     "typed.py",
     "commands/__init__.py",
     "commands/child.py",

@@ -1,6 +1,7 @@
 """`gpipe plan` as its users type it."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,18 @@ def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(candidate["step_seconds"] for candidate in fit)
         assert too_large
         assert all("over" in candidate["reason"] for candidate in too_large)
+
+
+def test_a_plan_that_cannot_be_written_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a disk that is full
+    try:
+        assert command(monkeypatch, "plan", *PLAN, "partitions=2", "run_folder=plan") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    captured = capsys.readouterr()
+    assert "pipeline     K = 2 partitions" in captured.out
+    assert captured.err == "gpipe plan: plan/plan.json: File too large\n"
+    assert not Path("plan").exists()

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.reproduction.owners import OWNERS, owner
+from gpipe_cli.streams import lost_output
 from gpipe_cli.typed import SettingError, nearest, one_line, quoted, settings, unknown
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
@@ -144,6 +145,8 @@ def preparing() -> Iterator[None]:
 
     The line has no end: a longer one, which every banner and every error begins with, takes its place.
     """
+    if (lost := lost_output()) is not None:
+        raise lost
     note = "starting ..." if sys.stdout.isatty() and os.environ.get("RANK", "0") == "0" else ""
     sys.stdout.write(f"{note}\r" if note else "")
     sys.stdout.flush()

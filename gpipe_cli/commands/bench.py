@@ -115,8 +115,10 @@ def _refuse(line: CommandLine) -> None:
 def _show(folder: SweepFolder, runs: Sequence[Run]) -> None:
     assert folder.path is not None
     table = bench_table(runs, folder.rounds)
-    write_bench(folder.path, table)
-    show_bench(Console(), table, folder.path)
+    try:
+        write_bench(folder.path, table)
+    finally:  # a table that cannot be written is shown all the same
+        show_bench(Console(), table, folder.path)
     unfinished = {"failed", "interrupted"} & {bench_status(run) for run in runs}
     if unfinished or len(runs) < folder.planned:
         show_rest(folder.planned, runs, folder.go_on_with)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpipe_cli.files import write_whole
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -69,7 +71,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
             return content
         content = make()
         try:
-            _write(path, content)
+            write_whole(path, hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content)
         except OSError as error:
             raise _unwritable(folder, error) from error
         return content
@@ -90,18 +92,6 @@ def _read(path: Path) -> bytes | None:
         return None
     expected, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
     return content if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() == expected else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Written beside and renamed: nobody ever sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.write(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest())
-            file.write(content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> ValueError:

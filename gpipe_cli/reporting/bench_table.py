@@ -5,12 +5,14 @@ for (threads, executor, whether stages shared a device) is shown too, so that no
 """
 
 import csv
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.result import write_result
 from gpipe_cli.reporting.sweep_table import INTERRUPTED, Run
 from gpipe_cli.reporting.timeline_view import SHARES
@@ -68,16 +70,17 @@ def write_bench(folder: Path, table: Mapping[str, Any]) -> None:
     def heading(key: str) -> str:
         return f"{key}_resolved" if key in table["varies"] else key
 
-    with (folder / CSV).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        shares = (f"breakdown_{name}" for name in SHARES)
-        writer.writerow([*table["varies"], *map(heading, keys), *shares, *map(heading, other)])
-        for row in table["rows"]:
-            breakdown = row["breakdown"] or {}
-            values = [row["settings"].get(key) for key in table["varies"]]
-            values += [*(row.get(key) for key in keys), *(breakdown.get(name) for name in SHARES)]
-            values += [row["resolved"].get(key) for key in other]
-            writer.writerow(["" if value is None else _cell(value) for value in values])
+    file = io.StringIO()
+    writer = csv.writer(file)
+    shares = (f"breakdown_{name}" for name in SHARES)
+    writer.writerow([*table["varies"], *map(heading, keys), *shares, *map(heading, other)])
+    for row in table["rows"]:
+        breakdown = row["breakdown"] or {}
+        values = [row["settings"].get(key) for key in table["varies"]]
+        values += [*(row.get(key) for key in keys), *(breakdown.get(name) for name in SHARES)]
+        values += [row["resolved"].get(key) for key in other]
+        writer.writerow(["" if value is None else _cell(value) for value in values])
+    write_whole(folder / CSV, file.getvalue())
 
 
 def _row(cell: Sequence[Run]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 Every way to run the mini-batch is a row. The console folds rows that say the same; check.json has each of them.
 """
 
-import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.reporting.facts import show_facts, show_line
+from gpipe_cli.reporting.result import write_result
 from gpipe_cli.reporting.units import loss, plural
+
+CHECK = "check.json"
 
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 Kind = Literal["in_place", "random", "state", "shared"]
@@ -104,14 +105,13 @@ def write_check(folder: Path, report: CheckReport) -> Path:
     values = {
         "identical": report.identical,
         "verdict": report.verdict,
-        "loss": report.loss if report.loss is not None and math.isfinite(report.loss) else None,
+        "loss": report.loss,
         "rows": [asdict(row) for row in report.rows],
         "findings": [asdict(finding) for finding in report.findings],
         "config": report.config,
     }
-    file = folder / "check.json"
-    file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    return file
+    write_result(folder, values, CHECK)
+    return folder / CHECK
 
 
 def show_check(console: Console, folder: Path, report: CheckReport) -> None:
@@ -139,7 +139,7 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
         if text and not any(text in other and text != other for other in unusual)
     ]
     notes += [("differs" if f in report.bad_findings else "beware", f.text) for f in report.warnings]
-    show_facts(console, [*notes, ("details", str(folder / "check.json"))])
+    show_facts(console, [*notes, ("details", str(folder / CHECK))])
     show_line(console, report.verdict, "bold")
 
 

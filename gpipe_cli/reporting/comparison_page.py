@@ -4,11 +4,11 @@ One file that loads nothing, pictures included, so that a comparison can be sent
 """
 
 import base64
-import os
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.comparison import Column, Comparison
 from gpipe_cli.reporting.curve_picture import run_colour
 from gpipe_cli.reporting.page_style import STYLE
@@ -51,9 +51,7 @@ def write_page(path: Path, comparison: Comparison, notes: Sequence[str], picture
     Args:
         pictures: PNG files and what each of them shows.
     """
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text("\n".join(_page(comparison, notes, pictures)) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, "\n".join(_page(comparison, notes, pictures)) + "\n")
 
 
 def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:

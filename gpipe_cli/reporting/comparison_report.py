@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.comparison import Column, Comparison
 from gpipe_cli.reporting.comparison_notes import TRAINED, notes, same_curve_notes
 from gpipe_cli.reporting.comparison_page import write_page
@@ -93,7 +94,7 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
         if picture is not None:
             write_picture(folder / name, picture)
     drawn = [(name, alt) for name, alt, picture in pictures if picture is not None]
-    (folder / CSV).write_text(to_csv(comparison), encoding="utf-8")
+    write_whole(folder / CSV, to_csv(comparison))
     write_page(folder / PAGE, comparison, [*notes(comparison), *same], [(folder / name, alt) for name, alt in drawn])
     _show_notes(console, same)  # after all is written: who reads may have gone
     show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import custom_scalars, image, scalar, text
 
 from gpipe_cli.reporting.breakdown import share_word
 from gpipe_cli.reporting.description import (
@@ -23,6 +23,7 @@ from gpipe_cli.reporting.description import (
     StepMessage,
     Translation,
 )
+from gpipe_cli.reporting.event_file import EventFile
 from gpipe_cli.reporting.hyperparameters import (
     end_summary,
     experiment_summary,
@@ -38,7 +39,6 @@ from gpipe_cli.reporting.units import duration, percent, size
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from tensorboard.compat.proto.summary_pb2 import Summary
 
 TRAIN_LOSS = "train/loss"  # what is minimized
 TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
@@ -83,7 +83,6 @@ CONFIG = "config"
 BANNER = "banner"
 
 GIB = 2**30
-FLUSH_SECONDS = 10  # a run that is killed loses no more than this
 
 
 def memory_tag(stage: int) -> str:
@@ -100,12 +99,14 @@ def share_tag(share: str) -> str:
 
 
 class Dashboard:
-    """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed."""
+    """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed.
+
+    Every method raises OSError where events cannot be written; they are written later, if they can be then.
+    """
 
     def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
-        forget(folder)  # what a run that is resumed into its folder said of itself before
-        # A resumed run repeats what came after its checkpoint: readers drop old events from the purge step on.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1, flush_secs=FLUSH_SECONDS)
+        # A resumed run repeats what came after its checkpoint.
+        self._events = EventFile(folder, first_step + 1)
         self._folder = folder
         self._first_step = first_step
         self._text = words_of(task).text
@@ -114,24 +115,25 @@ class Dashboard:
     def describe(self, config_yaml: str, banner: str) -> None:
         """Puts the configuration and the banner beside the curves."""
         # Four blanks are Markdown for text that stays as it is.
-        for tag, text in ((CONFIG, config_yaml), (BANNER, banner)):
-            self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), self._first_step)
-        self._writer.flush()
+        for tag, words in ((CONFIG, config_yaml), (BANNER, banner)):
+            self._events.add(text(tag, "\n".join(f"    {line}" for line in words.splitlines())), self._first_step)
+        self._events.flush()
 
     def begin(self, run: RunDescription) -> None:
         """The settings, in the tab HParams from now on: a run that is killed is there with them."""
+        forget(self._folder)  # what a run that is resumed into its folder said of itself before
         values = hyperparameters(run.config, run.settings)
         varied = varied_by(self._folder, values)
         own, others = (_FINAL_OF_TEXT, _FINAL_OF_IMAGES) if self._text else (_FINAL_OF_IMAGES, _FINAL_OF_TEXT)
-        self._add(experiment_summary(values, run.settings, varied, tuple(dict.fromkeys((*own, *others)))))
-        self._add(start_summary(values, time.time()))
-        self._writer.flush()
+        self._events.add(experiment_summary(values, run.settings, varied, tuple(dict.fromkeys((*own, *others)))))
+        self._events.add(start_summary(values, time.time()))
+        self._events.flush()
 
     def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
         """What became of the run, beside its settings; ``result`` is that of result.json."""
         self._draw(step, _final(result))
-        self._add(end_summary(status, time.time()))
-        self._writer.flush()
+        self._events.add(end_summary(status, time.time()))
+        self._events.flush()
 
     def predict(self, prediction: Prediction | None, ideal_bubble: float) -> None:
         """What measured curves are compared with: level lines beside them from now on, and all of it in words.
@@ -144,9 +146,9 @@ class Dashboard:
                 (BUBBLE_PREDICTED, prediction.bubble),
                 (PREDICTED_STEP_SECONDS, prediction.step_seconds),
             )
-            self._writer.add_text(PREDICTION, _prediction_table(prediction), self._first_step)
-        self._writer.add_custom_scalars(_layout(self._text, prediction is not None))
-        self._writer.flush()
+            self._events.add(text(PREDICTION, _prediction_table(prediction)), self._first_step)
+        self._events.add(custom_scalars(_layout(self._text, prediction is not None)))
+        self._events.flush()
 
     def step(self, message: StepMessage) -> None:
         """The curves of training; what is None is left out."""
@@ -162,30 +164,27 @@ class Dashboard:
         """The curves of the test set, and what was translated of it."""
         self._draw(message["step"], _test_text(message) if self._text else _test_images(message))
         if self._text and message["translations"]:
-            self._writer.add_text(TRANSLATIONS, _table(message["translations"]), message["step"])
-        self._writer.flush()
+            self._events.add(text(TRANSLATIONS, _table(message["translations"])), message["step"])
+        self._events.flush()
 
     def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
         """A picture of a step, of shape (height, width, 3)."""
-        self._writer.add_image(TIMELINE, picture, step, dataformats="HWC")
-        self._writer.flush()
+        self._events.add(image(TIMELINE, picture, dataformats="HWC"), step)
+        self._events.flush()
 
     def partitions(self, picture: "NDArray[np.uint8]") -> None:
         """A picture of the cut, of shape (height, width, 3)."""
-        self._writer.add_image(PARTITIONS, picture, self._first_step, dataformats="HWC")
-        self._writer.flush()
+        self._events.add(image(PARTITIONS, picture, dataformats="HWC"), self._first_step)
+        self._events.flush()
 
     def close(self) -> None:
         """Writes what is left; harmless when repeated."""
-        self._writer.close()
-
-    def _add(self, summary: "Summary") -> None:
-        self._writer._get_file_writer().add_summary(summary)
+        self._events.flush()
 
     def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:
         for tag, value in points:
             if value is not None:
-                self._writer.add_scalar(tag, value, step)
+                self._events.add(scalar(tag, value), step)
 
 
 def _training(message: StepMessage) -> Iterator[tuple[str, float | None]]:

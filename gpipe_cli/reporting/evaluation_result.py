@@ -36,7 +36,13 @@ class EvaluationResult(TypedDict):
 def show_evaluation(console: Console, folder: Path, result: EvaluationResult) -> None:
     """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
     found = _found(result)
-    write_result(folder, found, EVALUATION)
+    try:
+        write_result(folder, found, EVALUATION)
+    finally:  # what cannot be written is shown all the same
+        _show(console, folder, found)
+
+
+def _show(console: Console, folder: Path, found: dict[str, Any]) -> None:
     words = words_of(found["task"])
     seen = f"{found['samples']:,} with {plural(found['tokens'], 'token')}" if words.text else f"{found['samples']:,}"
     facts = [

@@ -7,6 +7,7 @@ without UTF-8, where the sentences of a translation are shown as escapes.
 
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def show_line(console: Console, text: str, style: str = "") -> None:
     """Prints one line as it is; long ones are not broken, so that paths and commands can be copied."""
     writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(Text(writable, style), soft_wrap=True)
+
+
+def show_error(text: str) -> None:
+    """Says in one line on stderr what went wrong."""
+    sys.stderr.write(f"{' '.join(text.split())}\n")
+    sys.stderr.flush()
 
 
 def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:

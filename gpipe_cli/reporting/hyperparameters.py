@@ -8,7 +8,6 @@ curve of a run for a metric. Which settings are shown at first is told in the li
 """
 
 import math
-import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.description import Setting, Status
 from gpipe_cli.typed import show
 
@@ -134,9 +134,7 @@ def forget(folder: Path) -> None:
             if not about_settings:
                 kept.append(record)
         if forgotten:
-            beside = folder / "events.partial"  # a name that TensorBoard does not look at
-            beside.write_bytes(b"".join(kept))
-            os.replace(beside, path)
+            write_whole(path, b"".join(kept))
 
 
 def _records(content: bytes) -> Iterator[bytes]:

@@ -31,8 +31,18 @@ Item = TypeVar("Item")
 
 
 def show_plan(console: Console, view: PlanView, folder: Path) -> None:
-    """Shows a plan and writes plan.json into ``folder``, which must exist."""
-    write_result(folder, plan_json(view), PLAN)
+    """Writes plan.json into ``folder``, which must exist, and shows the plan even if that is not possible.
+
+    Raises:
+        OSError: all is shown, and plan.json could not be written.
+    """
+    try:
+        write_result(folder, plan_json(view), PLAN)
+    finally:
+        _show(console, view, folder)
+
+
+def _show(console: Console, view: PlanView, folder: Path) -> None:
     show_line(console, "plan: everything below is predicted, nothing was run", "bold")
     show_facts(console, _what(view))
     console.print()

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.result import write_result
 from gpipe_cli.reporting.units import duration
@@ -61,8 +62,14 @@ class Reproduction:
 
 def show_reproduction(console: Console, reproduction: Reproduction, folder: Path) -> None:
     """Shows it, and writes reproduction.json and reproduction.md into ``folder``."""
-    write_result(folder, asdict(reproduction), f"{REPRODUCTION}.json")
-    (folder / f"{REPRODUCTION}.md").write_text(markdown(reproduction), encoding="utf-8")
+    try:
+        write_result(folder, asdict(reproduction), f"{REPRODUCTION}.json")
+        write_whole(folder / f"{REPRODUCTION}.md", markdown(reproduction))
+    finally:  # what cannot be written is shown all the same
+        _show(console, reproduction, folder)
+
+
+def _show(console: Console, reproduction: Reproduction, folder: Path) -> None:
     for table in reproduction.tables:
         console.print()
         show_line(console, table.title, "bold")

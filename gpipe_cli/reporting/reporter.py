@@ -6,6 +6,8 @@ process. ``step`` in every message counts optimizer steps done, epochs count fro
 
 import io
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from gpipe_cli.reporting.description import (
     Status,
     StepMessage,
 )
-from gpipe_cli.reporting.facts import TIMELINE_PAGE, show_banner, show_summary
+from gpipe_cli.reporting.facts import TIMELINE_PAGE, show_banner, show_error, show_summary
 from gpipe_cli.reporting.measurement import Throughput, flops_result, hardware, versions
-from gpipe_cli.reporting.result import RESULT, read_result, write_result
+from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.task import Task, scores, words_of
 from gpipe_cli.reporting.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.typed import one_line
 
 TIMELINE_PICTURE = "timeline.png"
 PARTITION_PICTURE = "partitions.png"
@@ -65,17 +68,20 @@ class Reporter:
         self._test, self._best = _earlier(description)
         shows = BenchConsole if description.command == "bench" else RunConsole
         self._console = shows(console or Console(), description)
-        self._dashboard = Dashboard(folder, description.first_step, description.task)
-        self._dashboard.begin(description)
-        self._dashboard.predict(description.prediction, description.ideal_bubble)
+        self._incomplete = False  # something that the run can do without could not be written
         self._write()
+        self._dashboard = Dashboard(folder, description.first_step, description.task)
+        with self.optional():
+            self._dashboard.begin(description)
+            self._dashboard.predict(description.prediction, description.ideal_bubble)
 
     def banner(self) -> None:
         """Shows what is about to run."""
         self._console.banner(self._folder)
         plain = io.StringIO()
         show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
-        self._dashboard.describe(self._run.config_yaml, plain.getvalue())
+        with self.optional():
+            self._dashboard.describe(self._run.config_yaml, plain.getvalue())
 
     def start(self) -> None:
         """Training begins: in a terminal, a bar that waits for the first step. After the banner, or not at all."""
@@ -92,7 +98,8 @@ class Reporter:
         if message.get("activation_bytes") is not None:
             self._activation_bytes = message["activation_bytes"]
             self._predicted_activation_bytes = message.get("predicted_activation_bytes")
-        self._dashboard.step(message)
+        with self.optional():
+            self._dashboard.step(message)
         recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
         self._console.step(message, recent)
         if speed.steps >= COMPARED_STEPS:
@@ -104,7 +111,8 @@ class Reporter:
             return
         done = message["step"] - self._run.first_step
         self._shares.add(message["breakdown"], message["bubble"], done <= self._throughput.warm_up_steps)
-        self._dashboard.recorded(message)
+        with self.optional():
+            self._dashboard.recorded(message)
 
     def timeline(self, picture: StepPicture) -> None:
         """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
@@ -113,12 +121,13 @@ class Reporter:
         from gpipe_cli.reporting.timeline_picture import draw, write_picture
 
         self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
-        write_page(self._folder / TIMELINE_PAGE, f"{self._run.model_name} on {self._run.dataset_name}", self._pictures)
-
+        title = f"{self._run.model_name} on {self._run.dataset_name}"
         views = [picture.measured] if picture.predicted is None else [picture.measured, picture.predicted]
-        image = draw(views)
-        write_picture(self._folder / TIMELINE_PICTURE, image)
-        self._dashboard.timeline(picture.step, image)
+        with self.optional():
+            write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
+            image = draw(views)
+            write_picture(self._folder / TIMELINE_PICTURE, image)
+            self._dashboard.timeline(picture.step, image)
         self._draw_cut()
 
     def _draw_cut(self) -> None:
@@ -129,9 +138,10 @@ class Reporter:
         if self._cut_drawn or not partition_picture.known(self._run):
             return
         self._cut_drawn = True
-        image = partition_picture.draw(self._run)
-        write_picture(self._folder / PARTITION_PICTURE, image)
-        self._dashboard.partitions(image)
+        with self.optional():
+            image = partition_picture.draw(self._run)
+            write_picture(self._folder / PARTITION_PICTURE, image)
+            self._dashboard.partitions(image)
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The test set was seen."""
@@ -140,25 +150,47 @@ class Reporter:
         self._test = _tested(self._run.task, message)
         if message["is_best"]:
             self._best = self._test
-        self._dashboard.evaluated(message)
         self._console.evaluated(message)
-        self._write()
+        with self.optional():
+            self._write()
+            self._dashboard.evaluated(message)
 
     def checkpointed(self, step: int, kind: str, path: Path | None = None) -> None:
         """A checkpoint is complete on disk; ``kind`` is last or best, and only from the last one a run is resumed."""
         if kind == "last":
             self._checkpoint = f"{path or self._folder}, after step {step:,}"
 
+    @contextmanager
+    def optional(self) -> Iterator[None]:
+        """Around writing what a run can do without: pictures, pages, curves, the state of result.json half-way.
+
+        What cannot be written is said once for all of it, and the run goes on.
+        """
+        try:
+            yield
+        except OSError as error:
+            if not self._incomplete:
+                show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
+            self._incomplete = True
+
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Ends the report, at whatever point; repeated, it does nothing."""
+        """Ends the report, at whatever point; repeated, it does nothing.
+
+        Raises:
+            OSError: all is said, and result.json could not be written.
+        """
         if self._status != "running":
             return
         self._status, self._error = status, error
-        self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
+        unwritten: OSError | None = None
+        try:
+            self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
+        except OSError as failed:
+            unwritten = failed
         if status != "interrupted":  # whoever did that waits
             self._draw_cut()
-        self._dashboard.end(status, self._steps, self._result())
-        self._dashboard.close()
+        with self.optional():
+            self._dashboard.end(status, self._steps, self._result())
         self._console.stop()
         if not self._throughput.includes_warm_up:
             self._compare()
@@ -167,6 +199,8 @@ class Reporter:
             show_measurement(self._console.console, self._result(), note, self._folder)
         else:
             show_summary(self._console.console, self._result(), self._folder, *self._resumable())
+        if unwritten is not None:
+            raise unwritten
 
     def _resumable(self) -> tuple[str, str | None]:
         """In words, the checkpoint to go on from, and the folder to name then."""
@@ -255,9 +289,10 @@ def _tested(task: Task, message: EvaluationMessage) -> dict[str, Any]:
 
 def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The last and the best test of the run that is resumed, as far as they lie before the point of resumption."""
-    if run.resumed_from is None or not (Path(run.resumed_from) / RESULT).exists():
-        return None, None
-    result = read_result(Path(run.resumed_from))
+    try:
+        result = {} if run.resumed_from is None else read_result(Path(run.resumed_from))
+    except (OSError, ValueError):  # it was never written, or is damaged: the run goes on without it
+        result = {}
     tests = (result.get("test"), result.get("best"))
     last, best = (test if test is not None and test["step"] <= run.first_step else None for test in tests)
     return last, best

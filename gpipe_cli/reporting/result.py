@@ -5,23 +5,22 @@ It is written whole or not at all, so that whoever reads it while the run goes o
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from gpipe_cli.files import write_whole
 
 RESULT = "result.json"
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
-    """Writes ``result`` to ``folder / name``, in place of what was there; NaN and infinities become null."""
-    beside = folder / f"{name}.partial"
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(_plain(result), file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, folder / name)
+    """Writes ``result`` to ``folder / name``, in place of what was there; NaN and infinities become null.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(folder / name, json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
 
 
 def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:

@@ -5,12 +5,11 @@ took. The page is one file that loads nothing, so that it can be sent to somebod
 """
 
 import base64
-import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting import palette
 from gpipe_cli.reporting.breakdown import share_word
 from gpipe_cli.reporting.page_style import PATTERNS, SCRIPT, STYLE
@@ -31,9 +30,7 @@ def write_page(path: Path, run: str, pictures: Sequence[StepPicture]) -> None:
     """
     assert pictures, "a page without a picture"
     newest = sorted(pictures, key=lambda picture: picture.step, reverse=True)[:MOST_PICTURES]
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text("\n".join(_page(run, newest)) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, "\n".join(_page(run, newest)) + "\n")
 
 
 def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
@@ -155,10 +152,6 @@ def _views(picture: StepPicture) -> list[TimelineView]:
 
 def _image(views: Sequence[TimelineView]) -> str:
     """The picture as base64 of a PNG."""
-    from matplotlib.image import imsave
+    from gpipe_cli.reporting.timeline_picture import draw, png
 
-    from gpipe_cli.reporting.timeline_picture import draw
-
-    file = io.BytesIO()
-    imsave(file, draw(views), format="png")
-    return base64.b64encode(file.getvalue()).decode("ascii")
+    return base64.b64encode(png(draw(views))).decode("ascii")

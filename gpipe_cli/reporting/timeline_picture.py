@@ -5,10 +5,12 @@ A few thousand bars are drawn one by one, with their names where there is room. 
 micro-batches have 196,608) would take minutes; they are sampled into an image, several samples a pixel.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting import palette
 from gpipe_cli.reporting.timeline_view import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit
 from gpipe_cli.reporting.units import duration, percent
@@ -44,10 +46,17 @@ def draw(views: Sequence[TimelineView]) -> "NDArray[np.uint8]":
 
 
 def write_picture(path: Path, picture: "NDArray[np.uint8]") -> None:
-    """Writes what ``draw`` made as a PNG file."""
+    """Writes what ``draw`` made as a PNG file, whole or not at all."""
+    write_whole(path, png(picture))
+
+
+def png(picture: "NDArray[np.uint8]") -> bytes:
+    """What ``draw`` made as the content of a PNG file."""
     from matplotlib.image import imsave
 
-    imsave(path, picture, format="png", dpi=DPI)
+    content = io.BytesIO()
+    imsave(content, picture, format="png", dpi=DPI)
+    return content.getvalue()
 
 
 def _figure(views: Sequence[TimelineView]) -> "Figure":

@@ -75,8 +75,10 @@ def run_check(config: TrainConfig, folder: Path) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
     report = checked.report()
-    write_check(folder, report)
-    show_check(console, folder, report)
+    try:
+        write_check(folder, report)
+    finally:  # a verdict that cannot be written is shown all the same
+        show_check(console, folder, report)
     return 0 if report.identical else 1
 
 

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from gpipe_cli.files import write_whole
 
 FORMAT = 2
 _PREFIX = "step_"
@@ -77,30 +80,54 @@ def folder_name(step: int) -> str:
 
 
 def begin_checkpoint(run_folder: Path, step: int) -> Path:
-    """Make the folder that the stages write into; readers do not look at it."""
+    """Make the folder that the stages write into; readers do not look at it. Raises CheckpointError."""
     draft = run_folder / "checkpoints" / f".{folder_name(step)}.writing"
-    for abandoned in draft.parent.glob(f".{_PREFIX}*.writing"):  # by a run that was killed while it wrote
-        shutil.rmtree(abandoned, ignore_errors=True)
-    draft.mkdir(parents=True)
+    remove_drafts(run_folder)
+    with writing(draft):
+        draft.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted does not come back
+        draft.mkdir()
     return draft
 
 
+def remove_drafts(run_folder: Path) -> None:
+    """Remove what a run that has ended while it wrote a checkpoint has left of it."""
+    for abandoned in (run_folder / "checkpoints").glob(f".{_PREFIX}*.writing"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written; those before it are as they were."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around writing part of a checkpoint. Raises CheckpointError, one line, if that cannot be done."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2].partition(" (os error")[0]
+        name = path.name.removeprefix(".").removesuffix(".writing")
+        raise CheckpointError(f"{path.parent / name}: the checkpoint cannot be written ({why})") from error
+
+
 def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
-    """Write one stage's tensors and make sure they are on disk."""
+    """Write one stage's tensors and make sure they are on disk. Raises CheckpointError."""
     file = draft / f"stage_{stage}.safetensors"
     # a plain copy each: safetensors refuses strides and memory that two names share
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file)
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
-        digest = hashlib.file_digest(written, "sha256").hexdigest()
-    return WrittenFile(file.name, file.stat().st_size, digest, tuple(tensors))
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with writing(draft):
+        save_file(copies, file)
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+        return WrittenFile(file.name, file.stat().st_size, digest, tuple(tensors))
 
 
 def finish_checkpoint(
     draft: Path, progress: Progress, files: Iterable[WrittenFile], *, layers: Iterable[str], config: str, keep: int
 ) -> Path:
     """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one
-    stay."""
+    stay. Raises CheckpointError."""
     index = {
         "format": FORMAT,
         **asdict(progress),
@@ -108,46 +135,50 @@ def finish_checkpoint(
         "files": [asdict(file) for file in files],
         "config": config,
     }
-    with (draft / "index.json").open("w", encoding="utf-8") as file:
-        json.dump(index, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(draft)
     final = draft.parent / folder_name(progress.step)
+    best = final.name if progress.best_step is None else folder_name(progress.best_step)
+    with writing(draft):
+        write_whole(draft / "index.json", json.dumps(index, indent=1))
+        _sync_folder(draft)
+        _move_into_place(draft, final)
+        _point(final.parent / "last", final.name)
+        if (final.parent / best).exists():
+            _point(final.parent / "best", best)
+        _sync_folder(final.parent)
+        for old in checkpoints_in(final.parent.parent)[:-keep]:
+            if old.name != best:
+                shutil.rmtree(old)
+    return final
+
+
+def _move_into_place(draft: Path, final: Path) -> None:
+    """Give a draft its name; one of that step is replaced: a run that went on from an earlier one came by again."""
     replaced = draft.parent / f".{final.name}.replaced"
     shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed right here: nothing is renamed over it
-    if final.exists():  # a run that went on from an earlier checkpoint came by here again
+    if final.exists():
         final.rename(replaced)
     draft.rename(final)
-    best = final.name if progress.best_step is None else folder_name(progress.best_step)
-    _point(final.parent / "last", final.name)
-    if (final.parent / best).exists():
-        _point(final.parent / "best", best)
-    _sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    for old in checkpoints_in(final.parent.parent)[:-keep]:
-        if old.name != best:
-            shutil.rmtree(old)
-    return final
 
 
 def adopt(source: Path, run_folder: Path) -> None:
     """Bring the last and the best checkpoint of the run that is resumed along into its new folder.
 
-    The new run can then be resumed and evaluated by itself, from its first moment on.
+    The new run can then be resumed and evaluated by itself, from its first moment on. Raises CheckpointError.
     """
     target = run_folder / "checkpoints"
     if (source / "checkpoints").resolve() == target.resolve():
         return
-    target.mkdir(parents=True, exist_ok=True)
     for which in ("best", "last"):
         checkpoint = find_checkpoint(source, which, "resume")
         adopted = target / checkpoint.name
-        if not adopted.exists():
-            draft = adopted.with_name(f".{checkpoint.name}.writing")
-            shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
-            draft.rename(adopted)
-        _point(target / which, checkpoint.name)
+        with writing(adopted):
+            target.mkdir(exist_ok=True)
+            if not adopted.exists():
+                draft = adopted.with_name(f".{checkpoint.name}.writing")
+                shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
+                draft.rename(adopted)
+            _point(target / which, checkpoint.name)
 
 
 def _link_or_copy(source: str, target: str) -> None:

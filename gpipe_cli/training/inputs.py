@@ -20,6 +20,7 @@ from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
+from gpipe_cli.files import write_whole
 from gpipe_cli.training.build import open_data
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import Layout, usable_cores
@@ -122,7 +123,7 @@ class Data:
         """Leave in the run's folder what its tokens mean; asked where the first stage lives."""
         assert self._splits is not None
         if isinstance(self._splits[0], TextSplit | PairSplit):
-            (folder / VOCABULARY).write_bytes(self._splits[0].vocabulary.model)
+            write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
 
 
 def _saved_vocabulary(config: TrainConfig, source: Path | None) -> bytes | None:

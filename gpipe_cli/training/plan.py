@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.config import TrainConfig, to_yaml
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.reporting.plan_report import show_plan
 from gpipe_cli.reporting.timeline_picture import draw, write_picture
@@ -56,11 +57,14 @@ def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: P
         config, shapes, made, choices = prepared.config, prepared.shapes, prepared.plan, prepared.choices
     else:
         config, shapes, made, choices = solve_max_model(config, lambda one, seen: step_costs(one, seen, say), say)
-    (folder / SETTINGS).write_text(to_yaml(config), encoding="utf-8")
-    files = _write_timeline(made, model_name(config), folder)
+    files = [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]
     hardware = resolved(config.hardware, place(config)[0][0])
     view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, files)
-    show_plan(console, view, folder)
+    try:
+        write_whole(folder / SETTINGS, to_yaml(config))
+        _write_timeline(made, model_name(config), folder)
+    finally:  # a plan that cannot be written is shown all the same
+        show_plan(console, view, folder)
     return 0
 
 
@@ -77,9 +81,8 @@ def _require_figures(config: TrainConfig, *, several: bool) -> None:
         )
 
 
-def _write_timeline(made: Plan, name: str, folder: Path) -> list[tuple[str, str]]:
-    """The simulated step as a picture and as a trace; returns what each is called and where it lies."""
+def _write_timeline(made: Plan, name: str, folder: Path) -> None:
+    """The simulated step as a picture and as a trace."""
     title = f"{name}, K = {len(made.stages)}, M = {made.micro_batches}"
     write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-    (folder / TRACE).write_text(json.dumps(made.timeline.chrome_trace(name="predicted")), encoding="utf-8")
-    return [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]
+    write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))

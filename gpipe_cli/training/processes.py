@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from gpipe_cli.config import EvaluateConfig, TrainConfig, to_yaml
+from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.facts import show_line
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.crew import interruptible, perform
@@ -15,6 +17,7 @@ from gpipe_cli.training.layout import Layout, make_layout
 from gpipe_cli.training.prepare import prepare
 from gpipe_cli.training.show import Show, ShowEvaluation, ShowNothing, show_dry_run
 from gpipe_cli.training.work import Bench, Evaluation, Task, Training
+from gpipe_cli.typed import one_line
 
 
 def launch(
@@ -61,14 +64,20 @@ def _run(
         except SystemExit:  # the console's reader has gone, as in `gpipe train | head`
             show.finish("interrupted", "nobody reads the output any more")
             raise
+        except OSError as error:  # of this process: what the run cannot do without cannot be written
+            if not show.started:
+                raise
+            show.finish("failed", one_line(error))
+            return 1
     if failure is None:
         show.finish("completed", None)
         return 0
     if failure.kind == "user" and not show.started:
         raise ValueError(failure.text)
-    if failure.kind == "error" and folder.is_dir():
-        details = folder / "failure.txt"
-        details.write_text(failure.details, encoding="utf-8")
-        failure = replace(failure, text=f"{failure.text} (traceback in {details})")
-    show.finish("failed", failure.text)
+    text, details = failure.text, folder / "failure.txt"
+    if failure.kind == "error":
+        with suppress(OSError):  # the folder is gone, the disk is full: what counts is why the run failed
+            write_whole(details, failure.details)
+            text += f" (traceback in {details})"
+    show.finish("failed", text)
     return 2 if failure.kind == "user" else 1

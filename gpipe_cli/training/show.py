@@ -10,6 +10,7 @@ from rich.console import Console
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.dataset_settings import ImagesConfig
+from gpipe_cli.files import write_whole
 from gpipe_cli.model_settings import (
     AmoebaNetConfig,
     CustomConfig,
@@ -25,11 +26,14 @@ from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.reporting.console import LINE_SECONDS
 from gpipe_cli.reporting.description import WARM_UP_STEPS, PartitionDescription, RunDescription
 from gpipe_cli.reporting.evaluation_result import EvaluationResult, show_evaluation
-from gpipe_cli.reporting.facts import show_line
+from gpipe_cli.reporting.facts import show_error, show_line
 from gpipe_cli.reporting.hyperparameters import settings_of
 from gpipe_cli.reporting.reporter import Reporter
+from gpipe_cli.reporting.run_record import CONFIG
 from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.streams import lost_output
 from gpipe_cli.training.build import open_data
+from gpipe_cli.training.checkpoint import remove_drafts
 from gpipe_cli.training.fine_tuning import frozen_facts
 from gpipe_cli.training.inputs import refuse_short_last, training_batches
 from gpipe_cli.training.learning_rate import learning_rate
@@ -81,21 +85,32 @@ class Show:
                 self._reporter.checkpointed(message["step"], "last")
 
     def finish(self, ending: Ending, error: str | None) -> None:
+        if ending != "completed":
+            remove_drafts(self._folder)  # there must be room for result.json
         if self._reporter is not None:
             if self._undrawn is not None:
                 self._draw(self._reporter, *self._undrawn)
-            self._reporter.finish(ending, error)
+            try:
+                self._reporter.finish(ending, error)
+                lost = lost_output()
+            except OSError as unwritten:
+                if ending == "completed":
+                    raise
+                lost = unwritten
+            if error is not None and lost is not None:  # the summary or result.json does not say it
+                show_error(error)
         elif error is not None:
-            line = f"failed before the first step: {' '.join(error.split())}"
-            Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+            show_error(f"failed before the first step: {error}")
 
     def _start(self, message: dict[str, Any]) -> None:
-        (self._folder / "config.yaml").write_text(self._text, encoding="utf-8")
+        write_whole(self._folder / CONFIG, self._text)
         # a step past the warm-up; not the last one of an epoch, which may be short
         self._shown_position = min(_SHOWN_POSITION, max(1, message["steps_per_epoch"] - 1))
         message["notes"] = (*message.get("notes", ()), *self._prepared.notes)
         self._reporter = Reporter(self._folder, describe(self._prepared, self._text, bench=self._bench, **message))
         self._reporter.banner()
+        if (lost := lost_output()) is not None:  # nobody could follow the training
+            raise lost
         self._reporter.start()
 
     def _predicted_activations(self, step: dict[str, Any]) -> tuple[int, ...]:
@@ -140,7 +155,8 @@ class Show:
     def _draw(self, reporter: Reporter, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
         self._drawn, self._undrawn = True, None
         reporter.timeline(picture)
-        (self._folder / TRACE).write_text(json.dumps(trace), encoding="utf-8")
+        with reporter.optional():
+            write_whole(self._folder / TRACE, json.dumps(trace))
 
 
 class ShowEvaluation:
@@ -162,7 +178,7 @@ class ShowEvaluation:
 
     def finish(self, ending: Ending, error: str | None) -> None:
         if error is not None:
-            Console(stderr=True).print(error, markup=False, highlight=False, soft_wrap=True)
+            show_error(error)
         elif ending == "interrupted":
             show_line(Console(), "interrupted: nothing was written", "bold yellow")
 
@@ -177,7 +193,7 @@ class ShowNothing:
 
     def finish(self, ending: Ending, error: str | None) -> None:
         if error is not None:
-            Console(stderr=True).print(error, markup=False, highlight=False, soft_wrap=True)
+            show_error(error)
 
 
 def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
@@ -186,7 +202,7 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
     Raises ValueError for what the training would refuse.
     """
     data, notes = _data_of_dry_run(prepared.config)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    write_whole(folder / CONFIG, text)
     notes = (*notes, *frozen_facts(prepared.layout), *prepared.notes)
     reporter = Reporter(folder, describe(prepared, text, notes=notes, **data))
     reporter.banner()

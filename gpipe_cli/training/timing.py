@@ -5,7 +5,6 @@ or with another version of torch is never taken for it.
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -15,6 +14,7 @@ from typing import Any
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.cache import cache_folder, digest_of
+from gpipe_cli.files import write_whole
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.reporting.measurement import hardware
 from gpipe_cli.training.costs import StepCosts, measured_costs, scaled
@@ -25,6 +25,7 @@ from gpipe_cli.training.measuring import segment_layers
 from gpipe_cli.training.planning import micro_batches_of
 from gpipe_cli.training.shapes import Shapes
 from gpipe_cli.training.work import Measuring
+from gpipe_cli.typed import one_line
 
 _VERSION = 3  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for what the layout says.
@@ -53,10 +54,11 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] =
             )
         say(f"timing each of {len(shapes.costs)} layers for micro-batches of {samples} (cost={config.cost}) ...")
         found = _measure(config, shapes, layout, samples)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(found), encoding="utf-8")
-        partial.replace(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(found))
+        except OSError as error:
+            say(f"not remembered for the next time: {one_line(error)}")
     in_process = None if layout.distributed else stages_at_once(config)
     costs = measured_costs(shapes, samples, layout.processes_here, found, in_process=in_process)
     return scaled(costs, mean / samples)

@@ -87,8 +87,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended. `kind`: killed, user (other settings would mend it), diverged, error, or peer (another one's
-    fault)."""
+    """Why a process ended. `kind`: killed, user (other settings would mend it), diverged, unwritten (a checkpoint),
+    error, or peer (another one's fault)."""
 
     process: int
     kind: str

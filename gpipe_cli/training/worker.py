@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gpipe_cli.pipeline.executor import ActionFailedError
 from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.transport import PeerLostError
+from gpipe_cli.training.checkpoint import CheckpointError
 from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.run import DivergedError, score, train
@@ -81,6 +82,8 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
             kind, text = "user", str(error)
         case DivergedError():
             kind, text = "diverged", str(error)
+        case CheckpointError():
+            kind, text = "unwritten", str(error)
         case _:
             kind, text = (
                 "error",

@@ -102,6 +102,7 @@ def test_a_run_that_is_killed_is_there_with_its_settings(tmp_path: Path) -> None
 
 def test_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
     folder = tmp_path / "seed=3,max_steps=20"
+    folder.mkdir()
     config = {"seed": 3, "max_steps": 20, "partitions": 2, "micro_batches": 4, "model": {"name": "resnet"}, "epochs": 1}
     board = Dashboard(folder)
     board.begin(description(config=config, settings=settings_of(TrainConfig)))

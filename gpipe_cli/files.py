@@ -1,0 +1,105 @@
+"""Files as the whole program writes them: whole or not at all, in folders that one run at a time may write to.
+
+A run leaves a dozen files that others read while it goes on, or after it was killed: none of them is ever half a file.
+"""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = ".lock"  # in the folder of a run or a sweep, as long as a process is at work there
+_PARTIAL = ".partial"  # the end of the name of what is being written
+
+
+class FolderInUseError(ValueError):
+    """Another process is at work in a folder."""
+
+    def __init__(self, folder: Path, holder: str) -> None:
+        super().__init__(f"{folder}: {holder} is at work there; wait for its end, or choose another folder")
+        self.holder = holder
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in place of what was there; whoever reads it finds the old content or the new.
+
+    Raises:
+        OSError: it cannot be written; then all is as it was.
+    """
+    # several processes may write the same file, such as a cache; no reader looks for a name like this one
+    beside = path.with_name(f".{os.getpid()}{_PARTIAL}")
+    with naming(path):
+        try:
+            with beside.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, an OSError is about `path`: what a full disk raises names no file, or the one beside it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what a process that was killed has left of files that it was writing."""
+    for left in folder.glob(f".*{_PARTIAL}"):
+        left.unlink(missing_ok=True)
+
+
+class FolderLock:
+    """A folder that no other process may work in, until `release` or the end of this process.
+
+    The kernel holds the lock, so one that was killed never keeps others out; its file says who holds it.
+    """
+
+    def __init__(self, folder: Path, patience_seconds: float = 0.0) -> None:
+        """Take the lock of a folder that exists, waiting for one that may be ending.
+
+        Raises:
+            FolderInUseError: another process has it.
+            OSError: the folder cannot be written to.
+        """
+        self._path = folder / LOCK
+        until = time.monotonic() + patience_seconds
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+                os.close(descriptor)
+                if time.monotonic() >= until:
+                    raise FolderInUseError(folder, holder or "another process") from None
+                time.sleep(0.1)
+                continue
+            except OSError:  # a file system without locks
+                break
+            if _is_at(self._path, descriptor):
+                break
+            os.close(descriptor)  # the one before us has released it meanwhile, and removed this file
+        self.descriptor = descriptor  # a child that inherits it holds the lock, too
+        self.holder = f"process {os.getpid()} on {socket.gethostname()}"
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{self.holder}\n".encode(), 0)
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,89 @@
+"""A run that cannot write: what it can do without is left out, what it cannot do without ends it in one line."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, command, configure, final_tensors, train_here, wait_until
+
+from gpipe_cli.reporting.reporter import PARTITION_PICTURE, TIMELINE_PICTURE
+from gpipe_cli.reporting.result import read_result
+
+RUN = [*TINY, "partitions=2", "executor=in_process"]
+
+
+def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A picture that could not be written once ended the training with a traceback, which hid all other causes."""
+    run = tmp_path / "run"
+    train_here(configure(*RUN, "epochs=1"), run)
+    for name in ("timeline.html", TIMELINE_PICTURE, PARTITION_PICTURE, "timeline_trace.json"):
+        (run / name).mkdir()  # nothing can be renamed to that, whoever tries
+    goes_on = ["train", f"resume={run}", f"run_folder={run}"]
+    assert command(monkeypatch, *goes_on, "epochs=2") == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{run}/timeline.html: Is a directory; the run goes on" in said
+    assert read_result(run)["status"] == "completed"
+
+    draft = run / "checkpoints" / ".step_00000009.writing"
+    draft.write_text("a file where a folder is wanted")
+    whole = final_tensors(run)
+    assert command(monkeypatch, *goes_on, "epochs=3") == 1
+    captured = capsys.readouterr()
+    result = read_result(run)
+    assert result["status"] == "failed"
+    assert result["error"] == f"{run}/checkpoints/step_00000009: the checkpoint cannot be written (File exists)"
+    assert "Traceback" not in captured.out + captured.err
+    assert not (run / "failure.txt").exists()
+    assert final_tensors(run).keys() == whole.keys()
+    draft.unlink()
+    assert command(monkeypatch, *goes_on, "epochs=3") == 0
+    assert (run / "checkpoints" / "step_00000009").is_dir()
+
+
+def test_a_run_whose_folder_has_gone_ends_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the folder does not come back with checkpoints that no configuration belongs to."""
+    run = tmp_path / "run"
+
+    def take_away() -> None:
+        wait_until((run / "checkpoints" / "last").exists, 60, "the first checkpoint")
+        run.rename(tmp_path / "elsewhere")
+
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(take_away)
+        settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
+        assert command(monkeypatch, "train", *settings, f"run_folder={run}") == 1
+        taken.result()
+    said = capsys.readouterr().err.splitlines()
+    assert "the checkpoint cannot be written (No such file or directory)" in said[-1]
+    assert "Traceback" not in "".join(said)
+    assert not run.exists()
+    assert final_tensors(tmp_path / "elsewhere")
+
+
+def test_a_run_that_nobody_can_follow_ends_before_its_first_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    program = [sys.executable, "-m", "gpipe_cli", "train", *RUN, f"run_folder={run}"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")
+    result = read_result(run)
+    assert (result["status"], result["steps"]) == ("failed", 0)
+
+
+def test_a_run_needs_its_configuration_and_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train_here(configure(*RUN, "epochs=1"), run)
+    (run / "result.json").mkdir()
+    assert command(monkeypatch, "train", f"resume={run}", f"run_folder={run}", "epochs=2") == 1
+    assert capsys.readouterr().err == f"gpipe train: {run}/result.json: Is a directory\n"
+    assert os.listdir(run / "result.json") == []
