@@ -32,6 +32,8 @@ class BatchStatistics:
         self._views: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each slot, for each norm: mean, variance
         self._counts: list[dict[int, int]] = []
         self._open: int | None = None
+        # of the newest mini-batch: each running statistic that it changed, and the mini-batch's own value of it
+        self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._weights: dict[tuple[tuple[int, ...], ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
 
     @property
@@ -142,8 +144,10 @@ class BatchStatistics:
             running, new = by_momentum.setdefault(factor, ([], []))
             running += [norm.running_mean, norm.running_var]
             new += [means[index], variances[index]]
+        self.newest = []
         for factor, (running, new) in by_momentum.items():
             torch._foreach_lerp_(running, new, factor)
+            self.newest += zip(running, new, strict=True)
 
 
 class DeferredBatchNorm(_BatchNorm):

@@ -76,12 +76,12 @@ class Stage:
         self._inputs = inputs
         self._first_layer = first_layer
         self._memory_format = memory_format
-        self._statistics = BatchStatistics()
+        self.statistics = BatchStatistics()
         self._run_seed, self._replica, self._step = run_seed, replica, 0
         self._objective: Objective | None = None
         self._saved: dict[int, _Saved] = {}
         self._saved_bytes: SavedBytes | None = None
-        defer_batch_norms(module, self._statistics)
+        defer_batch_norms(module, self.statistics)
         self._layers = list(module.named_children())
         self.goes_back = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
@@ -111,14 +111,14 @@ class Stage:
     def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
         keep = keep if self.goes_back else Keep.NOTHING
-        self._statistics.open(micro_batch)
+        self.statistics.open(micro_batch)
         try:
             with torch.set_grad_enabled(keep is Keep.GRAPH), self._recording(micro_batch, keep):
                 leaves = self._leaves(inputs) if keep is Keep.GRAPH else inputs
                 outputs = self._run(micro_batch, leaves)
                 closed = self._close(micro_batch, outputs, observe=True)
         finally:
-            self._statistics.close()
+            self.statistics.close()
         if keep is Keep.GRAPH:
             self._keep(micro_batch, _Saved(leaves, closed))
         elif keep is Keep.INPUT:
@@ -163,13 +163,13 @@ class Stage:
     def finish_step(self) -> None:
         """After the last action: batch norm commits once, nothing is left saved."""
         assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
-        self._statistics.commit()
+        self.statistics.commit()
         self._objective = None
 
     def abandon_step(self) -> None:
         """Let go of everything a failed step left behind."""
         self._saved.clear()
-        self._statistics.discard()
+        self.statistics.discard()
         self._objective = None
 
     def _keep(self, micro_batch: int, saved: _Saved) -> None:
@@ -180,7 +180,7 @@ class Stage:
     def _recording(self, micro_batch: int, keep: Keep) -> AbstractContextManager[None]:
         if self._saved_bytes is None or keep is not Keep.GRAPH:
             return nullcontext()
-        return self._saved_bytes.recording(micro_batch, self._statistics.slots)
+        return self._saved_bytes.recording(micro_batch, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self._inputs:

@@ -162,7 +162,7 @@ def train_step(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if k in engine.averages:
-            engine.averages[k].update()
+            engine.averages[k].update(engine.stages[k].statistics.newest)
         recording.update(k, begun, now())
     return result
 

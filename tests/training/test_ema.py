@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.training.ema import WeightAverage
 
 
@@ -38,6 +39,31 @@ def test_the_decay_starts_small(decay: float) -> None:
     assert {"0.weight", "1.bias", "1.running_mean", "1.running_var"} <= set(average.average)
     for name, value in average.average.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_statistics_are_averaged_once() -> None:
+    """Of mini-batches whose mean is the step's number: the average lags behind as if it were a weight, and not by the
+    ten steps more that the running statistics lag."""
+    statistics, layers = BatchStatistics(), nn.Sequential(nn.BatchNorm1d(1)).double()
+    defer_batch_norms(layers, statistics)
+    average = WeightAverage(layers, 0.9)
+    expected = 0.0
+    for n in range(1, 60):
+        with torch.no_grad():
+            layers[0].weight.fill_(n)
+        for micro_batch in range(2):
+            statistics.open(micro_batch)
+            layers(torch.tensor([[n - 1.0], [n + 1.0]], dtype=torch.float64))
+            statistics.close()
+        statistics.commit()
+        average.update(statistics.newest)
+        kept = min(0.9, (1 + n) / (10 + n))
+        expected = kept * expected + (1 - kept) * n
+    running, weight = average.average["0.running_mean"].item(), average.average["0.weight"].item()
+    assert running == pytest.approx(expected)
+    assert weight == pytest.approx(expected)
+    assert average.average["0.running_var"].item() == pytest.approx(4 / 3)
+    assert layers[0].running_mean.item() < running + 1
 
 
 def test_applied_and_back_again_bit_for_bit() -> None:
