@@ -8,19 +8,15 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".lock"  # in the folder of a run or a sweep, as long as a process is at work there
 _PARTIAL = ".partial"  # the end of the name of what is being written
 
 
-class FolderInUseError(ValueError):
-    """Another process is at work in a folder."""
-
-    def __init__(self, folder: Path, holder: str) -> None:
-        super().__init__(f"{folder}: {holder} is at work there; wait for its end, or choose another folder")
-        self.holder = holder
+class FolderInUseError(Exception):
+    """Another process is at work in a folder; the text says which one."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -80,7 +76,7 @@ class FolderLock:
                 holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
                 os.close(descriptor)
                 if time.monotonic() >= until:
-                    raise FolderInUseError(folder, holder or "another process") from None
+                    raise FolderInUseError(f"{holder or 'another process'} is at work there") from None
                 time.sleep(0.1)
                 continue
             except OSError:  # a file system without locks
@@ -89,12 +85,12 @@ class FolderLock:
                 break
             os.close(descriptor)  # the one before us has released it meanwhile, and removed this file
         self.descriptor = descriptor  # a child that inherits it holds the lock, too
-        self.holder = f"process {os.getpid()} on {socket.gethostname()}"
         os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{self.holder}\n".encode(), 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # gone, with the folder
+            self._path.unlink()
         os.close(self.descriptor)
 
 

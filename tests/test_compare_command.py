@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command
 
+from gpipe_cli.files import FolderLock
 from gpipe_cli.reporting.result import read_result, write_result
 
 RUN = [*TINY, "executor=in_process", "max_steps=3", "checkpoint.every_epochs=0"]
@@ -146,6 +147,16 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
         (torn / "result.json").unlink()
         (torn / "config.yaml").unlink()
         torn.rmdir()
+
+
+def test_a_folder_that_is_being_written_to_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = FolderLock(tmp_path)
+    assert command(monkeypatch, "compare", "outputs/sweep", "--output", str(tmp_path)) == 2
+    lock.release()
+    assert f"--output {tmp_path}: process {os.getpid()} on" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_single_run_is_shown(

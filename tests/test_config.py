@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_module
 
 from gpipe_cli.commands.bench import BenchSettings
 from gpipe_cli.commands.evaluate import evaluation
-from gpipe_cli.commands.train import make_run_folder, resumed
+from gpipe_cli.commands.folders import run_folder
+from gpipe_cli.commands.train import resumed
 from gpipe_cli.config import (
     EvaluateSettings,
     TrainConfig,
@@ -280,32 +281,52 @@ def test_an_unknown_run_lists_the_newest(tmp_path: Path) -> None:
         find_run("run", "nowhere", str(tmp_path / "empty"))
 
 
+def open_folder(config: TrainConfig) -> None:
+    with run_folder(config, NOW):
+        pass
+
+
 def test_run_folders_do_not_collide(tmp_path: Path) -> None:
     config = replace(train(), output=str(tmp_path / "new" / "outputs"))
-    names = [make_run_folder(config, NOW).name for _ in range(3)]
-    stem = "2026-01-31_12-00-05_amoebanet_digits_K2_M4"
-    assert names == [stem, f"{stem}-2", f"{stem}-3"]
-    assert sorted(path.name for path in (tmp_path / "new" / "outputs").iterdir()) == names
+    stem, outputs = "2026-01-31_12-00-05_amoebanet_digits_K2_M4", tmp_path / "new" / "outputs"
+    with run_folder(config, NOW) as one, run_folder(config, NOW) as two, run_folder(config, NOW) as three:
+        assert [one.name, two.name, three.name] == [stem, f"{stem}-2", f"{stem}-3"]
+        assert set(outputs.iterdir()) == {one, two, three}
+    assert not list(outputs.iterdir()), "nothing was written"
 
 
 def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path) -> None:
     run = save(train(), tmp_path / "run")
     config = replace(train(), run_folder=str(run))
     with pytest.raises(ValueError, match=r"run_folder=.*: the folder is not empty; .*resume="):
-        make_run_folder(config, NOW)
-    assert make_run_folder(replace(config, resume=str(run)), NOW) == run
-    assert make_run_folder(replace(config, run_folder=str(tmp_path / "a" / "b")), NOW).is_dir()
+        open_folder(config)
+    with run_folder(replace(config, resume=str(run)), NOW) as folder:
+        assert folder == run
+    with run_folder(replace(config, run_folder=str(tmp_path / "a" / "b")), NOW) as folder:
+        assert folder.is_dir()
+    assert (run / "config.yaml").exists()
+
+
+def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
+    """Two runs in one folder took each other's checkpoints away."""
+    run = save(train(), tmp_path / "run")
+    config = replace(train(), run_folder=str(run), resume=str(run))
+    with run_folder(config, NOW), pytest.raises(ValueError, match=rf"^run_folder={run}: process {os.getpid()} .*wait"):
+        open_folder(config)
+    open_folder(config)
+    assert [path.name for path in run.iterdir()] == ["config.yaml"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"output=.*file: no folder can be made there"):
-        make_run_folder(replace(train(), output=str(tmp_path / "file")), NOW)
+        open_folder(replace(train(), output=str(tmp_path / "file")))
 
 
 def test_under_torchrun_one_process_makes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert not make_run_folder(replace(train(), output=str(tmp_path)), NOW).exists()
+    with run_folder(replace(train(), output=str(tmp_path)), NOW) as folder:
+        assert not folder.exists()
 
 
 def test_every_package_is_installed() -> None:

@@ -42,7 +42,7 @@ def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "mine\n"
-        with pytest.raises(FolderInUseError, match=rf"{tmp_path}: process {other.pid} .*; wait for its end"):
+        with pytest.raises(FolderInUseError, match=rf"^process {other.pid} on .* is at work there$"):
             FolderLock(tmp_path)
     finally:
         other.send_signal(signal.SIGKILL)  # which leaves the file, and not the lock

@@ -1,13 +1,13 @@
 """`gpipe check`: proves on one's own model, data and machine what the paper promises: partitions change nothing."""
 
-import contextlib
 from collections.abc import Sequence
 from datetime import datetime
 
 from omegaconf import DictConfig
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
-from gpipe_cli.commands.train import make_run_folder, refuse_groups
+from gpipe_cli.commands.folders import run_folder
+from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, find_run, from_tree
 from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show
@@ -48,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check(config: TrainConfig) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
-    folder = make_run_folder(config, datetime.now(), what="check")
-    try:
+    with run_folder(config, datetime.now(), what="check") as folder:
         start_importing()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.training.checking import run_check
@@ -58,6 +57,3 @@ def _check(config: TrainConfig) -> int:
         if config.init_from is not None:
             check_init_from(config)
         return run_check(config, folder)
-    finally:  # refused or interrupted before there was a verdict, then nothing is left behind
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()

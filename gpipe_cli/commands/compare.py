@@ -1,7 +1,6 @@
 """`gpipe compare`: runs beside each other, as the paper's tables set them: what differs, and what came of it."""
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,7 +9,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from gpipe_cli.commands.folders import make_new
+from gpipe_cli.commands.folders import locked_folder
 
 OUTPUT = Path("outputs")
 HELP = """\
@@ -105,8 +104,8 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     if as_csv:
         sys.stdout.write(to_csv(comparison))
         return 0
-    folder = _make_folder(output, datetime.now())
-    try:
+    chosen = output or OUTPUT / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_compare"
+    with locked_folder(chosen, f"--output {chosen}", new=output is None) as folder:
         console, unread = Console(), None
         try:
             show_comparison(console, comparison)
@@ -120,29 +119,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
             ) from error
         if unread is not None:
             raise unread
-    finally:  # interrupted before anything was written, then nothing is left behind
-        if output is None:
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
     return 0
-
-
-def _make_folder(output: Path | None, now: datetime) -> Path:
-    """Makes the folder for the files: ``output``, where an earlier comparison is replaced, or one named by time.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    chosen = output or OUTPUT / f"{now:%Y-%m-%d_%H-%M-%S}_compare"
-    try:
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            return output
-        return make_new(chosen)
-    except OSError as error:
-        raise ValueError(
-            f"--output {chosen}: no folder can be made there ({error.strerror}); choose another by --output"
-        ) from error
 
 
 def _newest() -> str:

@@ -1,10 +1,19 @@
-"""Folders named by time, which two commands of one second must not share."""
+"""The folders that commands write to: made for one command, kept from others while it is at work, never left empty."""
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
+
+from gpipe_cli.config import TrainConfig
+from gpipe_cli.files import LOCK, FolderInUseError, FolderLock, remove_partial_files
 
 
 def make_new(path: Path) -> Path:
     """Makes the folder `path`, or `path-2` and so on if there is one; returns what was made.
+
+    Folders are named by time, which two commands of one second must not share.
 
     Raises:
         OSError: it cannot be made.
@@ -18,3 +27,59 @@ def make_new(path: Path) -> Path:
         except FileExistsError:
             count += 1
             folder = path.with_name(f"{path.name}-{count}")
+
+
+@contextmanager
+def run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Iterator[Path]:
+    """The folder of a run: `run_folder`, or a new one in `output` named by time, model, dataset, K and M.
+
+    `auto` are settings that will be chosen later; `what` is it, if it is not a training. Inside, no other run may work
+    there. Refused or interrupted before anything was written, nothing is left behind.
+
+    Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
+
+    Raises:
+        ValueError: the folder cannot be made, another process is at work there, or `run_folder` holds something and is
+            not the run that goes on.
+    """
+    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
+    k, m = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches"))
+    chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{k}_M{m}")
+    if os.environ.get("RANK", "0") != "0":
+        yield chosen
+        return
+    goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
+    setting = f"output={config.output}" if config.run_folder is None else f"run_folder={config.run_folder}"
+    with locked_folder(chosen, setting, new=config.run_folder is None) as folder:
+        if not goes_on and {path.name for path in folder.iterdir()} != {LOCK}:
+            raise ValueError(
+                f"run_folder={folder}: the folder is not empty; choose another, or leave the setting out, "
+                f"or go on with that run by resume={folder}"
+            )
+        remove_partial_files(folder)
+        yield folder
+
+
+@contextmanager
+def locked_folder(chosen: Path, setting: str, *, new: bool) -> Iterator[Path]:
+    """The folder `chosen`, made if need be, and if it must be `new` one beside it; no other command may work there.
+
+    Afterwards it is removed if it is empty. `setting` is what an error begins with.
+
+    Raises:
+        ValueError: it cannot be made, or another process is at work there.
+    """
+    try:
+        folder = make_new(chosen) if new else chosen
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+    except FolderInUseError as error:
+        raise ValueError(f"{setting}: {error}; wait for its end, or choose another folder") from error
+    except OSError as error:
+        raise ValueError(f"{setting}: no folder can be made there ({error.strerror}); choose another") from error
+    try:
+        yield folder
+    finally:
+        lock.release()
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()

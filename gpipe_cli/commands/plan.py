@@ -1,6 +1,5 @@
 """`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from typing import Literal
 from omegaconf import DictConfig, open_dict
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
-from gpipe_cli.commands.train import make_run_folder, refuse_groups
+from gpipe_cli.commands.folders import run_folder
+from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, from_tree
 from gpipe_cli.training.work import interruptible_import, start_importing
 from gpipe_cli.typed import show, typed
@@ -58,15 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     if settings.solve is not None and auto:
         raise ValueError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
-    folder = make_run_folder(config, datetime.now(), auto, "plan")
-    try:
-        with preparing():
-            if config.cost != "figures":
-                start_importing()  # in a process beside this one, while this one imports torch itself
-            with interruptible_import():
-                from gpipe_cli.training.plan import plan
+    with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
+        if config.cost != "figures":
+            start_importing()  # in a process beside this one, while this one imports torch itself
+        with interruptible_import():
+            from gpipe_cli.training.plan import plan
 
-            return plan(config, auto, settings.solve, folder)
-    finally:  # refused or interrupted, then nothing is left behind
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()
+        return plan(config, auto, settings.solve, folder)

@@ -5,16 +5,15 @@ what is finished stays as it is, and the command line need not be remembered.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from gpipe_cli.commands import CommandLine, arranged, read
 from gpipe_cli.commands.sweep_record import SWEEP, Attempt, read_sweep
+from gpipe_cli.files import FolderInUseError, FolderLock
 from gpipe_cli.reporting.facts import override
 from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.run_record import CONFIG
@@ -45,7 +44,7 @@ class SweepFolder:
         self._options: list[str] = []
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._abandoned: list[str] = []  # folders of runs that began again in another one
-        self._lock: int | None = None  # an open file, as long as this sweep is at work
+        self._lock: FolderLock | None = None
 
     @property
     def place(self) -> list[str]:
@@ -73,11 +72,6 @@ class SweepFolder:
             )
         count, free = 1, path
         while not self._take(free):
-            if self.resumes:
-                raise ValueError(
-                    f"{override('resume', str(path))}: this sweep is at work, in another process; wait for its end, "
-                    "or stop it there"
-                )
             if any(argument.startswith(_PLACE) for argument in self.arguments):
                 raise ValueError(
                     f"{_PLACE}{path}: a sweep lies there already; go on with it by resume={path}, or choose another"
@@ -94,25 +88,17 @@ class SweepFolder:
         whose sweep was killed may still be ending: for that we wait.
 
         Raises:
-            ValueError: no folder can be made there.
+            ValueError: no folder can be made there, or a sweep that is to go on is at work.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(str(folder), os.O_RDONLY)
+            self._lock = FolderLock(folder, _ENDING_SECONDS if self.resumes else 0.0)
         except OSError as error:
             raise ValueError(f"{folder}: no folder can be made there ({error.strerror}); choose another") from error
-        until = time.monotonic() + (_ENDING_SECONDS if self.resumes else 0)
-        while self._lock is None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock = lock
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    os.close(lock)
-                    return False
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                self._lock = lock
+        except FolderInUseError as error:
+            if self.resumes:
+                raise ValueError(f"{override('resume', str(folder))}: {error}; wait for its end, or stop it") from error
+            return False
         if not self.resumes and (folder / SWEEP).exists():
             self._release()
             return False
@@ -120,13 +106,13 @@ class SweepFolder:
 
     def _release(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     @property
     def held(self) -> tuple[int, ...]:
         """The open files that a run inherits."""
-        return () if self._lock is None else (self._lock,)
+        return () if self._lock is None else (self._lock.descriptor,)
 
     def begin(self, options: Sequence[str]) -> None:
         """The settings are known to be readable: the sweep exists from now on."""

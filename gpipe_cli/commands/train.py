@@ -1,16 +1,13 @@
 """`gpipe train`: one run, or with -m a sweep of runs (the tables of the paper are sweeps over K and M)."""
 
-import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_size, sweep, take_auto
-from gpipe_cli.commands.folders import make_new
+from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.sweep_folder import sweep_of
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
@@ -74,12 +71,11 @@ def refuse_groups(line: CommandLine) -> None:
 
 
 def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Bench | None = None) -> int:
-    """Trains, or with `bench` measures a training; returns the exit code. `what` is as `make_run_folder` has it."""
+    """Trains, or with `bench` measures a training; returns the exit code. `what` is as `run_folder` has it."""
     takes_weights = config.init_from is not None and config.resume is None
     if takes_weights:
         find_run("init_from", str(config.init_from), config.output)
-    folder = make_run_folder(config, datetime.now(), auto, what)
-    try:
+    with run_folder(config, datetime.now(), auto, what) as folder:
         if not config.dry_run:
             start_importing()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
@@ -89,9 +85,6 @@ def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Ben
         if takes_weights:  # known from names and shapes, also to a dry run
             check_init_from(config)
         return launch(config, folder, auto, bench)
-    finally:  # refused or interrupted before anything ran, then nothing is left behind
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()
 
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:
@@ -108,34 +101,3 @@ def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Se
             continue
         OmegaConf.update(base, key, value, merge=False, force_add=True)
     return from_tree(TrainConfig, base)
-
-
-def make_run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
-    """Makes the folder of a new run: `run_folder`, or one in `output` named by time, model, dataset, K and M.
-
-    `auto` are settings that will be chosen later; `what` is it, if it is not a training.
-
-    Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
-
-    Raises:
-        ValueError: the folder cannot be made, or `run_folder` holds something and is not the run that goes on.
-    """
-    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
-    k, m = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches"))
-    chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{k}_M{m}")
-    if os.environ.get("RANK", "0") != "0":
-        return chosen
-    try:
-        if config.run_folder is not None:
-            goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
-            chosen.mkdir(parents=True, exist_ok=True)
-            if any(chosen.iterdir()) and not goes_on:
-                raise ValueError(
-                    f"run_folder={chosen}: the folder is not empty; choose another, or leave the setting out, "
-                    f"or go on with that run by resume={chosen}"
-                )
-            return chosen
-        return make_new(chosen)
-    except OSError as error:
-        key, value = ("output", config.output) if config.run_folder is None else ("run_folder", config.run_folder)
-        raise ValueError(f"{key}={value}: no folder can be made there ({error.strerror}); choose another") from error
