@@ -256,7 +256,7 @@ def serve(
         )
         control = dist.group.WORLD
         assert control is not None
-        groups, team = Groups(dist.new_group(), dist.new_group(), control), Team(rank, partitions, control)
+        groups, team = Groups(dist.new_group(), dist.new_group(), control, 60), Team(rank, partitions, control)
         split = tiny_split() if rank in (0, partitions - 1) else None  # stages in between never see a sample
         answers = []
         for case, planned in works:

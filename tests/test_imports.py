@@ -26,12 +26,17 @@ ALLOWED = {
     "hardware_settings": {"typed"},
     "model_settings": {"typed"},
     "optimizer_settings": {"typed"},
-    "commands": {"config", "model_settings", "training", "reporting", "reproduction", "files", "streams", "typed"},
+    "lifetime": set(),
+    "commands": {
+        *("config", "model_settings", "training", "reporting", "reproduction", "files", "lifetime", "streams", "typed"),
+    },
     "reproduction": {"reporting", "typed"},
-    "training": {"config", *SETTINGS, "files", "streams", "typed", "pipeline", "models", "data", "reporting"},
+    "training": {
+        *("config", *SETTINGS, "files", "lifetime", "streams", "typed", "pipeline", "models", "data", "reporting"),
+    },
     "pipeline": set(),
     "models": set(),
-    "data": {"files"},
+    "data": {"files", "lifetime"},
     "reporting": {"files", "typed"},
 }
 # Tested in milliseconds: neither they nor what they import know torch.
@@ -66,6 +71,8 @@ ANSWERS_AT_ONCE = {
     "commands/sweep_names.py",
     "training/__init__.py",
     "training/work.py",
+    "training/fork_server.py",
+    "lifetime.py",
 }
 # Where processes meet.
 DISTRIBUTED = {

@@ -120,6 +120,25 @@ def wait_until(true: Callable[[], Any], seconds: float, what: str) -> Any:
     raise TimeoutError(f"{what}: not within {seconds} s")
 
 
+def children(parent: int, line: str = "") -> list[int]:
+    """The living children of a process, in the order in which they were started, that have `line` in their command line
+    (Linux)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX" and int(fields[1]) == parent and line in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:  # ended meanwhile
+            continue
+    return sorted(found)
+
+
+def workers_of(parent: int) -> list[int]:
+    """The processes of the stages of a run, in order."""
+    return [worker for server in children(parent, "fork_server") for worker in children(server)]
+
+
 def session_members(session: int) -> dict[int, str]:
     """The living processes of a session by number, with their command lines (Linux)."""
     members = {}

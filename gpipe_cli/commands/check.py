@@ -9,7 +9,8 @@ from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, find_run, from_tree
-from gpipe_cli.training.work import interruptible_import, start_importing
+from gpipe_cli.training.fork_server import fork_server
+from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show
 
 # What a check has no use for, and what to do instead.
@@ -49,7 +50,7 @@ def _check(config: TrainConfig) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
     with run_folder(config, datetime.now(), what="check") as folder:
-        start_importing()  # in a process beside this one, while this one imports torch itself
+        fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.training.checking import run_check
             from gpipe_cli.training.fine_tuning import check_init_from

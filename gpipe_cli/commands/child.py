@@ -5,7 +5,6 @@ keeps nothing alive, and Ctrl-C ends all of it.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -13,12 +12,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import IO
 
+from gpipe_cli.lifetime import end_with_parent
+
 GRACE_SECONDS = 3.5  # from Ctrl-C until a run that has not ended by itself is killed; a command ends within 5 s
 INTERRUPTED = 130
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_process(
@@ -39,7 +40,7 @@ def run_process(
             stdout=output,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # as `kill` would end it
             pass_fds=held,
         ) as process,
     ):
@@ -58,12 +59,6 @@ def run_process(
                 os.killpg(process.pid, signal.SIGKILL)
         copier.join(0.5)  # a process that outlives its run may hold the pipe open
     return exit_code, error_line(tail.decode(errors="replace")) or f"exit code {exit_code}", interrupted
-
-
-def _end_with_parent() -> None:
-    """In the child: a parent that is killed cannot end it, so the kernel does, as `kill` would (Linux)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def error_line(stderr: str) -> str:

@@ -9,7 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
-from gpipe_cli.training.work import interruptible_import, start_importing
+from gpipe_cli.training.fork_server import fork_server
+from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show
 
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"model={choice_of(config.training.model)}; leave it out"
             )
 
-    start_importing()  # in a process beside this one, while this one imports torch itself
+    fork_server.start()  # in a process beside this one, while this one imports torch itself
     with preparing():
         with interruptible_import():
             from gpipe_cli.training.processes import launch  # torch comes with it

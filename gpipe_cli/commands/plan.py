@@ -12,7 +12,8 @@ from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, from_tree
-from gpipe_cli.training.work import interruptible_import, start_importing
+from gpipe_cli.training.fork_server import fork_server
+from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show, typed
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures":
-            start_importing()  # in a process beside this one, while this one imports torch itself
+            fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.training.plan import plan
 

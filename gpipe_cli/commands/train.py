@@ -12,7 +12,8 @@ from gpipe_cli.commands.sweep_folder import sweep_of
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
-from gpipe_cli.training.work import Bench, interruptible_import, start_importing
+from gpipe_cli.training.fork_server import fork_server
+from gpipe_cli.training.work import Bench, interruptible_import
 from gpipe_cli.typed import show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
@@ -77,7 +78,7 @@ def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Ben
         find_run("init_from", str(config.init_from), config.output)
     with run_folder(config, datetime.now(), auto, what) as folder:
         if not config.dry_run:
-            start_importing()  # in a process beside this one, while this one imports torch itself
+            fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.training.fine_tuning import check_init_from
             from gpipe_cli.training.processes import launch  # torch comes with it

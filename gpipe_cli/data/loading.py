@@ -3,17 +3,15 @@
 The paper's throughput assumes that the accelerators never wait for images. One DataLoader serves the whole run, across
 epochs: a loader per epoch would empty its queue at every border and the first step of each epoch would wait.
 
-Workers are forked where the process has neither threads nor connections yet, or else started by a fork server, a fresh
-and single-threaded process: Gloo's threads may hold locks, and an open CUDA context does not survive a fork. Spawning
-would be as safe, but every worker would import torch again (seconds); the fork server has imported it once.
+Workers are forked, which takes milliseconds: where the process has neither threads nor connections nor a CUDA context
+yet. Gloo's threads may hold locks, and an open CUDA context does not survive a fork.
 """
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.data.batches import Batches, Key, Split
 from gpipe_cli.data.photographs import DECODED
+from gpipe_cli.lifetime import end_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,22 +47,18 @@ def load_batches(
     epochs: int,
     workers: int,
     pin_memory: bool = False,
-    start_method: str = "forkserver",
 ) -> LoadedBatches:
     """Start loading the mini-batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
 
-    workers: processes, started here; 0 loads in this process, each batch when it is asked for. pin_memory: page-locked
-    batches, for asynchronous copies to a GPU. start_method: "fork" starts workers at once and is for a process that has
-    no threads, connections or CUDA context yet. An evaluation is one epoch of mini-batches that are not shuffled.
+    workers: processes, forked here; 0 loads in this process, each batch when it is asked for. pin_memory: page-locked
+    batches, for asynchronous copies to a GPU. An evaluation is one epoch of mini-batches that are not shuffled.
 
     Raises ValueError for a negative number of workers.
     """
     if workers < 0:
         raise ValueError(f"data_workers={workers}: must be 0 (load in the training process) or more")
     assert mini_batches.samples == len(split), (mini_batches.samples, len(split))
-    return LoadedBatches(
-        split, _Keys(mini_batches, start_epoch, start_position, epochs), workers, pin_memory, start_method
-    )
+    return LoadedBatches(split, _Keys(mini_batches, start_epoch, start_position, epochs), workers, pin_memory)
 
 
 class LoadedBatches:
@@ -74,26 +69,25 @@ class LoadedBatches:
     `next` raises ValueError, in one line that names the file, where an image cannot be read; loading then has ended.
     """
 
-    def __init__(self, split: Split, keys: Iterable[Keys], workers: int, pin_memory: bool, start_method: str) -> None:
+    def __init__(self, split: Split, keys: Iterable[Keys], workers: int, pin_memory: bool) -> None:
         import torch
         from torch.utils.data import DataLoader
 
-        context = None
-        if workers > 0:
-            context = torch.multiprocessing.get_context(start_method)
-            if start_method == "forkserver":
-                context.set_forkserver_preload(["torch", "torchvision.transforms.v2", "PIL.Image", __name__])
         loader: DataLoader[Any] = DataLoader(
             _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key stands for a whole mini-batch
             sampler=keys,
             num_workers=workers,
-            multiprocessing_context=context,
+            multiprocessing_context="fork" if workers else None,
             worker_init_fn=_settle_worker,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise the loader draws a number from the run's default generator
         )
+        # torch's handler of SIGCHLD raises that a worker died wherever this process is, be it in a step; without it
+        # that is found out where a batch is asked for.
+        before = signal.getsignal(signal.SIGCHLD)
         self._batches: Iterator[Any] | None = iter(loader)
+        signal.signal(signal.SIGCHLD, before)
 
     def __iter__(self) -> LoadedBatches:
         return self
@@ -103,11 +97,12 @@ class LoadedBatches:
             raise StopIteration
         try:
             batch = next(self._batches)
-        except (ConnectionError, EOFError) as error:  # it died with a batch half handed over
+        except BaseException as error:  # the end, a worker that died, Ctrl-C: in any case nothing more comes
+            died = any(worker.exitcode for worker in getattr(self._batches, "_workers", ()))
             self.close()
-            raise RuntimeError("a data loading process died; is the machine out of memory or shared memory?") from error
-        except BaseException:  # the end, a worker that died, Ctrl-C: in any case nothing more comes
-            self.close()
+            if died or isinstance(error, ConnectionError | EOFError):  # perhaps with a batch half handed over
+                text = "a data loading process died; is the machine out of memory or shared memory?"
+                raise RuntimeError(text) from error
             raise
         if isinstance(batch, _Unreadable):
             self.close()
@@ -121,6 +116,8 @@ class LoadedBatches:
         shut_down = getattr(batches, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
+            for worker in batches._workers:  # type: ignore[union-attr]  # of the same iterator
+                worker.kill()  # one that is stopped has heard nothing
 
     def __enter__(self) -> LoadedBatches:
         return self
@@ -169,21 +166,14 @@ class _Batches:
 def _settle_worker(worker: int) -> None:
     """In each worker, before its first batch: one thread, deaf to Ctrl-C, gone when the process it serves is gone."""
     import torch
-    from torch import multiprocessing
 
     torch.set_num_threads(1)  # the cores belong to the workers' number and to the pipeline
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves hears it too, and ends its workers
-    # A worker's parent is the fork server, which outlives a killed trainer for as long as its workers live; so watch
-    # the process that asked for this worker, not the parent.
     sys.excepthook = _quiet_about_lost_connections
     served = multiprocessing.parent_process()
     assert served is not None
-
-    def follow() -> None:
-        served.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    assert served.pid is not None
+    end_with_parent(served.pid)
 
 
 def _quiet_about_lost_connections(

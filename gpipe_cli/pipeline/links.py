@@ -7,8 +7,9 @@ tensor, in a thread of their own, while the stage computes on.
 
 import datetime
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class Links:
 
     `boundaries[k]` describes what crosses from stage k to stage k + 1. `forward` and `backward` are process groups of
     their own: in one group a waiting send would hold up the receive that frees it. `ranks[k]` is the process of stage
-    k.
+    k. Inside of `waits` this process waits for a neighbour, for `timeout_seconds` at most.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Links:
         device: torch.device,
         memory_format: torch.memory_format,
         timeout_seconds: float,
+        waits: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._stage, self._last = stage, len(boundaries)
         self._device, self._memory_format = device, memory_format
-        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._timeout, self._waits = datetime.timedelta(seconds=timeout_seconds), waits
         self._sizes: Sequence[int] = ()
         self._sends: deque[_Sending] = deque()
         # Gloo writes to the socket in the thread that sends; NCCL launches on that thread's stream and returns at once
@@ -120,7 +122,7 @@ class Links:
                 # a layer may have passed its input on: that must have left before the next one is received over it
                 for sending in [sending for sending in self._sends if sending.tensor.data_ptr() in memory]:
                     self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
-                    self._wait(sending.work.result(), "something sent")
+                    self._wait(sending.work, "something sent")
             inbox.release(micro_batch)
 
     def finish_step(self) -> None:
@@ -130,7 +132,7 @@ class Links:
 
     def settle(self) -> None:
         while self._sends:
-            self._wait(self._sends.popleft().work.result(), "something sent")
+            self._wait(self._sends.popleft().work, "something sent")
 
     def _connect(self) -> None:
         """One message each way over each edge, in an order that cannot deadlock.
@@ -142,10 +144,11 @@ class Links:
             source, target = self._stage + origin, self._stage + towards
             token = torch.zeros(1, device=self._device)
             try:
-                if 0 <= source <= self._last:
-                    dist.recv(token, src=self._inboxes[kind].peer, group=self._groups[kind])
-                if 0 <= target <= self._last:
-                    dist.send(token, dst=self._peers[kind], group=self._groups[kind])
+                with self._waits():
+                    if 0 <= source <= self._last:
+                        dist.recv(token, src=self._inboxes[kind].peer, group=self._groups[kind])
+                    if 0 <= target <= self._last:
+                        dist.send(token, dst=self._peers[kind], group=self._groups[kind])
             except RuntimeError as error:
                 raise PeerLostError(f"stage {self._stage} could not connect to a neighbour: {error}") from error
 
@@ -178,12 +181,14 @@ class Links:
             self._wait(work, f"the {what} of micro-batch {micro_batch}", inbox.peer)
         return tensors
 
-    def _wait(self, work: dist.Work, what: str, peer: int | None = None) -> None:
+    def _wait(self, waited: dist.Work | Future[dist.Work], what: str, peer: int | None = None) -> None:
         try:
-            if self._device.type == "cpu":
-                work.wait(self._timeout)
-            else:
-                work.wait()
+            with self._waits():
+                work = waited.result() if isinstance(waited, Future) else waited
+                if self._device.type == "cpu":
+                    work.wait(self._timeout)
+                else:
+                    work.wait()
         except RuntimeError as error:
             raise PeerLostError(
                 f"stage {self._stage} waited in vain for {what}" + ("" if peer is None else f" from process {peer}")

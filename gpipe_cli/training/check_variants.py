@@ -28,7 +28,7 @@ from gpipe_cli.training.differences import Digests, Variant, differs, first_diff
 from gpipe_cli.training.digests import digest
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.inputs import START_METHOD, Data, Reading
+from gpipe_cli.training.inputs import Data, Reading
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.probes import probe_layers
@@ -207,7 +207,7 @@ class _Work:
         reading = self.reading
         if reading.loaded is None or reading.split is None:
             return reading
-        loaded = load_batches(reading.split, reading.batches, 0, 0, 1, 0, False, START_METHOD)
+        loaded = load_batches(reading.split, reading.batches, 0, 0, 1, 0)
         return Reading(reading.split, reading.batches, loaded)
 
     def _distance(self, kept: dict[str, torch.Tensor], schedule: str) -> float:

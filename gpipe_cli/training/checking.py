@@ -23,6 +23,7 @@ from gpipe_cli.reporting.units import plural
 from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs
 from gpipe_cli.training.crew import Hear, Interrupt, interruptible, perform
 from gpipe_cli.training.differences import Digests, Variant
+from gpipe_cli.training.fork_server import temporary_folder
 from gpipe_cli.training.layout import Layout, make_layout, torchrun_world, usable_cores
 from gpipe_cli.training.probes import find_in_place
 from gpipe_cli.training.shapes import Shapes, read_shapes
@@ -58,7 +59,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     checked = _Checked(config)
     with (
         interruptible() as interrupt,
-        tempfile.TemporaryDirectory(prefix="gpipe_check_") as meeting,
+        tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting,
         console.status("starting ...") if console.is_terminal else nullcontext() as status,
     ):
 

@@ -5,21 +5,24 @@ the run when one of them fails: it names the first failure and stops the rest. U
 is started from outside, each is the parent of a single worker.
 """
 
+import mmap
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.schedule import Kind
+from gpipe_cli.training.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.training.layout import Layout, torchrun_world
-from gpipe_cli.training.work import WATCHED, Failure, Task, Work, begin, workers
+from gpipe_cli.training.silence import Silence
+from gpipe_cli.training.work import WATCHED, Awaited, Doing, Failure, Task, Work
 
 Hear = Callable[[str, dict[str, Any]], None]
 
@@ -34,7 +37,7 @@ def perform(config: TrainConfig, layout: Layout, task: Task, hear: Hear, interru
 
     Raises KeyboardInterrupt if asked to end, and whatever `hear` raises.
     """
-    with tempfile.TemporaryDirectory(prefix="gpipe_") as meeting:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting:
         crew = _Crew(config, layout)
         try:
             crew.start(task, Path(meeting) / "rendezvous", interrupt)
@@ -51,94 +54,125 @@ class _Crew:
 
     def __init__(self, config: TrainConfig, layout: Layout) -> None:
         self._config, self._layout = config, layout
-        self._context = workers()
-        self._watched = self._context.RawArray("q", WATCHED * layout.processes)
         self._connections: dict[int, Connection] = {}
-        self._processes: dict[int, Any] = {}
+        self._workers: dict[int, Worker] = {}
+        self._watched_file = os.memfd_create("gpipe_watched")
+        os.truncate(self._watched_file, 8 * WATCHED * layout.processes)
+        self._watched = memoryview(mmap.mmap(self._watched_file, 0)).cast("q")
 
     def start(self, task: Task, meeting: Path, interrupt: "Interrupt") -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
-        config, layout, context = self._config, self._layout, self._context
-        outside = torchrun_world()
-        mine = range(layout.processes) if outside in (None, 1) else (int(os.environ["RANK"]),)
-        rendezvous = None if layout.processes == 1 else f"file://{meeting}" if outside in (None, 1) else "env://"
+        config, layout = self._config, self._layout
+        mine = range(layout.processes) if self._alone else (int(os.environ["RANK"]),)
+        rendezvous = None if layout.processes == 1 else f"file://{meeting}" if self._alone else "env://"
         for process in mine:
-            ours, theirs = context.Pipe()
-            job = Work(config, layout, task, process, rendezvous)
-            worker = context.Process(target=begin, args=(job, theirs, self._watched), name=f"gpipe-{process}")
-            self._connections[process], self._processes[process] = ours, worker
-            worker.start()
-            theirs.close()
-            with suppress(OSError):  # it is dead already; `watch` will see that
-                ours.send("begin")
+            ours, theirs = Pipe()
+            with theirs:
+                job = Work(config, layout, task, process, rendezvous)
+                self._workers[process] = fork_server.fork(job, theirs, self._watched_file)
+            self._connections[process] = ours
             interrupt.check()
+
+    @property
+    def _alone(self) -> bool:
+        """Whether all processes of the run are this parent's."""
+        return torchrun_world() in (None, 1)
 
     def watch(self, hear: Hear, interrupt: "Interrupt") -> Failure | None:
         """Pass on what the workers report until all have ended well (None) or the run has failed."""
         failures: list[Failure] = []
         deadline = float("inf")
-        silent = dict(self._connections)
-        running = dict(self._processes)
+        connections, running = dict(self._connections), dict(self._workers)
+        silence = Silence(self._config.timeout_seconds, self._alone)
         while running and time.monotonic() < deadline:
             interrupt.check()
-            sentinels = {worker.sentinel: process for process, worker in running.items()}
-            ready = wait([*silent.values(), *sentinels], timeout=min(1.0, max(0.0, deadline - time.monotonic())))
-            for process, connection in list(silent.items()):
+            statuses = {worker.status: worker for worker in running.values() if worker.exit_code is None}
+            timeout = min(1.0, max(0.0, deadline - time.monotonic()))
+            ready = wait([*connections.values(), *statuses], timeout)
+            for status, worker in statuses.items():
+                if status in ready:
+                    worker.read()
+            for process, connection in list(connections.items()):
                 if connection in ready:
                     try:
                         kind, message = connection.recv()
                     except (EOFError, ConnectionError):
-                        del silent[process]
+                        del connections[process]
                         continue
-                    if kind == "failure":
-                        failures.append(message)
-                    else:
-                        hear(kind, message)
-            for sentinel, process in sentinels.items():
-                if sentinel in ready and process not in silent:
-                    code = running.pop(process).exitcode
-                    if code != 0 and not any(failure.process == process for failure in failures):
-                        failures.append(self._killed(process, code))
-                elif sentinel in ready and not silent[process].poll():
-                    del silent[process]  # its other end may live on in a loader process that it started
+                    silence.broken(process)
+                    match kind:
+                        case "failure":
+                            failures.append(message)
+                        case "done":  # how it ends does not matter any more
+                            del running[process], connections[process]
+                        case _:
+                            hear(kind, message)
+            for process, worker in list(running.items()):
+                if worker.exit_code is None or (process in connections and connections[process].poll()):
+                    continue  # it is at work, or there is more to be heard
+                connections.pop(process, None)  # its other end may live on in a loader process that it started
+                del running[process]
+                if not any(failure.process == process for failure in failures):
+                    failures.append(self._killed(process, worker.exit_code))
+            doing = {process: self._doing(process) for process in running}
+            stopped = {process for process, worker in running.items() if worker.is_stopped()}
+            if not failures and (found := silence.find(doing, stopped)):
+                failures.append(self._silent(*found))
             if failures and deadline == float("inf"):
                 deadline = time.monotonic() + _GRACE_SECONDS
         return min(failures, key=lambda failure: failure.rank) if failures else None
 
     def stop(self) -> None:
         """End every worker that still runs, kindly and then not."""
-        started = [worker for worker in self._processes.values() if worker.pid is not None]
-        for worker in started:
-            if worker.is_alive():
-                worker.terminate()
-        until = time.monotonic() + _PATIENCE_SECONDS
-        for worker in started:
-            worker.join(max(0.0, until - time.monotonic()))
-            if worker.is_alive():
-                worker.kill()
-                worker.join(_PATIENCE_SECONDS)
+        running = [worker for worker in self._workers.values() if worker.exit_code is None]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            until = time.monotonic() + _PATIENCE_SECONDS
+            for worker in running:
+                worker.send_signal(number)
+            while running and (left := until - time.monotonic()) > 0:
+                ready = wait([worker.status for worker in running], left)
+                for worker in running:
+                    if worker.status in ready:
+                        worker.read()
+                running = [worker for worker in running if worker.exit_code is None]
+        if running:  # not forked yet; or the server is stopped, and cannot say how they ended
+            fork_server.kill()
 
-    def _killed(self, process: int, code: int | None) -> Failure:
-        """A process that ended without a word: what was it doing?"""
-        layout = self._layout
-        stages = layout.stages_of(process)
-        who = f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages 0 to {stages[-1]}"
-        how = (
-            f"was killed by signal {-code} ({_signal_name(-code)})"
-            if code is not None and code < 0
-            else f"ended with code {code}"
-        )
-        number, stage, micro_batch, samples, *lengths = self._watched[WATCHED * process : WATCHED * (process + 1)]
-        doing = "before its first action"
-        if number:
-            kind = tuple(Kind)[number - 1]
-            inputs = layout.training_boundaries[stage - 1] if stage > 0 else layout.inputs
-            shapes = [tensor.shape(samples, lengths[: len(layout.lengths)]) for tensor in inputs]
-            doing = f"in {stage}{kind.value}{micro_batch} (input {', '.join(map(str, shapes))})"
+    def _doing(self, process: int) -> Doing:
+        return Doing(*self._watched[WATCHED * process : WATCHED * (process + 1)])
+
+    def _silent(self, process: int, seconds: float) -> Failure:
+        """A process that does nothing any more."""
+        limit = f"longer than timeout_seconds={self._config.timeout_seconds:g}"
+        text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
+        text += "; if it is only slow, use a larger one"
+        return Failure(process, "silent", text, "", time.time())
+
+    def _killed(self, process: int, code: int) -> Failure:
+        """A process that ended without a word."""
+        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with code {code}"
         hint = (
             "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
         )
-        return Failure(process, "killed", f"{who} {how} {doing}{hint}", "", time.time())
+        text = f"{self._who(process)} {how} {self._where(process)}{hint}"
+        return Failure(process, "killed", text, "", time.time())
+
+    def _who(self, process: int) -> str:
+        stages = self._layout.stages_of(process)
+        return f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages 0 to {stages[-1]}"
+
+    def _where(self, process: int) -> str:
+        """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""
+        doing, layout = self._doing(process), self._layout
+        if doing.awaited == Awaited.DATA:
+            return "waiting for a mini-batch"
+        if not doing.kind:
+            return "before its first action"
+        inputs = layout.training_boundaries[doing.stage - 1] if doing.stage > 0 else layout.inputs
+        lengths = (doing.length_0, doing.length_1)[: len(layout.lengths)]
+        shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
+        action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
+        return f"in {action} (input {shapes})"
 
 
 class Interrupt:

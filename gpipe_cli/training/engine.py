@@ -1,7 +1,7 @@
 """The part of the pipeline that lives in this process, with what training adds to it: optimizers and averages."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,16 @@ from gpipe_cli.training.optimizer import build_optimizer
 
 @dataclass(frozen=True)
 class Groups:
-    """One process group per direction, and one on the CPU for what is not tensors of the model."""
+    """One process group per direction, and one on the CPU for what is not tensors of the model.
+
+    Inside of `waits` a process waits for another one, for `timeout_seconds` at most.
+    """
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
     control: dist.ProcessGroup
+    timeout_seconds: float
+    waits: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,8 @@ def build_engine(
             backward=groups.backward,
             device=torch.device(layout.devices[process]),
             memory_format=MEMORY_FORMATS[layout.memory_format],
-            timeout_seconds=config.timeout_seconds,
+            timeout_seconds=groups.timeout_seconds,
+            waits=groups.waits,
         )
     transport = links or HandOver([torch.device(device) for device in layout.devices])
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}

@@ -4,7 +4,6 @@ A catalogue says how many samples a split has and how long they are. From it, th
 makes the same mini-batches, so that none has to be told their sizes.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,6 @@ from gpipe_cli.training.shapes import refuse_single_samples
 from gpipe_cli.training.team import Team
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
-
-# Forking a process that has no threads yet is safe and takes milliseconds; elsewhere than on Linux libraries object.
-START_METHOD = "fork" if sys.platform == "linux" else "forkserver"
 
 
 @dataclass(frozen=True)
@@ -84,11 +80,11 @@ class Data:
                 batches = training_batches(config, train.catalogue)
                 check_epochs(config, start, batches.steps_per_epoch)  # before loading begins at a place there is not
                 begin = start.epoch, start.position, config.epochs
-                loaded = load_batches(train, batches, *begin, workers, pin, START_METHOD)
+                loaded = load_batches(train, batches, *begin, workers, pin)
                 self._readings[0] = Reading(train, batches, loaded)
             evaluations = 1 if start is None else config.epochs + 1
             batches = test_batches(config, test.catalogue)
-            loaded = load_batches(test, batches, 0, 0, evaluations, workers, pin, START_METHOD)
+            loaded = load_batches(test, batches, 0, 0, evaluations, workers, pin)
             self._readings[1] = Reading(test, batches, loaded)
 
     def training_set(self, team: Team) -> Reading:

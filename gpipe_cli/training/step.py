@@ -24,6 +24,7 @@ from gpipe_cli.training.loss import CrossEntropy, Totals
 from gpipe_cli.training.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.training.planning import checked_schedule
 from gpipe_cli.training.team import Gathered, Team, gradient_norm
+from gpipe_cli.training.work import Awaited
 
 # elements, loss, cross entropy, top-1, top-5; then for each stage peak memory and counted bytes of activations, for
 # each parameter of the process its norm, and when each stage did what in the step before
@@ -131,7 +132,7 @@ def train_step(
     lengths = data.batches.lengths(epoch, position)
     for stage in engine.stages.values():
         stage.count_saved(count)
-    recording = engine.executor.run(schedule, step, sizes, _placed(engine, data.inputs()), objective, lengths)
+    recording = engine.executor.run(schedule, step, sizes, _placed(engine, team, data), objective, lengths)
 
     layout, partitions = engine.layout, engine.layout.partitions
     norms_at = _SUMS + 2 * partitions
@@ -175,7 +176,7 @@ def evaluate(config: TrainConfig, engine: Engine, team: Team, data: Reading) -> 
         schedule = evaluation_schedule(engine.layout.partitions, len(sizes))
         objective = _objective(config, engine, data, 0, position, sizes, 0.0)
         lengths = data.batches.lengths(0, position)
-        engine.executor.run(schedule, 0, sizes, _placed(engine, data.inputs()), objective, lengths)
+        engine.executor.run(schedule, 0, sizes, _placed(engine, team, data), objective, lengths)
         if objective is not None:
             total += objective.totals()
     numbers = torch.tensor(astuple(total), dtype=torch.float64)
@@ -205,7 +206,9 @@ def _objective(
     )
 
 
-def _placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
+def _placed(engine: Engine, team: Team, data: Reading) -> Tensors | None:
+    with team.waits(Awaited.DATA):
+        inputs = data.inputs()
     if inputs is None:
         return None
     return tuple(

@@ -5,8 +5,8 @@ Alone in a process there is nobody to ask, and the same calls answer at once.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,29 +15,37 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.pipeline.transport import PeerLostError
+from gpipe_cli.training.work import Awaited
+
+Waits = Callable[[Awaited], AbstractContextManager[object]]
 
 
 class Gathered:
     """A gather that may still be on its way."""
 
-    def __init__(self, parts: list[torch.Tensor], work: dist.Work | None) -> None:
-        self._parts, self._work = parts, work
+    def __init__(self, parts: list[torch.Tensor], work: dist.Work | None, waits: Waits) -> None:
+        self._parts, self._work, self._waits = parts, work, waits
 
     def wait(self) -> list[torch.Tensor]:
         """One vector of each process, in the order of the stages."""
         if self._work is not None:
-            with _lost_peers():
+            with _lost_peers(), self._waits(Awaited.PROCESS):
                 self._work.wait()
             self._work = None
         return self._parts
 
 
 class Team:
-    """The processes of a run. `group` is a Gloo group of all of them, or None for a process on its own."""
+    """The processes of a run. `group` is a Gloo group of all of them, or None for a process on its own.
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+    Inside of `waits` this process waits.
+    """
+
+    def __init__(
+        self, rank: int, size: int, group: dist.ProcessGroup | None = None, waits: Waits = nullcontext
+    ) -> None:
         assert (group is None) == (size == 1)
-        self.rank, self.size, self._group = rank, size, group
+        self.rank, self.size, self.waits, self._group = rank, size, waits, group
         self.clock_offset_seconds = self._clock_offset()
 
     @property
@@ -48,23 +56,23 @@ class Team:
     def gather(self, vector: torch.Tensor) -> Gathered:
         """Begin to collect one float64 vector, of the same length everywhere, from every process to every process."""
         if self._group is None:
-            return Gathered([vector], None)
+            return Gathered([vector], None, self.waits)
         parts = [torch.empty_like(vector) for _ in range(self.size)]
         with _lost_peers():
-            return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True))
+            return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True), self.waits)
 
     def collect(self, value: Any) -> list[Any]:
         """One small object of each process, everywhere; waits for all of them."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        with _lost_peers():
+        with _lost_peers(), self.waits(Awaited.PROCESS):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
         if self._group is not None:
-            with _lost_peers():
+            with _lost_peers(), self.waits(Awaited.PROCESS):
                 dist.barrier(group=self._group)
 
     def _clock_offset(self) -> float:

@@ -1,16 +1,10 @@
-"""What a parent tells its workers and hears back, and how workers are started; light, so that a start costs no imports.
+"""What a parent tells its workers and hears back; light, so that a start costs no imports."""
 
-Workers come out of a fork server: a process that has imported everything once and holds no threads and no CUDA context.
-The eighth worker starts as fast as the first, and the server imports while the parent still reads the command line.
-"""
-
-import multiprocessing
 import signal
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from dataclasses import dataclass, fields
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,9 +14,31 @@ if TYPE_CHECKING:
     from gpipe_cli.training.differences import Digests, Variant
     from gpipe_cli.training.layout import Layout
 
-# Numbers per process that say what it is doing: kind (1 F, 2 R, 3 B, 0 nothing yet), stage, micro-batch, its samples,
-# and what they are padded to along up to two dimensions.
-WATCHED = 6
+
+class Awaited(IntEnum):
+    """What a process waits for."""
+
+    NOTHING = 0
+    PROCESS = 1  # another one of the run
+    DATA = 2
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process is doing: whole numbers, in memory that its parent reads."""
+
+    changes: int  # how often it has begun something
+    awaited: int  # Awaited
+    # its last action; then its samples, and what they are padded to along up to two dimensions
+    kind: int  # 1 F, 2 R, 3 B, 0 none yet
+    stage: int
+    micro_batch: int
+    samples: int
+    length_0: int
+    length_1: int
+
+
+WATCHED = len(fields(Doing))
 
 
 @dataclass(frozen=True)
@@ -87,8 +103,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended. `kind`: killed, user (other settings would mend it), diverged, unwritten (a checkpoint),
-    error, or peer (another one's fault)."""
+    """Why a process ended. `kind`: killed, silent, user (other settings would mend it), diverged, unwritten (a
+    checkpoint), error, or peer (another one's fault)."""
 
     process: int
     kind: str
@@ -100,46 +116,6 @@ class Failure:
     def rank(self) -> tuple[int, float]:
         """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
         return (1 if self.kind == "peer" else 0, self.seconds)
-
-
-def begin(job: Work, connection: Connection, watched: MutableSequence[int]) -> None:
-    """Where a worker process begins: with its parent's word that it knows of it, and will end it if need be.
-
-    A parent that is interrupted while it starts a worker never hears of that one. Without its word it would go on to
-    a rendezvous that nobody else comes to, where it cannot even notice that its parent is gone.
-    """
-    try:
-        connection.recv()
-    except EOFError:
-        return
-    from gpipe_cli.training.worker import work
-
-    work(job, connection, watched)
-
-
-def workers() -> ForkServerContext:
-    """The context that workers are started in."""
-    context = multiprocessing.get_context("forkserver")
-    # the libraries of the default job too: what is not imported here, every worker imports for itself
-    context.set_forkserver_preload(
-        ["gpipe_cli.training.worker", "timm.optim.rmsprop_tf", "sklearn.datasets", "sklearn.model_selection"]
-    )
-    return context
-
-
-def start_importing() -> None:
-    """Start the fork server and return at once; called as early as it is known that there will be workers."""
-    from multiprocessing import forkserver, resource_tracker
-
-    workers()
-    resource_tracker.ensure_running()  # a helper of the server; it unblocks what is blocked below, so it comes first
-    # The server learns to ignore Ctrl-C only once it has imported everything, and would answer with a traceback until
-    # then. What is blocked here stays blocked there, and in the workers; this process gets it afterwards.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

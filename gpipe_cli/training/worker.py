@@ -5,12 +5,12 @@ import ctypes
 import datetime
 import gc
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import MutableSequence, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,29 +25,39 @@ from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.run import DivergedError, score, train
 from gpipe_cli.training.team import Team
-from gpipe_cli.training.work import WATCHED, Checking, Evaluation, Failure, Measuring, Training, Work
+from gpipe_cli.training.work import WATCHED, Awaited, Checking, Evaluation, Failure, Measuring, Training, Work
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
 # wait for them. Should one of them die, its parent ends the others.
 _PREPARING = datetime.timedelta(days=1)
+_LONGER_SECONDS = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
-def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> None:
-    """The whole life of a worker process."""
+def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
+    """The whole life of a worker process; `watched` is what its parent sees of it (WATCHED)."""
     _settle(job.layout)
     base = WATCHED * job.process
 
     def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
         numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
-        watched[base : base + len(numbers)] = numbers
+        watched[base + 2 : base + 2 + len(numbers)] = array("q", numbers)
+        watched[base] += 1
+
+    @contextlib.contextmanager
+    def waits(what: Awaited) -> Iterator[None]:
+        watched[base + 1] = what
+        try:
+            yield
+        finally:
+            watched[base + 1] = Awaited.NOTHING
+            watched[base] += 1
 
     def report(kind: str, message: dict[str, Any]) -> None:
         connection.send((kind, message))
 
     def join() -> tuple[Team, Groups | None]:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        return _join(job)
+        return _join(job, waits)
 
     try:
         match job.task:
@@ -69,9 +79,9 @@ def work(job: Work, connection: Connection, watched: MutableSequence[int]) -> No
         connection.close()
         # not sys.exit: threads of a broken process group may never end
         os._exit(1)
-    connection.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    report("done", {})
 
 
 def _tell(connection: Connection, process: int, error: Exception) -> None:
@@ -96,7 +106,6 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
 
 
 def _settle(layout: Layout) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends its workers
     _keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(layout.threads)
@@ -125,26 +134,19 @@ def _keep_freed_memory() -> None:
         pass  # another C library: slower, not wrong
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its neighbours for ever, holding cores and memory."""
-    import multiprocessing
-
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _join(job: Work) -> tuple[Team, Groups | None]:
+def _join(job: Work, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]) -> tuple[Team, Groups | None]:
     """Connect the processes of the run; a process on its own needs no connection."""
     layout = job.layout
     if layout.processes == 1:
-        return Team(0, 1), None
-    timeout = datetime.timedelta(seconds=job.config.timeout_seconds)
+        return Team(0, 1, waits=waits), None
+    # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
+    # that it does not see; that one's own parent is to speak first.
+    here = job.rendezvous != "env://"
+    timeout = _PREPARING if here else datetime.timedelta(seconds=job.config.timeout_seconds + _LONGER_SECONDS)
     device = torch.device(layout.devices[job.process])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif job.rendezvous != "env://":
+    elif here:
         # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     dist.init_process_group(
@@ -156,4 +158,5 @@ def _join(job: Work) -> tuple[Team, Groups | None]:
     assert isinstance(control, dist.ProcessGroup)
     assert isinstance(forward, dist.ProcessGroup)
     assert isinstance(backward, dist.ProcessGroup)
-    return Team(job.process, layout.processes, control), Groups(forward, backward, control)
+    groups = Groups(forward, backward, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
+    return Team(job.process, layout.processes, control, waits), groups

@@ -1,11 +1,11 @@
 """Law 7: whatever goes wrong ends the whole run, soon, and says what it was; nothing is left running."""
 
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 from training_runs import (
     TINY,
+    children,
     command,
     configure,
     final_tensors,
@@ -23,6 +24,7 @@ from training_runs import (
     start_program,
     train_here,
     wait_until,
+    workers_of,
 )
 
 from gpipe_cli.pipeline.executor import ActionFailedError
@@ -48,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
             assert program.poll() is None, program.communicate()
             return (tmp_path / "run" / "checkpoints" / "last").exists()
 
-        wait_until(is_running, 60, "the first checkpoint")
+        wait_until(is_running, 120, "the first checkpoint")
         return program
 
     yield launch
@@ -61,34 +63,78 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
         program.communicate()
 
 
+def failing_run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, victim: Callable[[], int], number: int, *settings: str
+) -> str:
+    """Why an endless run fails when a process of it is sent a signal after its first checkpoint."""
+
+    def strike() -> None:
+        wait_until((folder / "checkpoints" / "last").exists, 60, "the first checkpoint")
+        os.kill(victim(), number)
+
+    with ThreadPoolExecutor(1) as pool:
+        struck = pool.submit(strike)
+        assert command(monkeypatch, "train", *ENDLESS, *settings, f"run_folder={folder}") == 1
+        struck.result()
+    wait_until(lambda: not workers_of(os.getpid()), BOUND, "the end of every worker")
+    result = read_result(folder)
+    assert result["status"] == "failed"
+    return str(result["error"])
+
+
+@linux
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_killed_stage_ends_the_run_and_is_named(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not its neighbours, who only lost their connection, at whatever point of a step they were."""
-
-    def kill() -> None:
-        wait_until((tmp_path / "checkpoints" / "last").exists, 60, "the first checkpoint")
-        process = next(child for child in multiprocessing.active_children() if child.name == f"gpipe-{stage}")
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-
-    with ThreadPoolExecutor(1) as pool:
-        killed = pool.submit(kill)
-        settings = [*ENDLESS, f"data_workers={int(stage == 0)}", f"run_folder={tmp_path}"]
-        assert command(monkeypatch, "train", *settings) == 1
-        killed.result()
-    result = read_result(tmp_path)
-    assert result["status"] == "failed"
+    settings = ["partitions=3", f"data_workers={int(stage == 0)}"]
+    error = failing_run(monkeypatch, tmp_path, lambda: workers_of(os.getpid())[stage], signal.SIGKILL, *settings)
     assert re.fullmatch(
         rf"stage {stage} was killed by signal 9 \(SIGKILL\) in {stage}[FRB]\d "
         r"\(input (\(\d+, \d+, \d+, \d+\)(, )?)+\); the machine may be out of memory: .*",
-        result["error"],
-    ), result["error"]
+        error,
+    ), error
     captured = capsys.readouterr()
-    assert result["error"].split(" (input")[0] in " ".join((captured.out + captured.err).split())
+    assert error.split(" (input")[0] in " ".join((captured.out + captured.err).split())
     assert "Traceback" not in captured.out + captured.err
-    assert not multiprocessing.active_children()
+
+
+@linux
+def test_a_stopped_stage_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours wait for it, and were once said to be lost; itself it outlived the run."""
+    victim = lambda: workers_of(os.getpid())[1]  # noqa: E731
+    error = failing_run(monkeypatch, tmp_path, victim, signal.SIGSTOP, "timeout_seconds=5")
+    assert re.match(
+        r"stage 1 has been silent for [5-9] s in 1[FRB]\d \(input .*\), longer than timeout_seconds=5;", error
+    )
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (
+            signal.SIGSTOP,
+            r"stage 0 has been silent for [5-9] s waiting for a mini-batch, longer than timeout_seconds=5;",
+        ),
+        (signal.SIGKILL, r"RuntimeError: a data loading process died;"),
+    ],
+)
+def test_a_data_loader_that_does_nothing_ends_the_run(
+    number: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped held up a run of one partition for ever, and survived others."""
+    loaders: list[int] = []
+
+    def first_loader() -> int:
+        loaders.extend(children(workers_of(os.getpid())[0]))
+        return loaders[0]
+
+    settings = ["partitions=1", "data_workers=1", "timeout_seconds=5"]
+    error = failing_run(monkeypatch, tmp_path, first_loader, number, *settings)
+    assert re.match(cause, error), error
+    wait_until(lambda: not any(Path("/proc", str(one)).exists() for one in loaders), BOUND, "the end of the loaders")
 
 
 @linux
@@ -113,7 +159,7 @@ def test_ctrl_c_while_it_starts_ends_everything(moment: str, tmp_path: Path) -> 
     program = start_program("train", *ENDLESS, f"run_folder={tmp_path / 'run'}")
     wait_until((tmp_path / "run").exists, 30, "the folder")
     if moment == "start":
-        wait_until(lambda: len(session_members(program.pid)) > 3, 60, "the first worker")
+        wait_until(lambda: len(session_members(program.pid)) > 2, 120, "the first worker")
     os.killpg(program.pid, signal.SIGINT)
     output, errors = program.communicate(timeout=BOUND)
     assert program.returncode == 130
@@ -124,11 +170,41 @@ def test_ctrl_c_while_it_starts_ends_everything(moment: str, tmp_path: Path) -> 
 
 
 @linux
-def test_a_killed_parent_takes_its_workers_along(start: Callable[..., "subprocess.Popen[str]"]) -> None:
-    program = start("data_workers=1")
+def test_a_killed_parent_leaves_nothing(
+    start: Callable[..., "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its workers, and the server they come from, are stopped and cannot end themselves."""
+    with tempfile.TemporaryDirectory() as temporary:  # the path of a test is too long for it
+        monkeypatch.setenv("TMPDIR", temporary)
+        _kill_parent(start("data_workers=1"), Path(temporary))
+
+
+def _kill_parent(program: "subprocess.Popen[str]", temporary: Path) -> None:
+    assert list(temporary.glob("gpipe_*/pymp-*")), "the data loader's"
+    for process in session_members(program.pid).keys() - {program.pid}:
+        os.kill(process, signal.SIGSTOP)
     os.kill(program.pid, signal.SIGKILL)
     program.wait()
     wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
+    wait_until(lambda: not list(temporary.glob("[!t]*")), BOUND, "an empty folder")  # torchinductor_* is torch's cache
+
+
+@linux
+def test_a_run_needs_its_fork_server_no_more_once_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was stopped could not say how the workers ended, and the run waited for that for ever."""
+
+    def stop() -> int:
+        wait_until(lambda: workers_of(os.getpid()), 60, "the worker")
+        (server,) = children(os.getpid(), "fork_server")
+        os.kill(server, signal.SIGSTOP)
+        return server
+
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(stop)
+        settings = [*TINY, "partitions=1", "epochs=2", f"run_folder={tmp_path}"]
+        assert command(monkeypatch, "train", *settings) == 0
+        server = stopped.result()
+    assert not Path("/proc", str(server)).exists()
 
 
 def write_images(folder: Path, broken: bool) -> None:
