@@ -9,14 +9,12 @@ running statistics are those of one big batch.
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from gpipe_cli.pipeline.frozen import keep_mark
 
 
 class BatchStatistics:
@@ -25,8 +23,8 @@ class BatchStatistics:
     One flat tensor, so that a commit costs a dozen operations a stage and not a dozen a norm.
     """
 
-    def __init__(self) -> None:
-        self._norms: list[DeferredBatchNorm] = []
+    def __init__(self, norms: Sequence[_BatchNorm] = ()) -> None:
+        self._norms: list[_BatchNorm] = []
         self._offsets: list[int] = [0]
         self._slots: list[torch.Tensor] = []
         self._views: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each slot, for each norm: mean, variance
@@ -35,13 +33,16 @@ class BatchStatistics:
         # of the newest mini-batch: each running statistic that it changed, and the mini-batch's own value of it
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._weights: dict[tuple[tuple[int, ...], ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._again: BatchStatistics | None = None  # of norms that are applied once more in the same forward
+        for norm in norms:
+            self.register(norm)
 
     @property
     def slots(self) -> Sequence[torch.Tensor]:
         """The memory that norms have written to so far; it stays from one mini-batch to the next."""
-        return self._slots
+        return self._slots if self._again is None else [*self._slots, *self._again.slots]
 
-    def register(self, norm: "DeferredBatchNorm") -> int:
+    def register(self, norm: _BatchNorm) -> int:
         self._norms.append(norm)
         self._offsets.append(self._offsets[-1] + norm.num_features)
         return len(self._norms) - 1
@@ -59,21 +60,25 @@ class BatchStatistics:
             self._views.append(list(zip(slot[0].split(sizes), slot[1].split(sizes), strict=True)))
             self._counts.append({})
         self._open = micro_batch
+        if self._again is not None:
+            self._again.open(micro_batch)
 
     def close(self) -> None:
         self._open = None
+        if self._again is not None:
+            self._again.close()
 
-    def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where norm number `norm` writes (mean, variance), each (C,); None while nothing is recorded
         (recomputation)."""
         if self._open is None:
-            return None
+            return None, None
         counts = self._counts[self._open]
-        if norm in counts:
-            raise ValueError(
-                "a batch norm is applied twice in one forward: its statistics per mini-batch would be ambiguous; "
-                "use one nn.BatchNorm module per place"
-            )
+        if norm in counts:  # `nn.BatchNorm` would track the second application behind the first, and so does `commit`
+            if self._again is None:
+                self._again = BatchStatistics(self._norms)
+                self._again.open(self._open)
+            return self._again.slot(norm, values_per_channel)
         counts[norm] = values_per_channel
         return self._views[self._open][norm]
 
@@ -108,15 +113,19 @@ class BatchStatistics:
         self._update(mean.to(slots_dtype), variance.to(slots_dtype), seen)
         for _, counts in used:
             counts.clear()
+        if self._again is not None:
+            self._again.commit()
 
     def is_empty(self) -> bool:
-        return self._open is None and not any(self._counts)
+        return self._open is None and not any(self._counts) and (self._again is None or self._again.is_empty())
 
     def discard(self) -> None:
         """Forget what was recorded (a step that failed half-way)."""
         self._open = None
         for counts in self._counts:
             counts.clear()
+        if self._again is not None:
+            self._again.discard()
 
     def _expand(
         self, rows: tuple[tuple[int, ...], ...], device: torch.device
@@ -150,53 +159,72 @@ class BatchStatistics:
             self.newest += zip(running, new, strict=True)
 
 
-class DeferredBatchNorm(_BatchNorm):
-    """Takes the place of an `nn.BatchNorm*d`: same parameters and buffers (the same objects), same state-dict keys."""
+def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
+    """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms.
 
-    def __init__(self, original: _BatchNorm, statistics: BatchStatistics) -> None:
-        super().__init__(original.num_features, original.eps, original.momentum, affine=False, device="meta")
-        self.affine = original.affine
-        self.weight, self.bias = original.weight, original.bias
-        self.running_mean, self.running_var = original.running_mean, original.running_var
-        self.num_batches_tracked = original.num_batches_tracked
-        self.training = original.training
-        keep_mark(self, original)
-        # timm's `BatchNormAct2d` is a batch norm that also drops and activates: without these, another model
-        self.drop, self.act = getattr(original, "drop", None), getattr(original, "act", None)
-        self._statistics = statistics
-        self._index = statistics.register(self)
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"batch norm needs (N, C, ...), got {tuple(input.shape)}")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(N, C, ...) -> the same shape; in training normalized by the micro-batch's own moments."""
-        self._check_input_dim(input)
-        if not self.training:
-            return self._followed(
-                F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+    A norm stays the object that it is, with its parameters, hooks and whatever its class does besides normalizing: only
+    where its forward reads and writes statistics is changed. That needs a forward that is known.
+    Raises ValueError, one line, for a norm with another one: what it does with its statistics nobody knows.
+    """
+    norms: list[_BatchNorm] = []
+    owners: dict[int, str] = {}
+    for path, norm in module.named_modules():
+        if not isinstance(norm, _BatchNorm) or not norm.track_running_stats or norm.running_mean is None:
+            continue
+        if (owner := owners.setdefault(id(norm.running_mean), path)) != path:
+            raise ValueError(f"layers {owner} and {path}: two batch norms track one running_mean; give each its own")
+        if not _is_known(norm):
+            raise ValueError(
+                f"layer {path} ({type(norm).__name__}): a batch norm with a forward of its own would track statistics "
+                "of micro-batches instead of the mini-batch; use nn.BatchNorm1d, 2d or 3d and do the rest in a module "
+                "around it, or use track_running_stats=False"
             )
-        slot = self._statistics.slot(self._index, input.numel() // max(1, input.shape[1]))
-        mean, variance = (None, None) if slot is None else slot
-        # momentum 1 makes the kernel that normalizes also store this micro-batch's mean and unbiased variance, for free
-        return self._followed(F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps))
-
-    def _followed(self, normalized: torch.Tensor) -> torch.Tensor:
-        """What the original does after it has normalized."""
-        for follower in (self.drop, self.act):
-            normalized = normalized if follower is None else follower(normalized)
-        return normalized
+        vars(norm)["forward"] = _deferred(norm, statistics)
+        norms.append(norm)
+    return norms
 
 
-def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> nn.Module:
-    """Replace every batch norm below `module` that tracks statistics; returns `module`, or its replacement."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm):
-        if module.track_running_stats and module.running_mean is not None:
-            return DeferredBatchNorm(module, statistics)
-        return module
-    for name, child in module.named_children():
-        replacement = defer_batch_norms(child, statistics)
-        if replacement is not child:
-            setattr(module, name, replacement)
-    return module
+@contextmanager
+def deferring(module: nn.Module) -> Iterator[None]:
+    """Inside, the batch norms below `module` normalize as in a pipeline, and track nothing. Raises ValueError as
+    `defer_batch_norms` does."""
+    norms = defer_batch_norms(module, BatchStatistics())
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del vars(norm)["forward"]
+
+
+# By name, so that timm is imported only by who uses it. A subclass that inherits one of them is as good as its parent.
+_KNOWN = (("torch.nn.modules.batchnorm", "_BatchNorm.forward"), ("timm.layers.norm_act", "BatchNormAct2d.forward"))
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _is_known(norm: _BatchNorm) -> bool:
+    forward = type(norm).forward
+    own = "forward" in vars(norm) or any(norm._buffers.get(name) is None for name in _STATISTICS)
+    return not own and (forward.__module__, forward.__qualname__) in _KNOWN
+
+
+def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm's own forward (N, C, ...) -> the same shape; in training normalized by the micro-batch's moments."""
+    forward, index = type(norm).forward, statistics.register(norm)
+    attributes, buffers, channels = vars(norm), norm._buffers, norm.num_features
+
+    def run(input: torch.Tensor) -> torch.Tensor:
+        if not attributes["training"]:
+            return forward(norm, input)
+        before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], attributes["momentum"]
+        buffers["num_batches_tracked"] = None
+        buffers["running_mean"], buffers["running_var"] = statistics.slot(index, input.numel() // channels)
+        # makes the kernel that normalizes also store this micro-batch's mean and unbiased variance, for free
+        attributes["momentum"] = 1.0
+        try:
+            return forward(norm, input)
+        finally:
+            buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], attributes["momentum"] = (
+                before
+            )
+
+    return run

@@ -35,12 +35,6 @@ def freeze(sequence: nn.Sequential, frozen: Frozen) -> None:
             sequence.get_parameter(path).requires_grad_(False)
 
 
-def keep_mark(module: nn.Module, original: nn.Module) -> None:
-    """`module` takes the place of `original`, and is frozen if that was."""
-    if getattr(original, _MARK, False):
-        setattr(module, _MARK, True)
-
-
 def set_training(module: nn.Module, training: bool) -> None:
     """`module.train(training)`, but for what is frozen: that stays in evaluation mode."""
     module.train(training)

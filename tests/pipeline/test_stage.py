@@ -162,7 +162,7 @@ def test_a_frozen_parameter_is_not_a_frozen_layer() -> None:
 
 
 def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
-    """Deferred batch norm takes the place of the module that was frozen, and is frozen too."""
+    """A deferred batch norm is the module that was frozen, and stays so."""
     made, body = stage(Frozen(modules=("body.norm",)))
     made.begin_step(0, None)
     outputs = made.forward(0, inputs(0), Keep.GRAPH)
