@@ -24,9 +24,14 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._decay, self.updates = decay, 0
-        self._live = {name: tensor for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
-        self._names = {id(buffer): name for name, buffer in module.named_buffers()}
-        self.average = {name: tensor.clone() for name, tensor in self._live.items()}
+        names: dict[torch.Tensor, list[str]] = {}  # layers may share a tensor, which then has several
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point():
+                names.setdefault(tensor, []).append(name)
+        self._live = [(tuple(own), tensor) for tensor, own in names.items()]
+        self.average: dict[str, torch.Tensor] = {}
+        for own, tensor in self._live:
+            self.average |= dict.fromkeys(own, tensor.detach().clone())
 
     @torch.no_grad()
     def update(self, statistics: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
@@ -35,8 +40,9 @@ class WeightAverage:
         if not self._live:  # a stage of activations and pools
             return
         decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
-        newest = self._live | {self._names[id(buffer)]: value for buffer, value in statistics}
-        torch._foreach_lerp_(list(self.average.values()), list(newest.values()), 1 - decay)
+        instead = {id(buffer): value for buffer, value in statistics}
+        averages = [self.average[own[0]] for own, _ in self._live]
+        torch._foreach_lerp_(averages, [instead.get(id(tensor), tensor) for _, tensor in self._live], 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -49,7 +55,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for name, tensor in self._live.items():
+        for own, tensor in self._live:
             kept = tensor.clone()
-            tensor.copy_(self.average[name])
-            self.average[name] = kept
+            tensor.copy_(self.average[own[0]])
+            self.average |= dict.fromkeys(own, kept)

@@ -10,7 +10,9 @@ from gpipe_cli.training.ema import WeightAverage
 
 def module() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(3, 4))
+    layers[3].weight = layers[0].weight  # applied and taken back twice, the average stayed in the place of the weights
+    return layers.double()
 
 
 def change(layers: nn.Module) -> None:
