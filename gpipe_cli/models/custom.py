@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -59,9 +60,33 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         )
     if len(model) == 0:
         raise ValueError(f"model.target={target}: returned an nn.Sequential without layers; put at least one in it")
+    _check_layers(target, model)
+    return model
+
+
+def _check_layers(target: str, model: nn.Sequential) -> None:
+    """Raise ValueError for layers that cannot be told apart from the model, have no shapes yet, or nothing to train."""
+    own = next((name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))), "")
+    hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
+    for found, what in (
+        (type(model).forward is not nn.Sequential.forward or "forward" in vars(model), "a forward of its own"),
+        (own, f"{own} of its own"),
+        (any(hooks), "hooks of its own"),
+    ):
+        if found:
+            raise ValueError(
+                f"model.target={target}: the {type(model).__name__} that it returns has {what}, and a pipeline runs "
+                "the layers only; put that into one of the layers"
+            )
+    for name, module in model.named_modules():
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in tensors):
+            raise ValueError(
+                f"model.target={target}: layer {name} ({type(module).__name__}) has no shapes before its first "
+                "forward, and the cut is made from them; give its shapes, as of nn.Linear(in_features, out_features)"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"model.target={target}: its layers have no parameters, there is nothing to train")
-    return model
 
 
 def _import(target: str, module_name: str) -> ModuleType:

@@ -12,6 +12,7 @@ from gpipe_cli.models.custom import build_custom
 
 SOURCE = """
 from collections import OrderedDict
+import torch
 from torch import nn
 
 NUMBER = 3
@@ -34,6 +35,23 @@ def faulty():
 class Own(nn.Sequential):
     def __init__(self, width):
         super().__init__(nn.Linear(width, width))
+
+class Doubles(Own):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+class Scales(Own):
+    def __init__(self, width):
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+def hooked():
+    model = unnamed()
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+def lazy():
+    return nn.Sequential(nn.Flatten(), nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
 """
 
 
@@ -100,6 +118,11 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
         ("zoo_for_tests.nets:build", {"width": 3, "dept": 1}, "unexpected keyword argument 'dept'; it takes"),
         ("zoo_for_tests.nets:one_layer", {}, "returned an object of type Linear; return an nn.Sequential"),
+        # only the layers of what is returned are run: these used to be trained without the rest, and without a word
+        ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles that it returns has a forward of its own"),
+        ("zoo_for_tests.nets:Scales", {"width": 3}, "the Scales that it returns has scale of its own"),
+        ("zoo_for_tests.nets:hooked", {}, "has hooks of its own, .*; put that into one of the layers"),
+        ("zoo_for_tests.nets:lazy", {}, r"layer 1\.1 \(LazyLinear\) has no shapes before its first forward"),
         ("zoo_for_tests.nets:empty", {}, "returned an nn.Sequential without layers"),
     ],
 )
