@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from gpipe_cli.pipeline.clock import linearize
+from gpipe_cli.pipeline.layer_call import ChangedInputError, shapes_of
 from gpipe_cli.pipeline.micro_batch import Tensors, split_all
 from gpipe_cli.pipeline.recording import Recorder, Recording
 from gpipe_cli.pipeline.schedule import Action, Keep, Kind, Schedule, keeps
@@ -60,7 +61,8 @@ class Executor:
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
         `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. Raises
-        ActionFailedError if an action does, and PeerLostError if a neighbour is gone.
+        ActionFailedError if an action does, ChangedInputError for a layer that changes what it is given, and
+        PeerLostError if a neighbour is gone.
         """
         actions = self._analyse(schedule)
         pieces = () if inputs is None else split_all(inputs, sizes)
@@ -112,11 +114,12 @@ class Executor:
                         transport.send_backward(action.stage, micro_batch, returned)
                     transport.release(action.stage, micro_batch)
             recording.action(action.stage, begun, received, computed, now())
-        except PeerLostError:
+        except (PeerLostError, ChangedInputError):
             raise
         except Exception as error:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors if t is not None)
-            what = f"input {shapes}" if shapes else f"micro-batch {micro_batch}"
+            kind = "gradient" if action.kind is Kind.B else "input"
+            shapes = stage.layer_shapes if stage.layer_name else shapes_of(tensors)
+            what = f"{kind} {shapes}" if shapes else f"micro-batch {micro_batch}"
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
     def _analyse(self, schedule: Schedule) -> list[tuple[Action, Keep]]:

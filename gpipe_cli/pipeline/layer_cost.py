@@ -18,7 +18,8 @@ class BoundaryTensor:
     """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
 
     Sentences of a mini-batch are padded to lengths that differ from one mini-batch to the next, so a dimension may grow
-    with them too: `per_length[i]` says how each one does with length number i.
+    with them too: `per_length[i]` says how each one does with length number i. `in_tuple`: the layer returns it in a
+    tuple, and the next one gets it so, even if there is no other.
     """
 
     base: tuple[int, ...]
@@ -26,6 +27,7 @@ class BoundaryTensor:
     dtype: torch.dtype
     has_gradient: bool
     per_length: tuple[tuple[int, ...], ...] = ()
+    in_tuple: bool = False
 
     def shape(self, samples: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
         shape = [base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True)]

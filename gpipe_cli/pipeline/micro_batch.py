@@ -37,11 +37,11 @@ def split(batch: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]
     return tuple(batch.split(list(sizes)))
 
 
-def as_tuple(value: torch.Tensor | Tensors) -> Tensors:
+def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
     """What travels between layers is a tensor or a tuple of tensors; inside the engine it is always a tuple."""
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
-def as_value(tensors: Tensors) -> torch.Tensor | Tensors:
-    """The argument of the next layer: a single tensor alone, several as a tuple."""
-    return tensors[0] if len(tensors) == 1 else tensors
+def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors:
+    """The argument of the next layer: a single tensor alone, unless it came `in_tuple`; several as a tuple."""
+    return tensors[0] if len(tensors) == 1 and not in_tuple else tensors

@@ -22,6 +22,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.pipeline.frozen import set_training
+from gpipe_cli.pipeline.layer_call import call, shapes_of
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
@@ -52,9 +53,9 @@ class Stage:
     `first_layer`.
 
     `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
-    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage. A stage that
-    has nothing to train, and nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do
-    no work.
+    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
+    `evaluation_inputs` do so in evaluation, where that may be something else. A stage that has nothing to train, and
+    nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do no work.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Stage:
         *,
         first_layer: int,
         inputs: Boundary,
+        evaluation_inputs: Boundary | None = None,
         device: torch.device,
         run_seed: int,
         memory_format: torch.memory_format = torch.contiguous_format,
@@ -72,8 +74,13 @@ class Stage:
         self.index = index
         self.module = module
         self.device = device
-        self.layer_name = ""  # the layer being run, for the message if it fails
+        self.layer_name = self.layer_shapes = ""  # of the layer that fails
         self._inputs = inputs
+        in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
+        self._in_tuple = {
+            training: any(tensor.in_tuple for tensor in boundary)
+            for training, boundary in ((True, inputs), (False, in_evaluation))
+        }
         self._first_layer = first_layer
         self._memory_format = memory_format
         self.statistics = BatchStatistics()
@@ -192,15 +199,27 @@ class Stage:
 
     def _run(self, micro_batch: int, inputs: Tensors) -> Tensors:
         training = self.module.training
+        in_tuple = self._in_tuple[training]
         for offset, (name, layer) in enumerate(self._layers):
             self.layer_name = name
             if training:
                 layer_number = self._first_layer + offset
                 seed = mix(self._run_seed, self._step, self._replica, micro_batch, layer_number)
                 seed_generator(self.device, seed)
-            inputs = self._hand_over(as_tuple(layer(as_value(inputs))))
+            try:
+                inputs, in_tuple = self._run_layer(name, layer, inputs, in_tuple, training)
+            except Exception:
+                self.layer_shapes = shapes_of(inputs)
+                raise
         self.layer_name = ""
         return inputs
+
+    def _run_layer(
+        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, training: bool
+    ) -> tuple[Tensors, bool]:
+        """What the layer hands over, and whether in a tuple. In evaluation nothing is kept that it could change."""
+        returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
+        return self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
 
     def _hand_over(self, outputs: Tensors) -> Tensors:
         """What every layer's outputs pass through, whether or not a cut follows."""

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpipe_cli.pipeline.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.equal_layers import signature
 from gpipe_cli.pipeline.frozen import set_training
+from gpipe_cli.pipeline.layer_call import describable_call
 from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor, LayerCost, Saved
 from gpipe_cli.pipeline.memory_extents import Extents, extent_of, storage_of
 from gpipe_cli.pipeline.memory_layout import in_layout
-from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
+from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple
 from gpipe_cli.pipeline.operation_counter import KernelsOfCpu, OperationCounter
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
@@ -47,17 +49,20 @@ def trace_layers(
     layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
     model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
     The weights stay so: initial values would be drawn in another order. With `share=False` equal layers are traced one
-    by one. Raises ValueError if a layer does not accept what the one before it returns.
+    by one. Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not
+    known, and ChangedInputError if in training it changes what it is given.
     """
     layers = _described(model.to(memory_format=memory_format), training, share)
     first, second = _TRACED_SIZES
-    small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
-    gradients = _trace_backward(small) if training else [((False,) * len(run.outputs), _Backward()) for run in small]
-    large = _trace(layers, inputs, second, lengths, training, loss, memory_format)
-    shorter = [
-        _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None, memory_format)
-        for at in range(len(lengths))
-    ]
+    with deferring(model):
+        small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
+        nowhere = [((False,) * len(run.outputs), _Backward()) for run in small]
+        gradients = _trace_backward(small) if training else nowhere
+        large = _trace(layers, inputs, second, lengths, training, loss, memory_format)
+        shorter = [
+            _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None, memory_format)
+            for at in range(len(lengths))
+        ]
     counted: dict[Hashable, LayerCost] = {}
     costs = []
     for at, layer in enumerate(layers):
@@ -80,7 +85,9 @@ def run_shapes(
 
     Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
     """
-    _trace(_described(model, True, True), inputs, 1, lengths, False, None, memory_format)
+    layers = _described(model, True, True)
+    with deferring(model):
+        _trace(layers, inputs, 1, lengths, False, None, memory_format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +114,7 @@ class _Run:
     module: nn.Module
     inputs: Tensors
     outputs: Tensors
+    in_tuple: bool  # the outputs
     loss: torch.Tensor | None
     counter: OperationCounter
     saved_inputs: tuple[int, ...]
@@ -136,16 +144,16 @@ def _trace(
 ) -> list[_Run]:
     """The forward of every layer, with its graph or without; equal ones share a run."""
     made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs)
-    value: Tensors = tuple(in_layout(tensor, memory_format) for tensor in made)
+    value, in_tuple = tuple(in_layout(tensor, memory_format) for tensor in made), False
     known: dict[Hashable, _Run] = {}
     runs: list[_Run] = []
     for at, layer in enumerate(layers):
         closing = loss if at == len(layers) - 1 else None
-        key = (layer.kind, closing is not None, _described_inputs(value))
+        key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
         if key not in known:
-            known[key] = _run(layer, value, graph, closing, memory_format)
+            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format)
         runs.append(known[key])
-        value = known[key].outputs
+        value, in_tuple = known[key].outputs, known[key].in_tuple
     return runs
 
 
@@ -165,7 +173,9 @@ def _described_inputs(value: Tensors) -> Hashable:
     )
 
 
-def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None, memory_format: torch.memory_format) -> _Run:
+def _run(
+    layer: _Layer, value: Tensors, in_tuple: bool, graph: bool, loss: Loss | None, memory_format: torch.memory_format
+) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
     tensors = [*layer.module.parameters(), *layer.module.buffers()]
     saved = Extents(without={storage_of(tensor) for tensor in tensors})
@@ -177,7 +187,8 @@ def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None, memory_f
     closed: torch.Tensor | None = None
     counter = OperationCounter()
     with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), saved_tensors_hooks(keep, lambda kept: kept):
-        outputs = _outputs(layer, inputs, memory_format)
+        returned = describable_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+        outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)
     described = [extent_of(tensor) for tensor in inputs]
@@ -195,22 +206,8 @@ def _run(layer: _Layer, value: Tensors, graph: bool, loss: Loss | None, memory_f
     if closed is not None:
         saved.add((closed,))  # a stage holds it until the backward
     inside = max(0, saved.bytes - across.bytes)
-    return _Run(layer.module, inputs, outputs, closed, counter, saved_inputs, saved_outputs, inside, origins)
-
-
-def _outputs(layer: _Layer, inputs: Tensors, memory_format: torch.memory_format) -> Tensors:
-    """What the layer returns, as it is handed over. Raises ValueError, naming the layer."""
-    try:
-        returned = layer.module(as_value(inputs))
-    except Exception as error:  # somebody's own layer may raise anything
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"layer {layer.name} does not accept inputs of shape {shapes}: {reason}") from error
-    parts = returned if isinstance(returned, tuple | list) else (returned,)
-    if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
-        where = f"{type(returned).__name__} with a " if parts is returned else ""
-        raise ValueError(f"layer {layer.name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
-    return tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
+    alone = isinstance(returned, torch.Tensor)
+    return _Run(layer.module, inputs, outputs, not alone, closed, counter, saved_inputs, saved_outputs, inside, origins)
 
 
 def _trace_backward(runs: Sequence[_Run]) -> list[tuple[tuple[bool, ...], _Backward]]:
@@ -261,7 +258,10 @@ def _cost(
         forward_bytes=run.counter.moved_bytes / first,
         backward_bytes=backward.moved_bytes / first,
         outputs=tuple(
-            _affine(tensor, [other.outputs[position] for other in others], lengths, returning[position])
+            replace(
+                _affine(tensor, [other.outputs[position] for other in others], lengths, returning[position]),
+                in_tuple=run.in_tuple,
+            )
             for position, tensor in enumerate(run.outputs)
         ),
         forward_operations=run.counter.operations,

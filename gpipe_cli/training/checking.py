@@ -17,15 +17,14 @@ from rich.console import Console
 
 from gpipe_cli.config import PartitionConfig, TrainConfig
 from gpipe_cli.model_settings import choice_of
+from gpipe_cli.pipeline.layer_call import ChangedInputError
 from gpipe_cli.reporting.check_report import CheckReport, Finding, Row, Verdict, show_check, write_check
 from gpipe_cli.reporting.facts import show_facts
 from gpipe_cli.reporting.units import plural
-from gpipe_cli.training.build import build_model, greatest_lengths, model_inputs
 from gpipe_cli.training.crew import Hear, Interrupt, interruptible, perform
 from gpipe_cli.training.differences import Digests, Variant
 from gpipe_cli.training.fork_server import temporary_folder
 from gpipe_cli.training.layout import Layout, make_layout, torchrun_world, usable_cores
-from gpipe_cli.training.probes import find_in_place
 from gpipe_cli.training.shapes import Shapes, read_shapes
 from gpipe_cli.training.sharing import SeparatedError
 from gpipe_cli.training.work import Checking
@@ -122,14 +121,9 @@ class _Checked:
         self._refused: list[Row] = []
         try:
             shapes = read_shapes(config)
-        except ValueError as error:
-            if "in-place operation" not in str(error):
-                raise
-            found = find_in_place(build_model(config), model_inputs(config), greatest_lengths(config))
-            if not found:
-                raise
-            self._findings += found
-            self._refuse(config.partitions, "in_process", "fails", found[0].text, found[0].layer)
+        except ChangedInputError as error:
+            self._findings.append(Finding("in_place", error.layer, str(error)))
+            self._refuse(config.partitions, "in_process", "fails", str(error), error.layer)
             return
         self._findings += [Finding("shared", shared.second_name, shared.text) for shared in shapes.shared]
         for partitions in range(config.partitions, 0, -1):  # the greatest first: what is wrong with it is bad input

@@ -162,6 +162,7 @@ def build_stage(
         module.to(memory_format=memory_format),
         first_layer=first,
         inputs=layout.training_boundaries[index - 1] if index else (),
+        evaluation_inputs=layout.evaluation_boundaries[index - 1] if index else (),
         device=device,
         run_seed=config.seed,
         memory_format=memory_format,

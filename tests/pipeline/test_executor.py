@@ -48,8 +48,8 @@ def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
     torch.manual_seed(0)
     modules = [
         nn.Sequential(OrderedDict(first=nn.Linear(4, 6))),
-        nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(6), middle=trap)),
-        nn.Sequential(OrderedDict(last=nn.Linear(6, 1))),
+        nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(6), wide=nn.Linear(6, 9), middle=trap)),
+        nn.Sequential(OrderedDict(last=nn.Linear(9, 1))),
     ]
     stages = {
         k: Stage(k, module, first_layer=2 * k, inputs=FEATURES if k else (), device=CPU, run_seed=0)
@@ -61,9 +61,10 @@ def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
 
 @pytest.mark.parametrize(
     ("kind", "at", "action", "shape"),
-    [(Kind.F, 2, "1F1", "input (2, 6)"), (Kind.R, 4, "1R2", "micro-batch 2"), (Kind.B, 3, "1B2", "input (2, 6)")],
+    [(Kind.F, 2, "1F1", "input (2, 9)"), (Kind.R, 4, "1R2", "input (2, 9)"), (Kind.B, 3, "1B2", "gradient (2, 9)")],
 )
 def test_a_failing_layer_is_told_with_its_action_and_shapes(kind: Kind, at: int, action: str, shape: str) -> None:
+    """What the layer was given, not what came over the boundary of its stage: (2, 6)."""
     executor, watched = make(Trap(kind, at))
     recompute = "always" if kind is Kind.R else "never"
     schedule = build("gpipe", 3, 3, recompute)

@@ -7,6 +7,7 @@ import torch
 from memory_runs import SAMPLES
 from torch import nn
 
+from gpipe_cli.pipeline.layer_call import ChangedInputError
 from gpipe_cli.pipeline.layer_cost import BoundaryTensor, LayerCost, Saved, as_boundary
 from gpipe_cli.pipeline.tracing import run_shapes, trace_layers
 
@@ -108,6 +109,50 @@ def test_what_crosses_a_boundary() -> None:
 def test_layers_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"layer second does not accept inputs of shape \(2, 5\)"):
         trace((4,), first=nn.Linear(4, 5), second=nn.Linear(6, 5))
+
+
+def test_a_layer_that_changes_its_input_is_named() -> None:
+    """Whether or not autograd would refuse it; an evaluation may do as it likes."""
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.detach().add_(1) * x
+
+    for layer in (nn.ReLU(inplace=True), Adds()):
+        with pytest.raises(ChangedInputError, match="layer second changes its input in place"):
+            trace((4,), first=nn.Linear(4, 4), second=layer)
+        trace((4,), training=False, first=nn.Linear(4, 4), second=layer)
+
+
+def test_batch_norm_is_traced_as_it_is_run() -> None:
+    """Its statistics are deferred. `momentum=None` was refused: nn.BatchNorm reads a number from the meta device."""
+    average, fixed = (trace((4,), norm=nn.BatchNorm1d(4, momentum=momentum)) for momentum in (None, 0.1))
+    assert average == fixed
+
+    class Own(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    with pytest.raises(ValueError, match=r"layer norm \(Own\): a batch norm with a forward of its own"):
+        trace((4,), norm=Own(4))
+
+
+def test_a_tuple_of_one_tensor_is_known_as_such() -> None:
+    """The next layer got the tensor alone: `inputs[0]` was its first sample."""
+
+    class Wraps(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            assert not isinstance(x, tuple)
+            return (x * 2,)
+
+    class Unwraps(nn.Module):
+        def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            (x,) = inputs
+            return x * 2
+
+    costs = trace((4,), one=Wraps(), two=Unwraps(), three=Wraps())
+    assert [[tensor.in_tuple for tensor in cost.outputs] for cost in costs.values()] == [[True], [False], [True]]
+    assert [cost.outputs[0].shape(5) for cost in costs.values()] == [(5, 4)] * 3
 
 
 def test_one_value_per_channel_is_refused_by_batch_norm() -> None:
