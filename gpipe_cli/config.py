@@ -89,6 +89,7 @@ class TrainConfig:
     init_head: Literal["auto", "keep", "new"]
     freeze: tuple[str, ...] | None  # shell patterns; which names there are is checked against the model
     evaluate_every_epochs: Count
+    check_layers: bool
     device: Device
     memory_format: MemoryFormat
     threads: Threads | None
@@ -262,8 +263,8 @@ def load(path: Path) -> TrainConfig:
     try:
         tree = OmegaConf.load(file)
         assert isinstance(tree, DictConfig)
-        # runs from before there were plans: what they did is what these say
-        older = OmegaConf.create({"cost": "figures", "hardware": asdict(load_hardware("auto"))})
+        # runs from before there were these settings: what they did, but that their layers are checked when they go on
+        older = OmegaConf.create({"cost": "figures", "hardware": asdict(load_hardware("auto")), "check_layers": True})
         complete = OmegaConf.merge(older, tree)
         assert isinstance(complete, DictConfig)
         return from_tree(TrainConfig, complete)

@@ -177,6 +177,164 @@ class Tracking(nn.Module):
         return x + 0
 
 
+class Tracks(nn.Module):
+    """Follows the mean of what it sees by another tensor in the place of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.detach().mean()
+        return x + 0
+
+
+class Remembers(nn.Module):
+    """Gives what depends on how often it was called, and counts that in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Asks(nn.Module):
+    """Gives something else where gradients are recorded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+class Hidden(nn.Module):
+    """Works in place where neither autograd nor torch's count of changes sees it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(0.5)
+        return x + 0
+
+
+class Marks(nn.Module):
+    """(x, numbers, mask) of x; the two others need no gradient."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, torch.arange(len(x), device=x.device), torch.ones(len(x), 1, 1, 1, device=x.device)
+
+
+class Halves(nn.Module):
+    """Halves the mask, in place or not."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, numbers, mask = inputs
+        mask = mask.mul_(0.5) if self.inplace and not x.is_meta else mask * 0.5
+        return self.conv(x) * mask * (1 + numbers.view(-1, 1, 1, 1)), numbers, mask
+
+
+class First(nn.Module):
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return inputs[0]
+
+
+class Wrapped(nn.Module):
+    """Takes and returns a tuple of one tensor; of a tensor it would take the first sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert isinstance(inputs, tuple)
+        return (self.conv(inputs[0]),)
+
+
+class Wrap(nn.Module):
+    """Returns a tuple of one in training, a tensor in evaluation."""
+
+    def __init__(self, also_in_evaluation: bool) -> None:
+        super().__init__()
+        self.also_in_evaluation = also_in_evaluation
+
+    def forward(self, x: torch.Tensor) -> object:
+        return (x,) if self.training or self.also_in_evaluation else x
+
+
+class Unwrap(nn.Module):
+    def __init__(self, also_in_evaluation: bool) -> None:
+        super().__init__()
+        self.also_in_evaluation = also_in_evaluation
+
+    def forward(self, inputs: object) -> torch.Tensor:
+        in_tuple = self.training or self.also_in_evaluation
+        assert isinstance(inputs, tuple) == in_tuple, type(inputs)
+        return inputs[0] if isinstance(inputs, tuple) else inputs
+
+
+class Transposes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(2, 3)
+
+
+class Strides(nn.Module):
+    """Gives what depends on where its input lies in memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + x.stride(2) / 100)
+
+
+class Twice(nn.Module):
+    """Two norms, one of which is applied twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv, self.other = nn.BatchNorm2d(4, momentum=None), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.other.register_forward_hook(lambda module, inputs, output: output * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.norm(self.conv(self.norm(x))))
+
+
+def odd() -> nn.Sequential:
+    """What is unusual and allowed, a layer each."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2),
+        Wrap(True),
+        Wrapped(),
+        Unwrap(True),
+        Twice(),
+        Wrap(False),
+        Unwrap(False),
+        Marks(),
+        Halves(inplace=False),
+        First(),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
+        nn.Dropout(0.2),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+def halves_unseen() -> nn.Sequential:
+    return with_layer(Hidden())
+
+
+def changes_a_mask() -> nn.Sequential:
+    """Its third layer changes a mask in place, but not where shapes are found out."""
+    layers = [Marks(), Halves(inplace=True), First(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers)
+
+
+def looks_at_strides() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), Transposes(), *list(with_layer(Strides()))[1:])
+
+
 def with_layer(layer: nn.Module) -> nn.Sequential:
     """A small network whose second layer is `layer`."""
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), layer, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
@@ -219,6 +377,23 @@ def shares() -> nn.Sequential:
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 192), nn.Linear(192, 192), nn.ReLU(), nn.Linear(192, 4))
     model[2].weight = model[1].weight
     return model
+
+
+class Holds(nn.Module):
+    """Holds another layer without torch's knowledge, and runs it."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.others = nn.Conv2d(4, 4, 1), [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) + self.others[0](x)
+
+
+def holds_another() -> nn.Sequential:
+    conv = nn.Conv2d(4, 4, 1)
+    layers = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), conv, Holds(conv), *layers)
 
 
 def repeats_a_module() -> nn.Sequential:

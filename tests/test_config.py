@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 from gpipe_cli.commands.bench import BenchSettings
 from gpipe_cli.commands.evaluate import evaluation
@@ -42,6 +43,15 @@ def save(config: TrainConfig, folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     return folder
+
+
+def test_a_run_from_before_there_was_a_setting_is_read(tmp_path: Path) -> None:
+    file = save(train(), tmp_path / "run") / "config.yaml"
+    older = OmegaConf.load(file)
+    for key in ("cost", "hardware", "check_layers"):
+        del older[key]
+    OmegaConf.save(older, file)
+    assert load(file) == train()
 
 
 def test_defaults_are_the_small_job() -> None:

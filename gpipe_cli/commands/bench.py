@@ -25,6 +25,7 @@ REFUSED = {
     "max_steps": "a measurement ends after its steps; give steps=... and warm_up_steps=...",
     "epochs": "a measurement ends after its steps, be they many epochs or less than one; give steps=...",
     "evaluate_every_epochs": "a measurement evaluates nothing; leave it out",
+    "check_layers": "a measurement keeps nothing of what it trains; leave it out",
     "checkpoint": "a measurement writes no checkpoints; leave it out",
 }
 

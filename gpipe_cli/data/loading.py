@@ -88,11 +88,20 @@ class LoadedBatches:
         before = signal.getsignal(signal.SIGCHLD)
         self._batches: Iterator[Any] | None = iter(loader)
         signal.signal(signal.SIGCHLD, before)
+        self._peeked: tuple[Tensor, ...] | None = None
 
     def __iter__(self) -> LoadedBatches:
         return self
 
+    def peek(self) -> tuple[Tensor, ...]:
+        """What `next` will return."""
+        self._peeked = next(self)
+        return self._peeked
+
     def __next__(self) -> tuple[Tensor, ...]:
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked, None
+            return batch
         if self._batches is None:
             raise StopIteration
         try:

@@ -20,7 +20,7 @@ from gpipe_cli.reporting.units import loss, plural
 CHECK = "check.json"
 
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
-Kind = Literal["in_place", "random", "state", "shared"]
+Kind = Literal["in_place", "random", "state"]
 
 # Of the gradients' norm: more than what another order of sums does to float32, less than what a lost micro-batch does.
 TOLERANCE = 1e-5
@@ -64,23 +64,14 @@ class CheckReport:
 
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
+    shared: tuple[str, ...]  # what a cut must keep together, as sentences
     loss: float | None  # of the mini-batch, an element's mean; None if the reference failed
     config: dict[str, Any]
 
     @property
-    def bad_findings(self) -> tuple[Finding, ...]:
-        """Layers whose results cannot be had again, whatever the rows of this one mini-batch say."""
-        return tuple(finding for finding in self.findings if finding.kind in ("random", "state"))
-
-    @property
     def identical(self) -> bool:
-        return not self.bad_findings and not any(row.bad for row in self.rows)
-
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """What no row suffers from; another cut would."""
-        said = " ".join(row.text for row in self.rows)
-        return tuple(finding for finding in self.findings if finding.text not in said)
+        """What a layer does counts, whatever the rows of this one mini-batch and these cuts say."""
+        return not self.findings and not any(row.bad for row in self.rows)
 
     @property
     def verdict(self) -> str:
@@ -94,7 +85,7 @@ class CheckReport:
                 f"({plural(len(compared), 'variant')}, loss {loss(self.loss)})"
             )
         if not bad:
-            return f"differs: {self.bad_findings[0].text}"
+            return f"refused: {self.findings[0].text}"
         layers = list(dict.fromkeys(row.layer for row in bad if row.layer is not None))
         where = f"; first in layer {', '.join(layers[:3])}" if layers else ""
         return f"{word}: {len(bad)} of {len(compared)} variants{where}"
@@ -108,6 +99,7 @@ def write_check(folder: Path, report: CheckReport) -> Path:
         "loss": report.loss,
         "rows": [asdict(row) for row in report.rows],
         "findings": [asdict(finding) for finding in report.findings],
+        "shared": report.shared,
         "config": report.config,
     }
     write_result(folder, values, CHECK)
@@ -138,7 +130,9 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
         for text, verdict in unusual.items()
         if text and not any(text in other and text != other for other in unusual)
     ]
-    notes += [("differs" if f in report.bad_findings else "beware", f.text) for f in report.warnings]
+    said = " ".join(row.text for row in report.rows)
+    notes += [("refused", finding.text) for finding in report.findings if finding.text not in said]
+    notes += [("shared", text) for text in report.shared if text not in said]
     show_facts(console, [*notes, ("details", str(folder / CHECK))])
     show_line(console, report.verdict, "bold")
 

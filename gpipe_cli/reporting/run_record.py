@@ -16,7 +16,7 @@ from gpipe_cli.reporting.result import RESULT, read_result
 
 CONFIG = "config.yaml"  # a folder that holds it is a run
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
-NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "checkpoint"})
+NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
 
 
 @dataclass(frozen=True)

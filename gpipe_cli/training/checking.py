@@ -119,13 +119,14 @@ class _Checked:
         self._together: dict[int, Layout] = {}  # by partitions: all stages in one process
         self._apart: dict[int, Layout] = {}  # each in one of its own
         self._refused: list[Row] = []
+        self._shared: tuple[str, ...] = ()
         try:
             shapes = read_shapes(config)
         except ChangedInputError as error:
             self._findings.append(Finding("in_place", error.layer, str(error)))
             self._refuse(config.partitions, "in_process", "fails", str(error), error.layer)
             return
-        self._findings += [Finding("shared", shared.second_name, shared.text) for shared in shapes.shared]
+        self._shared = tuple(shared.text for shared in shapes.shared)
         for partitions in range(config.partitions, 0, -1):  # the greatest first: what is wrong with it is bad input
             self._place(partitions, shapes)
 
@@ -212,6 +213,7 @@ class _Checked:
         return CheckReport(
             rows=tuple(sorted((self._explained(row) for row in self.rows), key=_order)),
             findings=tuple(self._findings),
+            shared=self._shared,
             loss=None if first is None else first.loss,
             config=asdict(self._config),
         )
@@ -227,7 +229,7 @@ class _Checked:
             if self._mini_batch["draws"]:
                 why = "random numbers, as for dropout, are drawn for each micro-batch"
                 return replace(row, verdict="differs, as it must", text=why)
-        own = [finding for finding in self._findings if finding.layer == row.layer and finding.kind != "shared"]
+        own = [finding for finding in self._findings if finding.layer == row.layer]
         if row.verdict == "differs" and row.layer is None:  # its sums have another order: no layer can be named
             own = [finding for finding in self._findings if finding.kind in ("random", "state")]
         if not own and row.verdict == "fails" and row.partitions in self._together:

@@ -1,163 +1,192 @@
-"""Why a layer cannot be pipelined: each is run by itself, on real values, and watched (paper section 2.3).
+"""Why a layer cannot be pipelined: every layer is watched while one micro-batch is run, and run again (paper section
+2.3).
 
 A stage keeps its input and runs its layers again. That gives the same bits only if a layer leaves its input alone,
-draws from torch's generator alone, and remembers nothing between calls. Running the variants shows where bits differ;
-this shows why.
+draws from torch's generator alone, and remembers nothing between calls. Running variants shows where bits differ; this
+shows why, and it shows what no bit of a single step does: statistics that a recomputation counts twice.
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.layer_cost import Boundary
-from gpipe_cli.pipeline.memory_layout import in_layout
-from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, as_value
-from gpipe_cli.pipeline.randomness import seed_generator
+from gpipe_cli.pipeline.layer_call import ChangedInputError
+from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple
+from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.reporting.check_report import Finding
-from gpipe_cli.training.digests import digest
-
-_SEED, _OTHER_SEED = 1, 2
+from gpipe_cli.training.digests import same_bits
 
 
-@dataclass(frozen=True)
-class Probed:
-    """What the layers of a model do when they are run by themselves."""
+class Watch:
+    """What layers have been seen to do. `draws`: some draw random numbers from torch's generator, as for dropout."""
 
-    findings: tuple[Finding, ...]
-    draws: bool  # whether torch's seed changes what comes out, as with dropout
+    def __init__(self) -> None:
+        self._findings: dict[str, Finding] = {}
+        self.draws = False
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The first of each layer."""
+        return tuple(self._findings.values())
+
+    def found(self, finding: Finding) -> None:
+        self._findings.setdefault(finding.layer, finding)
 
 
-def probe_layers(
-    module: nn.Sequential, inputs: Tensors, device: torch.device, memory_format: torch.memory_format
-) -> Probed:
-    """Run each layer of `module`, in training mode on `device`, on what the layers before it make of `inputs` (n, ...).
-
-    Ends early at a layer that raises: running the variants tells of that.
-    """
-    findings: list[Finding] = []
-    draws = False
-    for name, layer in module.named_children():
+@contextmanager
+def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
+    """Inside, the layers of `stages` are watched while they are run, once or twice on the same micro-batch; afterwards
+    buffers, gradients, what modules remember as attributes, and generators are as before."""
+    watch = Watch()
+    with ExitStack() as stack:
+        devices = [stage.device for stage in stages]
+        stack.enter_context(_random_states([device for device in devices if device.type == "cuda"]))
+        for stage in stages:
+            stack.enter_context(_put_back(stage.module))
+            seen = _Seen(watch, stage.device)
+            for name, layer in stage.module.named_children():
+                stack.enter_context(seen.layer(name, layer))
         try:
-            found, drew, outputs = _probe(name, layer, inputs, device)
-        except Exception:  # the user's own code; the reference run fails in the same place and says so
-            break
-        findings += found
-        draws = draws or drew
-        inputs = tuple(in_layout(tensor, memory_format) for tensor in outputs)
-    return Probed(tuple(findings), draws)
+            yield watch
+        except ChangedInputError as error:
+            watch.found(Finding("in_place", error.layer, str(error)))
+            raise
 
 
-@torch.no_grad()
-def _probe(name: str, layer: nn.Module, inputs: Tensors, device: torch.device) -> tuple[list[Finding], bool, Tensors]:
-    held = {key: tensor.detach().clone() for key, tensor in _tensors(layer)}
+class _Seen:
+    """The layers of one stage: each is compared with itself before it was run, and with its first run."""
 
-    def run(seed: int) -> tuple[Tensors, Tensors, list[int]]:
-        given = tuple(tensor.clone() for tensor in inputs)
-        versions = [tensor._version for tensor in given]
-        seed_generator(device, seed)
-        return as_tuple(layer(as_value(given))), given, versions
+    def __init__(self, watch: Watch, device: torch.device) -> None:
+        self._watch, self._device = watch, device
+        self._outputs: dict[str, Tensors] = {}  # of first runs
+        self._running: list[str] = []  # a layer may run another, which it holds without torch's knowledge
+        self._differs = False  # a layer has given other values: those behind it are given other values
 
-    def put_back() -> list[str]:
-        changed = []
-        for key, tensor in _tensors(layer):
-            if key in held and digest((tensor,)) != digest((held[key],)):
-                changed.append(key)
-                tensor.copy_(held[key])
-        return changed
+    @contextmanager
+    def layer(self, name: str, layer: nn.Module) -> Iterator[None]:
+        """Inside, every run of the layer is watched."""
+        before: list[Any] = []
 
-    python, numpy = random.getstate(), _numpy_state()
-    outputs, given, versions = run(_SEED)
-    values = digest(outputs)
-    outputs = tuple(tensor.clone() for tensor in outputs)
-    findings = []
-    if _touched(inputs, given, versions):
-        findings.append(_in_place(name))
-    sources = [
-        source
-        for source, moved in (
-            ("Python's random module", random.getstate() != python),
-            ("numpy.random", _numpy_state() != numpy),
-        )
-        if moved
-    ]
-    changed = put_back()
-    again = digest(run(_SEED)[0])
-    put_back()
-    other = digest(run(_OTHER_SEED)[0])
-    put_back()
-    if sources:
-        findings.append(
-            Finding(
-                "random",
-                name,
-                f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
-                "another cut get other numbers; use torch's functions",
-            )
-        )
-    elif again != values:
-        findings.append(
-            Finding(
-                "state",
-                name,
-                f"layer {name} gives other values when it is run again with the same seed: it keeps something between "
-                "calls, or draws random numbers from a source that torch's seed does not rule; use torch's functions, "
-                "and nothing that is remembered",
-            )
-        )
-    elif changed:
-        findings.append(
-            Finding(
-                "state",
-                name,
-                f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
-                "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
-            )
-        )
-    # a layer that never gives the same twice says nothing about the seed
-    return findings, again == values and other != values, outputs
+        def begins(module: nn.Module, inputs: Any) -> None:
+            self._running.append(name)
+            if len(self._running) > 1:
+                return
+            held = {key: (tensor, tensor.detach().clone()) for key, tensor in _tensors(layer)}
+            given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
+            before[:] = held, given, self._generator().clone(), random.getstate(), _numpy_state()
 
+        def ended(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._running.pop()
+            if self._running:
+                return
+            held, given, generator, python, numpy = before
+            if not all(same_bits(*pair) for pair in given):
+                self._watch.found(Finding("in_place", name, str(ChangedInputError(name))))
+                for tensor, value in given:  # it is what the layer before gave
+                    tensor.data.copy_(value)
+            sources = [
+                source
+                for source, moved in (
+                    ("Python's random module", random.getstate() != python),
+                    ("numpy.random", _numpy_state() != numpy),
+                )
+                if moved
+            ]
+            if sources:
+                self._watch.found(_random(name, sources))
+            self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
+            now = dict(_tensors(layer))
+            changed = [key for key, (_, value) in held.items() if key in now and not same_bits(now[key], value)]
+            for tensor, value in held.values():
+                tensor.data.copy_(value)  # unseen by autograd: it may need them for a backward
+            self._state(name, changed, as_tuple(output))
+            before.clear()
 
-@torch.no_grad()
-def find_in_place(model: nn.Sequential, inputs: Boundary, lengths: Sequence[int]) -> tuple[Finding, ...]:
-    """The layers of `model`, on the meta device, that change their input; known without a single value.
-
-    Ends early at a layer that does not accept what it is given.
-    """
-    findings = []
-    tensors = tuple(torch.empty(t.shape(2, lengths), dtype=t.dtype, device="meta") for t in inputs)
-    for name, layer in model.named_children():
-        versions = [tensor._version for tensor in tensors]
+        handles = layer.register_forward_pre_hook(begins, prepend=True), layer.register_forward_hook(ended)
         try:
-            outputs = as_tuple(layer(as_value(tensors)))
-        except Exception:  # the user's own code; who describes the model says what is wrong with it
-            break
-        if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
-            findings.append(_in_place(name))
-        tensors = tuple(tensor.clone() for tensor in outputs)
-    return tuple(findings)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _state(self, name: str, changed: list[str], outputs: Tensors) -> None:
+        """What the layer remembers: tensors of its own that it has changed; or something that only its outputs show."""
+        if changed:
+            self._watch.found(
+                Finding(
+                    "state",
+                    name,
+                    f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
+                    "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
+                )
+            )
+        first = self._outputs.pop(name, None)
+        if first is None:
+            self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
+        elif not self._differs and not all(map(same_bits, outputs, first)):
+            self._differs = True
+            self._watch.found(
+                Finding(
+                    "state",
+                    name,
+                    f"layer {name} gives other values when it is run again with the same seed: it keeps something "
+                    "between calls, asks whether gradients are recorded, or draws random numbers from a source that "
+                    "torch's seed does not rule; use torch's functions, and nothing that is remembered",
+                )
+            )
+
+    def _generator(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
 
-def _in_place(name: str) -> Finding:
-    text = (
-        f"layer {name} changes its input in place: where a stage begins with it, that destroys what the recomputation "
-        "needs, and autograd refuses it; use inplace=False"
+def _random(name: str, sources: list[str]) -> Finding:
+    return Finding(
+        "random",
+        name,
+        f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and another cut "
+        "get other numbers; use torch's functions",
     )
-    return Finding("in_place", name, text)
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Inside, the module may be run, and its gradients computed."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # what stands in a module is often replaced rather than changed, a buffer too
+    attributes = [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _random_states(devices: list[torch.device]) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
-
-
-def _touched(inputs: Tensors, given: Tensors, versions: Sequence[int]) -> bool:
-    return any(
-        tensor._version != version or digest((tensor,)) != digest((original,))
-        for original, tensor, version in zip(inputs, given, versions, strict=True)
-    )
 
 
 def _numpy_state() -> tuple[object, ...]:

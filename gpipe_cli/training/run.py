@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpipe_cli.config import DecodeConfig, TrainConfig
+from gpipe_cli.model_settings import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.optimizer_settings import LearningRateConfig
 from gpipe_cli.pipeline.executor import Watch
 from gpipe_cli.pipeline.frozen import freeze
@@ -27,11 +28,12 @@ from gpipe_cli.training.checkpoint import (
 )
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.inputs import Data, check_epochs, refuse_short_last
+from gpipe_cli.training.inputs import Data, Reading, check_epochs, refuse_short_last
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
+from gpipe_cli.training.probes import watching
 from gpipe_cli.training.restore import restore, save_checkpoint
-from gpipe_cli.training.step import evaluate, gather_recording, train_step
+from gpipe_cli.training.step import evaluate, gather_recording, rehearse, train_step
 from gpipe_cli.training.team import Team
 from gpipe_cli.training.translations import translated_examples, translated_test_set
 from gpipe_cli.typed import show
@@ -89,6 +91,8 @@ def train(
             f"resume={config.resume}: that run has done {progress.step} steps, and {limit} allows {end_step}; "
             f"nothing is left to do, use {limit}={more} or more"
         )
+    if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
+        notes = (*notes, _check_layers(config, engine, team, training, progress))
     if config.resume is not None and team.leads:
         adopt(Path(config.resume), folder)
     if team.leads:
@@ -241,6 +245,23 @@ def _refuse_other_cuts(team: Team, layout: Layout) -> None:
             f"partition.balance=null: the processes came to different plans ({cuts}), as their machines differ; give "
             f"partition.balance={cuts.partition(' and ')[0]} and recompute=except_last"
         )
+
+
+def _check_layers(
+    config: TrainConfig, engine: Engine, team: Team, training: Reading, progress: Progress
+) -> tuple[str, str]:
+    """Watch every layer on the first micro-batch of what comes next; returns a line of the banner.
+
+    Raises ValueError for a layer whose results, or whose state, would depend on what is recomputed.
+    """
+    began = time.perf_counter()
+    epoch, position = next(iter(training.batches.stream(progress.epoch, progress.position, config.epochs)))
+    with watching(engine.stages.values()) as watch:
+        rehearse(config, engine, team, training, epoch, position)
+    findings = [finding for part in team.collect(watch.findings) for finding in part]
+    if findings:
+        raise ValueError(f"model={choice_of(config.model)}: {findings[0].text}; check_layers=false trains it as it is")
+    return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"
 
 
 def _updates(engine: Engine) -> int:

@@ -25,7 +25,7 @@ from gpipe_cli.training.build import (
 from gpipe_cli.training.freezing import find_frozen
 from gpipe_cli.training.loss import loss_of_shapes
 from gpipe_cli.training.optimizer import state_bytes
-from gpipe_cli.training.sharing import Shared, shared_parameters
+from gpipe_cli.training.sharing import Shared, find_shared
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_shapes(
     """
     model = build_model(config) if model is None else model
     inputs, lengths = model_inputs(config), greatest_lengths(config) if lengths is None else lengths
-    shared = shared_parameters(model)
+    shared = find_shared(model)
     frozen = find_frozen(config, model)
     freeze(model, frozen)
     memory_format = MEMORY_FORMATS[memory_format_of(config)]

@@ -1,39 +1,41 @@
-"""Parameters that layers share: a stage owns its layers, so what is shared must not be cut apart (paper section 2.1).
+"""What layers share: a stage owns its layers, so what they have in common must not be cut apart (paper section 2.1).
 
-Every process makes its own layers real. Two layers that share a parameter, in two of them, would each train a copy of
-their own, and nothing would say so.
+Every process makes its own layers real. Of a parameter, a buffer or a module that two layers share, two processes would
+each have a copy, train it or count with it by themselves, and nothing would say so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
 
 class SeparatedError(ValueError):
-    """The cut lies between layers that share a parameter."""
+    """The cut lies between layers that share something."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that a layer has in common with one before it; layers by number and name."""
+    """Something that a layer has in common with one before it; layers by number and name."""
 
     first: int
     second: int
     first_name: str
     second_name: str
-    parameter: str  # as the second one calls it
+    what: str  # as the second one calls it
 
     @property
     def text(self) -> str:
         return (
-            f"layers {self.first_name} and {self.second_name} share parameter {self.parameter}: in different stages "
-            "each would train its own copy"
+            f"layers {self.first_name} and {self.second_name} share {self.what}: in different stages each would have "
+            "its own copy"
         )
 
 
-def shared_parameters(model: nn.Sequential) -> tuple[Shared, ...]:
-    """The parameters that two layers of `model` have in common, in order.
+def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
+    """The layers of `model` that have something in common, in order, with the first thing of each two.
 
     Raises ValueError for a module that stands at two places of the model: only the first of them would be run.
     """
@@ -46,17 +48,49 @@ def shared_parameters(model: nn.Sequential) -> tuple[Shared, ...]:
             )
         places[id(module)] = name
     owners: dict[int, tuple[int, str]] = {}
-    found = []
+    found: dict[tuple[int, int], Shared] = {}
     for number, (layer, module) in enumerate(model.named_children()):
-        for parameter, tensor in module.named_parameters():
-            owner, owner_name = owners.setdefault(id(tensor), (number, layer))
+        for what, thing in _parts(module, "", set()):
+            owner, owner_name = owners.setdefault(id(thing), (number, layer))
             if owner != number:
-                found.append(Shared(owner, number, owner_name, layer, parameter))
-    return tuple(found)
+                found.setdefault((owner, number), Shared(owner, number, owner_name, layer, what or f"module {layer}"))
+    return tuple(found.values())
+
+
+def _parts(thing: object, path: str, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """What a layer consists of and can have in common with another: parameters, buffers, modules. Those too that it
+    holds in lists and other attributes, without torch's knowledge."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    inside: list[tuple[object, object]] = []
+    if isinstance(thing, nn.Module):
+        owned = (("parameter", thing._parameters), ("buffer", thing._buffers))
+        tensors = [
+            (f"{kind} {_join(path, name)}", t) for kind, own in owned for name, t in own.items() if t is not None
+        ]
+        # one of torch's own without tensors is a function: a copy of it is as good
+        if tensors or not type(thing).__module__.startswith(("torch.nn.", "timm.layers.")):
+            yield path and f"module {path}", thing
+        yield from tensors
+        inside += thing._modules.items()
+        inside += [(name, value) for name, value in vars(thing).items() if name not in _OF_EVERY_MODULE]
+    elif isinstance(thing, nn.Parameter):
+        yield f"parameter {path}", thing
+    elif isinstance(thing, list | tuple | set):
+        inside += enumerate(thing)
+    elif isinstance(thing, dict):
+        inside += thing.items()
+    for name, value in inside:
+        yield from _parts(value, _join(path, name), seen)
+
+
+def _join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def check_cut(shared: Sequence[Shared], balance: Sequence[int]) -> None:
-    """Raises SeparatedError if the stages, of so many layers each, would share a parameter."""
+    """Raises SeparatedError if the stages, of so many layers each, would share something."""
     stages = [stage for stage, size in enumerate(balance) for _ in range(size)]
     for one in shared:
         if stages[one.first] != stages[one.second]:

@@ -110,6 +110,27 @@ def _by_stage(layout: Layout, parts: Sequence[torch.Tensor], schedule: Schedule)
     return seconds
 
 
+def rehearse(config: TrainConfig, engine: Engine, team: Team, data: Reading, epoch: int, position: int) -> None:
+    """Run the first micro-batch of a mini-batch forward, forward again and backward, and change no weight. The next
+    mini-batch that `data` loads is that one, and stays the next.
+
+    Gradients and statistics are as after a step. Raises as the executor does.
+    """
+    samples = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)[0]
+    schedule = checked_schedule("gpipe", engine.layout.partitions, 1, "always")
+    inputs, targets = None, None
+    if data.loaded is not None:
+        with team.waits(Awaited.DATA):
+            whole = data.loaded.peek()
+        inputs = placed(engine, tuple(tensor[:samples] for tensor in whole))
+    if engine.has_last:
+        targets = data.targets(epoch, position)
+        assert targets is not None
+        targets = targets[:samples]
+    objective = objective_of(config, targets, (samples,), config.label_smoothing, engine.last_device)
+    engine.executor.run(schedule, 0, (samples,), inputs, objective, data.batches.lengths(epoch, position))
+
+
 def train_step(
     config: TrainConfig,
     engine: Engine,
@@ -128,11 +149,12 @@ def train_step(
     learning rate `rate`. `before` is the step before this one; with `count` the saved activations are counted."""
     sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
     schedule = checked_schedule(config.schedule, engine.layout.partitions, len(sizes), engine.layout.recompute)
-    objective = _objective(config, engine, data, epoch, position, sizes, config.label_smoothing)
+    targets = data.targets(epoch, position) if engine.has_last else None
+    objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
     lengths = data.batches.lengths(epoch, position)
     for stage in engine.stages.values():
         stage.count_saved(count)
-    recording = engine.executor.run(schedule, step, sizes, _placed(engine, team, data), objective, lengths)
+    recording = engine.executor.run(schedule, step, sizes, _next_inputs(engine, team, data), objective, lengths)
 
     layout, partitions = engine.layout, engine.layout.partitions
     norms_at = _SUMS + 2 * partitions
@@ -174,9 +196,10 @@ def evaluate(config: TrainConfig, engine: Engine, team: Team, data: Reading) -> 
     for position in range(data.batches.steps_per_epoch):
         sizes = micro_batch_sizes(data.batches.size(0, position), config.micro_batches)
         schedule = evaluation_schedule(engine.layout.partitions, len(sizes))
-        objective = _objective(config, engine, data, 0, position, sizes, 0.0)
+        targets = data.targets(0, position) if engine.has_last else None
+        objective = objective_of(config, targets, sizes, 0.0, engine.last_device)
         lengths = data.batches.lengths(0, position)
-        engine.executor.run(schedule, 0, sizes, _placed(engine, team, data), objective, lengths)
+        engine.executor.run(schedule, 0, sizes, _next_inputs(engine, team, data), objective, lengths)
         if objective is not None:
             total += objective.totals()
     numbers = torch.tensor(astuple(total), dtype=torch.float64)
@@ -184,31 +207,32 @@ def evaluate(config: TrainConfig, engine: Engine, team: Team, data: Reading) -> 
     return Totals(int(elements), *sums)
 
 
-def _objective(
+def objective_of(
     config: TrainConfig,
-    engine: Engine,
-    data: Reading,
-    epoch: int,
-    position: int,
+    targets: torch.Tensor | None,
     sizes: Sequence[int],
     label_smoothing: float,
+    device: torch.device,
 ) -> CrossEntropy | None:
-    if not engine.has_last:
+    """What the last stage, on `device`, minimises; None where there are no targets, as the last stage is elsewhere."""
+    if targets is None:
         return None
-    targets = data.targets(epoch, position)
-    assert targets is not None
     return CrossEntropy(
         targets,
         sizes,
         label_smoothing=label_smoothing,
         auxiliary_weight=getattr(config.model, "auxiliary_weight", 0.0),  # other models have no such head
-        device=engine.last_device,
+        device=device,
     )
 
 
-def _placed(engine: Engine, team: Team, data: Reading) -> Tensors | None:
+def _next_inputs(engine: Engine, team: Team, data: Reading) -> Tensors | None:
     with team.waits(Awaited.DATA):
         inputs = data.inputs()
+    return placed(engine, inputs)
+
+
+def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
     if inputs is None:
         return None
     return tuple(

@@ -1,27 +1,51 @@
 """What `gpipe check` is made of: layers are watched, bits are compared, shared parameters are kept together."""
 
+import contextlib
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import custom_models
 import pytest
 import torch
 from torch import nn
-from training_runs import TINY, configure
+from torch.nn.utils import parametrizations
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
 
+from gpipe_cli.pipeline.executor import ActionFailedError, Executor
+from gpipe_cli.pipeline.layer_call import ChangedInputError
+from gpipe_cli.pipeline.micro_batch import Tensors
+from gpipe_cli.pipeline.schedule import build
+from gpipe_cli.pipeline.stage import Stage
+from gpipe_cli.pipeline.transport import HandOver
 from gpipe_cli.reporting.check_report import CheckReport, Finding, Row
 from gpipe_cli.training.differences import Digests, Variant, differs, first_difference, within
 from gpipe_cli.training.digests import digest
 from gpipe_cli.training.layout import make_layout
-from gpipe_cli.training.probes import Probed, find_in_place, probe_layers
-from gpipe_cli.training.sharing import SeparatedError, check_cut, shared_parameters
+from gpipe_cli.training.probes import Watch, watching
+from gpipe_cli.training.sharing import SeparatedError, check_cut, find_shared
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
+CPU = torch.device("cpu")
 
 
-def probed(model: nn.Sequential) -> Probed:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(3, 3, 8, 8, generator=generator)
-    return probe_layers(model, (images,), torch.device("cpu"), torch.contiguous_format)
+class SumOfSquares:
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return outputs[0].square().sum()
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        pass
+
+
+def watched(model: nn.Sequential) -> Watch:
+    """What its layers are seen to do with a micro-batch that is run, and run again."""
+    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
+    executor = Executor({0: stage}, 1, HandOver([CPU]))
+    with contextlib.suppress(ActionFailedError, ChangedInputError), watching([stage]) as watch:
+        executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
+    return watch
 
 
 def test_digests_are_of_bits_and_not_of_places() -> None:
@@ -34,48 +58,105 @@ def test_digests_are_of_bits_and_not_of_places() -> None:
     assert digest((tensor,)) != digest((changed,))
 
 
+def layer(made: nn.Module) -> nn.Sequential:
+    return custom_models.with_layer(made)
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "words"),
     [
         (custom_models.works_in_place(), "in_place", "use inplace=False"),
         (custom_models.scales_in_place(), "in_place", "use inplace=False"),
+        (layer(custom_models.Hidden()), "in_place", "use inplace=False"),
         (custom_models.draws_elsewhere("random"), "random", "draws from Python's random module"),
         (custom_models.draws_elsewhere("numpy"), "random", "draws from numpy.random"),
         (custom_models.draws_elsewhere("generator"), "state", "a source that torch's seed does not rule"),
         (custom_models.counts(), "state", "it keeps something between calls"),
+        (layer(custom_models.Remembers()), "state", "it keeps something between calls"),
+        (layer(custom_models.Asks()), "state", "asks whether gradients are recorded"),
         (custom_models.tracks(), "state", "changes its own seen"),
+        (layer(custom_models.Tracks()), "state", "changes its own seen"),
+        (layer(nn.InstanceNorm2d(4, track_running_stats=True)), "state", "changes its own running_mean"),
+        (layer(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "state", "changes its own parametrizations"),
     ],
 )
 def test_the_layer_that_cannot_be_pipelined_is_named(model: nn.Sequential, kind: str, words: str) -> None:
-    found = probed(model).findings
+    found = watched(model).findings
     assert [(finding.kind, finding.layer) for finding in found] == [(kind, "1")]
     assert words in found[0].text
 
 
 def test_layers_that_can_are_left_alone() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 4))
+    """Also by being watched: weights, statistics, what they remember, gradients and generators are as before."""
+
+    def make(inner: nn.Module) -> nn.Sequential:
+        made = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), inner, nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 4)]
+        return nn.Sequential(*made)
+
+    model = make(custom_models.Remembers())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert probed(model) == Probed((), draws=True)
-    assert probed(model.eval()) == Probed((), draws=False)
+    drawn = torch.get_rng_state(), random.getstate()
+    assert watched(model).draws
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model[2].calls == 0
+    assert watched(make(nn.ReLU())).findings == ()
+    assert not watched(make(nn.ReLU()).eval()).draws
 
 
-def test_a_probe_ends_where_a_layer_raises() -> None:
-    model = nn.Sequential(nn.Flatten(), custom_models.LookUp(2, 2), nn.ReLU(inplace=True))
-    assert probed(model).findings == ()
+def test_what_a_layer_raises_ends_the_watch() -> None:
+    model = nn.Sequential(nn.Flatten(), custom_models.LookUp(2, 2), custom_models.Remembers())
+    assert watched(model).findings == ()
 
 
-def test_in_place_is_seen_without_values() -> None:
-    config = configure(*CUSTOM, "model.target=custom_models:works_in_place")
-    from gpipe_cli.training.build import build_model, model_inputs
+def test_a_layer_that_runs_another_is_no_state() -> None:
+    model = custom_models.holds_another()
+    assert watched(model).findings == ()
 
-    found = find_in_place(build_model(config), model_inputs(config), ())
-    assert [finding.layer for finding in found] == ["1"]
+
+@pytest.mark.parametrize(
+    ("model", "layer"), [("works_in_place", "1"), ("scales_in_place", "1"), ("changes_a_mask", "2")]
+)
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_training_refuses_a_layer_that_changes_its_input(
+    model: str, layer: str, partitions: int, tmp_path: Path
+) -> None:
+    """A mask that needs no gradient was halved in place just behind a cut: recomputed from what was left of it, the
+    gradients were others, and nothing said so. Some of it can be seen on the meta device, the rest at the first F."""
+    settings = [f"model.target=custom_models:{model}", f"partitions={partitions}", "executor=in_process"]
+    balance = [] if partitions == 1 else [f"partition.balance=[{layer},{ {'1': 4, '2': 5}[layer] }]".replace(" ", "")]
+    with pytest.raises(ChangedInputError, match=f"layer {layer} changes its input in place") as refused:
+        train_here(configure(*CUSTOM, *settings, *balance, "check_layers=false", "recompute=always"), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_training_refuses_what_a_recomputation_would_count_twice(tmp_path: Path) -> None:
+    """It was trained without a word, with statistics that depended on what was recomputed."""
+    settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "partitions=2", "max_steps=1"]
+    with pytest.raises(ValueError, match=r"layer 1 changes its own seen.*check_layers=false"):
+        train_here(configure(*settings), tmp_path / "refused")
+    assert not list((tmp_path / "refused").iterdir())
+    train_here(configure(*settings, "check_layers=false"), tmp_path / "as_it_is")
+    assert final_tensors(tmp_path / "as_it_is")["model/1.seen"] != 0
+
+
+def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+    """Of one that goes on neither: it is watched again, since its code may be another."""
+    settings = [*CUSTOM, "model.target=custom_models:odd", "executor=in_process", "partitions=3", "epochs=2"]
+    settings += ["ema_decay=0.9", "data_workers=1"]
+    train_here(configure(*settings, "check_layers=false"), tmp_path / "not_watched")
+    heard = train_here(configure(*settings, "max_steps=4"), tmp_path / "begun")
+    assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
+    heard = train_here(configure(*settings, f"resume={tmp_path / 'begun'}"), tmp_path / "watched")
+    assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
+    assert_same_tensors(final_tensors(tmp_path / "watched"), final_tensors(tmp_path / "not_watched"))
 
 
 def test_shared_parameters_stay_in_one_partition() -> None:
-    shared = shared_parameters(custom_models.shares())
-    assert [(one.first_name, one.second_name, one.parameter) for one in shared] == [("1", "2", "weight")]
+    shared = find_shared(custom_models.shares())
+    assert [(one.first_name, one.second_name, one.what) for one in shared] == [("1", "2", "parameter weight")]
     check_cut(shared, (5,))
     check_cut(shared, (3, 2))
     check_cut(shared, (1, 2, 2))
@@ -91,7 +172,7 @@ def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
         for second in range(first + 1, 5):
             layers = [nn.Linear(2, 2) for _ in range(5)]
             layers[second].bias = layers[first].bias
-            shared = shared_parameters(nn.Sequential(*layers))
+            shared = find_shared(nn.Sequential(*layers))
             sizes = [1] * (partitions - 1) + [6 - partitions]
             for place in range(partitions):  # every balance with one large partition
                 balance = [1] * partitions
@@ -117,6 +198,42 @@ def test_a_training_refuses_to_separate_them() -> None:
     make_layout(configure(*settings, "partitions=2", "partition.balance=[3,2]"))
     with pytest.raises(ValueError, match="share parameter weight"):
         make_layout(configure(*settings, "partitions=2", "partition.balance=[2,3]"))
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.inner = nn.Conv2d(4, 4, 1), inner
+
+
+def buffered(table: torch.Tensor) -> nn.Module:
+    block = Block(nn.ReLU())
+    block.register_buffer("table", table)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("layers", "what"),
+    [
+        (lambda: [Block(norm := nn.BatchNorm2d(4, affine=False)), nn.Sequential(nn.Flatten(), norm)], "module 1"),
+        (lambda: [buffered(table := torch.ones(4)), buffered(table)], "buffer table"),
+        (lambda: [Block(inner := custom_models.Asks()), Block(inner)], "module inner"),
+        (lambda: list(custom_models.holds_another().children())[1:3], "module others.0"),
+        (lambda: [Block(activation := nn.ReLU()), Block(activation)], None),  # one of torch's functions
+    ],
+)
+def test_whatever_two_layers_share_stays_in_one_partition(
+    layers: Callable[[], Sequence[nn.Module]], what: str | None
+) -> None:
+    """Buffers too, and modules, which may count: in two processes each had its own, and after three steps they were
+    others."""
+    first, second = layers()
+    shared = find_shared(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()))
+    assert [(one.first, one.second, one.what) for one in shared] == ([] if what is None else [(0, 2, what)])
+    check_cut(shared, (3, 1))
+    if what is not None:
+        with pytest.raises(SeparatedError, match=rf"layers 0 and 2 share {what}.*balance=\[3,1\]"):
+            check_cut(shared, (1, 3))
 
 
 def test_a_module_has_one_place() -> None:
@@ -184,16 +301,17 @@ def test_the_verdict_counts_what_was_compared() -> None:
         Row(2, 3, "gpipe", "never", "in_process", "identical"),
         Row(2, 3, "gpipe", "never", "distributed", "left out", text="no GPU"),
     )
-    report = CheckReport(rows, (), 2.3026, {})
+    report = CheckReport(rows, (), (), 2.3026, {})
     assert report.identical
     assert report.verdict.endswith("(1 variant, loss 2.3026)")
     bad = replace(report, rows=(*rows, Row(2, 3, "1f1b", "never", "in_process", "differs", layer="stem")))
     assert not bad.identical
     assert bad.verdict == "differs: 1 of 2 variants; first in layer stem"
-    # what no bit of this mini-batch shows can still be wrong
-    unruled = replace(report, findings=(Finding("random", "noise", "layer noise draws from numpy.random"),))
-    assert not unruled.identical
-    assert unruled.verdict == "differs: layer noise draws from numpy.random"
-    warned = replace(report, findings=(Finding("in_place", "relu", "layer relu changes its input in place"),))
-    assert warned.identical
-    assert warned.warnings == warned.findings
+    # what no bit of this mini-batch and no cut that was tried shows can still be wrong
+    for finding in (
+        Finding("random", "noise", "layer noise draws from numpy.random"),
+        Finding("in_place", "relu", "layer relu changes its input in place"),
+    ):
+        refused = replace(report, findings=(finding,))
+        assert not refused.identical
+        assert refused.verdict == f"refused: {finding.text}"

@@ -313,6 +313,24 @@ def test_a_missing_data_folder_is_one_line(
     assert not list(tmp_path.glob("outputs/*"))
 
 
+@pytest.mark.parametrize(("model", "layer"), [("tracks", "1"), ("changes_a_mask", "2")])
+def test_a_layer_that_cannot_be_pipelined_is_one_line(
+    model: str, layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever process holds it says so to all, before the first step."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
+    settings = ["model=custom", f"model.target=custom_models:{model}", "dataset.image_size=8", "partitions=2"]
+    layers = 5 if model == "tracks" else 7
+    assert command(monkeypatch, "train", *settings, *TINY[2:3], *TINY[4:], f"partition.balance=[1,{layers - 1}]") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("gpipe train: ")
+    assert f"layer {layer} changes" in captured.err
+    assert captured.err.count("\n") == 1
+    assert not list(tmp_path.glob("outputs/*"))
+
+
 def test_a_finished_run_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,17 @@ def test_partitions_do_not_matter(model: str, recompute: str, tmp_path: Path) ->
     assert all(tensor.isfinite().all() for tensor in whole.values())
 
 
+def test_what_is_unusual_is_the_same_for_every_cut(tmp_path: Path) -> None:
+    """Tuples of one, integers that travel along, a norm that is applied twice and averages all mini-batches, one with a
+    hook, a parametrization: each a stage of its own, and all in one."""
+    settings = [*COMMON, "model=custom", "model.target=custom_models:odd"]
+    train_here(configure(*settings, "partitions=1", "recompute=never"), tmp_path / "whole")
+    train_here(configure(*settings, "partitions=15", "recompute=always"), tmp_path / "cut")
+    whole = final_tensors(tmp_path / "whole")
+    assert_same_tensors(final_tensors(tmp_path / "cut"), whole)
+    assert int(whole["model/4.norm.num_batches_tracked"]) == 2 * 2
+
+
 def test_the_seed_decides_a_custom_models_initial_values(tmp_path: Path) -> None:
     found = []
     for name, seed in (("one", 3), ("same", 3), ("other", 4)):
