@@ -30,7 +30,8 @@ RECOMPUTE = ("always", "except_last", "never")
 @dataclass(frozen=True)
 class Row:
     """One way to run the mini-batch, and how what it gives compares with the reference of its schedule: one partition,
-    nothing recomputed. The reference of `1f1b`, and one with other micro-batches, compare with that of `gpipe`."""
+    nothing recomputed. Executor `pytorch` is no pipeline, but the untouched model. The reference of `1f1b`, and one
+    with other micro-batches, compare with that of `gpipe`."""
 
     partitions: int
     micro_batches: int
@@ -141,7 +142,7 @@ def _folded(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that say the same, together where they are all of a kind, and by partitions where they are not."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.schedule, *_said(row)), []).append(row)
+        groups.setdefault((row.schedule, row.executor == "pytorch", *_said(row)), []).append(row)
     folded = []
     for group in groups.values():
         if _is_whole(group, rows):

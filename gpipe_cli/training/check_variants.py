@@ -20,9 +20,9 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.loading import load_batches
 from gpipe_cli.pipeline.executor import ActionFailedError, Watch
 from gpipe_cli.pipeline.layer_call import ChangedInputError
-from gpipe_cli.pipeline.micro_batch import as_tuple, micro_batch_sizes
+from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple, micro_batch_sizes
 from gpipe_cli.pipeline.schedule import Action, Kind
-from gpipe_cli.reporting.check_report import Row
+from gpipe_cli.reporting.check_report import TOLERANCE, Row
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.differences import Digests, Variant, differs, first_difference, within
@@ -35,8 +35,9 @@ from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.probes import watching
 from gpipe_cli.training.run import Join, Report
 from gpipe_cli.training.shapes import refuse_single_samples
-from gpipe_cli.training.step import rehearse, train_step
+from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
 from gpipe_cli.training.team import Team
+from gpipe_cli.training.untouched import build_untouched, run_untouched
 
 
 def check(
@@ -122,12 +123,14 @@ class _Work:
                           "samples": sum(sizes), "sizes": sizes})  # fmt: skip
 
     def is_reference(self, variant: Variant) -> bool:
-        usual = variant.micro_batches == self.base.micro_batches
+        usual = variant.micro_batches == self.base.micro_batches and variant.executor != "pytorch"
         return usual and variant.layout.partitions == 1 and variant.recompute == "never"
 
     def compare(self, variant: Variant, references: dict[str, Digests]) -> tuple[Row, Digests | None]:
         """The row of a variant, and what it leaves if it is a reference."""
         kept: dict[str, torch.Tensor] = {}
+        if variant.executor == "pytorch":
+            return self._compare_untouched(variant, references[variant.schedule]), None
         digests = self._run(variant, kept)
         if self.is_reference(variant):
             save_file(kept, self.folder / f"{variant.schedule}.safetensors")
@@ -142,6 +145,38 @@ class _Work:
         if not least:
             return variant.row("identical"), None
         return differs(variant, min(least), self._distance(kept, variant.schedule)), None
+
+    def _compare_untouched(self, variant: Variant, reference: Digests) -> Row:
+        """Outputs of layers, loss and gradients of plain PyTorch beside those of a pipeline."""
+        config, outputs = variant.config(self.base), {}
+        engine = self._engine(config, variant.layout, self.watch)
+        model = build_untouched(config, variant.layout)
+        if config.init_from is not None:
+            model.load_state_dict(engine.stages[0].module.state_dict())
+        reading = self._first_mini_batch()
+        inputs, targets = placed(engine, reading.inputs()), reading.targets(0, 0)
+        sizes = micro_batch_sizes(reading.batches.size(0, 0), config.micro_batches)
+        objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
+        assert inputs is not None
+        assert objective is not None
+
+        def observe(layer: str, micro_batch: int, tensors: Tensors) -> None:
+            outputs[layer, micro_batch] = digest(tensors)
+
+        try:
+            run_untouched(model, config.seed, inputs, sizes, objective, observe)
+        except Exception as error:  # the user's own code, which a pipeline has run
+            text = " ".join(f"plain PyTorch raises {type(error).__name__}: {error}".split())
+            return variant.row("fails", text=text)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        names = dict.fromkeys((name for name, _ in model.named_parameters()), "")
+        digests = {name: digest((gradient,)) for name, gradient in gradients.items()}
+        own = Digests(objective.totals().means[0], outputs=outputs, gradients=digests, weights=names)
+        found = first_difference(variant.layout, own, replace(reference, weights=names))  # no step is done
+        if found is None:
+            return variant.row("identical")
+        distance = self._distance({name: gradient.cpu() for name, gradient in gradients.items()}, variant.schedule)
+        return within(variant, distance) if 0 < distance <= TOLERANCE else differs(variant, found, distance)
 
     def _run(self, variant: Variant, kept: dict[str, torch.Tensor]) -> Digests:
         """Do the step; `kept` gets the gradients of this process."""
@@ -222,6 +257,7 @@ class _Work:
                 reference = file.get_tensor(name).double()
                 norm += float(reference.square().sum())
                 if name in kept:
-                    difference += float((kept[name].double() - reference).square().sum())
+                    difference += float((kept.pop(name).double() - reference).square().sum())
+        difference += sum(float(gradient.double().square().sum()) for gradient in kept.values())
         difference = sum(self.team.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)

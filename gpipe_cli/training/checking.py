@@ -31,7 +31,7 @@ from gpipe_cli.training.work import Checking
 
 Schedule = Literal["gpipe", "1f1b"]
 Mode = Literal["never", "except_last", "always"]
-Way = Literal["in_process", "distributed"]
+Way = Literal["in_process", "distributed", "pytorch"]
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
@@ -152,6 +152,7 @@ class _Checked:
             for schedule, mode in product(SCHEDULES, MODES)
             for k in sorted(self._together)
         ]
+        together.insert(1, variant(self._together[1], "pytorch", SCHEDULES[0], MODES[0]))
         if whole > 1:
             together.append(variant(self._together[1], "in_process", SCHEDULES[0], MODES[0], 1))
         apart = [
@@ -275,5 +276,5 @@ def _order(row: Row) -> tuple[int, ...]:
         SCHEDULES.index(row.schedule),
         row.partitions,
         MODES.index(row.recompute),
-        int(row.executor == "distributed"),
+        ("in_process", "pytorch", "distributed").index(row.executor),
     )

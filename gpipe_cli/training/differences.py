@@ -24,7 +24,7 @@ class Variant:
     micro_batches: int
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never"]
-    executor: Literal["in_process", "distributed"]
+    executor: Literal["in_process", "distributed", "pytorch"]  # pytorch: no pipeline, the model as it is
 
     def config(self, config: TrainConfig) -> TrainConfig:
         return replace(
@@ -34,7 +34,7 @@ class Variant:
             micro_batches=self.micro_batches,
             schedule=self.schedule,
             recompute=self.recompute,
-            executor=self.executor,
+            executor="in_process" if self.executor == "pytorch" else self.executor,
         )
 
     def row(self, verdict: Verdict, **more: Any) -> Row:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import custom_models
 import pytest
@@ -20,11 +21,14 @@ from gpipe_cli.pipeline.schedule import build
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.pipeline.transport import HandOver
 from gpipe_cli.reporting.check_report import CheckReport, Finding, Row
+from gpipe_cli.training.check_variants import check
+from gpipe_cli.training.checking import _Checked
 from gpipe_cli.training.differences import Digests, Variant, differs, first_difference, within
 from gpipe_cli.training.digests import digest
 from gpipe_cli.training.layout import make_layout
 from gpipe_cli.training.probes import Watch, watching
 from gpipe_cli.training.sharing import SeparatedError, check_cut, find_shared
+from gpipe_cli.training.team import Team
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
@@ -152,6 +156,40 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     heard = train_here(configure(*settings, f"resume={tmp_path / 'begun'}"), tmp_path / "watched")
     assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
     assert_same_tensors(final_tensors(tmp_path / "watched"), final_tensors(tmp_path / "not_watched"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "layer"),
+    [
+        (["model.target=custom_models:odd"], "identical", None),
+        # what a layer is given lies in memory as in every other pipeline, and not as its layer before has left it
+        (["model.target=custom_models:looks_at_strides"], "differs", "2"),
+        (["model.target=custom_models:odd", "freeze=['1?']", "memory_format=contiguous"], "identical", None),
+    ],
+)
+def test_a_pipeline_is_compared_with_plain_pytorch(
+    settings: list[str], verdict: str, layer: str | None, tmp_path: Path
+) -> None:
+    """All variants could be wrong in the same way, as they were where each lost the forward of a batch norm."""
+    config = configure(*CUSTOM, *settings, "partitions=1")
+    first, untouched = _Checked(config).crews()[0][:2]
+    heard: list[tuple[str, dict[str, Any]]] = []
+    check(
+        config,
+        [first, untouched],
+        {},
+        tmp_path,
+        first.layout,
+        0,
+        lambda: (Team(0, 1), None),
+        lambda kind, message: heard.append((kind, message)),
+        lambda *action: None,
+    )
+    row = heard[-1][1]["row"]
+    assert (row.executor, row.verdict, row.layer) == ("pytorch", verdict, layer)
+    assert not heard[0][1]["findings"]
+    if verdict == "differs":
+        assert row.difference > 1e-3
 
 
 def test_shared_parameters_stay_in_one_partition() -> None:
