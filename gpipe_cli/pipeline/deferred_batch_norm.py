@@ -115,6 +115,8 @@ class BatchStatistics:
             counts.clear()
         if self._again is not None:
             self._again.commit()
+            again = {id(running): value for running, value in self._again.newest}
+            self.newest = [(to, (new + again[id(to)]) / 2 if id(to) in again else new) for to, new in self.newest]
 
     def is_empty(self) -> bool:
         return self._open is None and not any(self._counts) and (self._again is None or self._again.is_empty())

@@ -182,6 +182,10 @@ def test_one_norm_in_two_places_tracks_both(momentum: float | None) -> None:
         deferred(images(samples, number))  # a recomputation
         assert_same_statistics(deferred, whole)
     assert int(deferred.norm.num_batches_tracked) == 4
+    newest = {id(running): value for running, value in statistics.newest}[id(deferred.norm.running_mean)]
+    once = images(5, 1).mean(dim=(0, 2, 3))
+    again = (nn.functional.batch_norm(images(5, 1), None, None, training=True) ** 2 + 1).mean(dim=(0, 2, 3))
+    torch.testing.assert_close(newest, (once + again) / 2)  # what is averaged for both
     for m, piece in enumerate(split(images(8), (3, 3, 2))):
         statistics.open(m)
         deferred(piece)
