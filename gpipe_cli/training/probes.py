@@ -88,7 +88,7 @@ class _Seen:
             if not all(same_bits(*pair) for pair in given):
                 self._watch.found(Finding("in_place", name, str(ChangedInputError(name))))
                 for tensor, value in given:  # it is what the layer before gave
-                    tensor.data.copy_(value)
+                    _write_back(tensor, value)
             sources = [
                 source
                 for source, moved in (
@@ -103,7 +103,7 @@ class _Seen:
             now = dict(_tensors(layer))
             changed = [key for key, (_, value) in held.items() if key in now and not same_bits(now[key], value)]
             for tensor, value in held.values():
-                tensor.data.copy_(value)  # unseen by autograd: it may need them for a backward
+                _write_back(tensor, value)
             self._state(name, changed, as_tuple(output))
             before.clear()
 
@@ -169,7 +169,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
             own.clear()
             own.update(before)
         for buffer, value in buffers:
-            buffer.data.copy_(value)
+            _write_back(buffer, value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
@@ -183,6 +183,12 @@ def _random_states(devices: list[torch.device]) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Unseen by autograd, which may need it for a backward. What nobody has changed may not even be writable."""
+    if not same_bits(tensor, value):
+        tensor.data.copy_(value)
 
 
 def _tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -98,6 +98,7 @@ def test_layers_that_can_are_left_alone() -> None:
         return nn.Sequential(*made)
 
     model = make(custom_models.Remembers())
+    model[2].register_buffer("stretched", torch.ones(1).expand(4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate()
     assert watched(model).draws
