@@ -76,7 +76,7 @@ class _Seen:
             self._running.append(name)
             if len(self._running) > 1:
                 return
-            held = {key: (tensor, tensor.detach().clone()) for key, tensor in _tensors(layer)}
+            held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer)}
             given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
             before[:] = held, given, self._generator().clone(), random.getstate(), _numpy_state()
 
@@ -101,8 +101,15 @@ class _Seen:
                 self._watch.found(_random(name, sources))
             self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
             now = dict(_tensors(layer))
-            changed = [key for key, (_, value) in held.items() if key in now and not same_bits(now[key], value)]
-            for tensor, value in held.values():
+            changed = [
+                key
+                for key, (tensor, value, version) in held.items()
+                # spectral norm that has converged writes what stood there before, until the weights change; weights
+                # themselves are written to by torch, to bring them together in memory
+                if (tensor._version != version and not isinstance(tensor, nn.Parameter))
+                or (key in now and not same_bits(now[key], value))
+            ]  # fmt: skip
+            for tensor, value, _ in held.values():
                 _write_back(tensor, value)
             self._state(name, changed, as_tuple(output))
             before.clear()
