@@ -1,15 +1,19 @@
-"""Files as the whole program writes them: whole or not at all, in folders that one run at a time may write to.
+"""Files as the whole program reads and writes them: whole or not at all, in folders that one run at a time writes to.
 
 A run leaves a dozen files that others read while it goes on, or after it was killed: none of them is ever half a file.
 """
 
+import errno
 import fcntl
+import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 LOCK = ".lock"  # in the folder of a run or a sweep, as long as a process is at work there
 _PARTIAL = ".partial"  # the end of the name of what is being written
@@ -36,6 +40,29 @@ def write_whole(path: Path, content: str | bytes) -> None:
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def regular_size(path: Path) -> int:
+    """The bytes of a regular file. Raises OSError if it is none: to open a pipe or a device might never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return found.st_size
+
+
+def read_json(path: Path, most_bytes: int = 2**28) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or has more than `most_bytes`.
+        ValueError: it is not JSON, or deeper than any that this program writes.
+    """
+    if (size := regular_size(path)) > most_bytes:
+        raise OSError(errno.EFBIG, f"{size} bytes are more than any such file has", str(path))
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from gpipe_cli.config import TrainConfig, from_tree, to_yaml
 from gpipe_cli.pipeline.executor import Watch
 from gpipe_cli.training.checkpoint import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.layout import make_layout
+from gpipe_cli.training.processes import find_source
 from gpipe_cli.training.run import train
 from gpipe_cli.training.team import Team
 
@@ -66,6 +67,7 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
         lambda: (Team(0, 1), None),
         lambda kind, message: heard.append((kind, message)),
         watch,
+        source=find_source(config, layout),
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return heard
@@ -99,7 +101,7 @@ def start_program(*arguments: str) -> "subprocess.Popen[str]":
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Everything in the last checkpoint of a run, by name."""
     checkpoint = find_checkpoint(folder, "last", "run")
-    return read_tensors(checkpoint, read_index(checkpoint)["layers"], ("model", "optimizer", "ema"))
+    return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
 
 
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

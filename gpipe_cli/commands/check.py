@@ -53,8 +53,5 @@ def _check(config: TrainConfig) -> int:
         fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.training.checking import run_check
-            from gpipe_cli.training.fine_tuning import check_init_from
 
-        if config.init_from is not None:
-            check_init_from(config)
         return run_check(config, folder)

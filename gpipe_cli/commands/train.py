@@ -73,18 +73,14 @@ def refuse_groups(line: CommandLine) -> None:
 
 def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Bench | None = None) -> int:
     """Trains, or with `bench` measures a training; returns the exit code. `what` is as `run_folder` has it."""
-    takes_weights = config.init_from is not None and config.resume is None
-    if takes_weights:
-        find_run("init_from", str(config.init_from), config.output)
+    if config.init_from is not None and config.resume is None:
+        find_run("init_from", config.init_from, config.output)
     with run_folder(config, datetime.now(), auto, what) as folder:
         if not config.dry_run:
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.training.fine_tuning import check_init_from
             from gpipe_cli.training.processes import launch  # torch comes with it
 
-        if takes_weights:  # known from names and shapes, also to a dry run
-            check_init_from(config)
         return launch(config, folder, auto, bench)
 
 

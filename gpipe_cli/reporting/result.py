@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.files import write_whole
+from gpipe_cli.files import read_json, write_whole
 
 RESULT = "result.json"
 
@@ -32,7 +32,7 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
     """
     path = folder / name
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); remove it, or run again into a new folder") from error
     if not isinstance(result, dict):

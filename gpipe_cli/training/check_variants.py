@@ -38,36 +38,35 @@ from gpipe_cli.training.shapes import refuse_single_samples
 from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
 from gpipe_cli.training.team import Team
 from gpipe_cli.training.untouched import build_untouched, run_untouched
+from gpipe_cli.training.work import Checking
 
 
 def check(
     config: TrainConfig,
-    variants: Sequence[Variant],
-    references: dict[str, Digests],
-    folder: Path,
+    task: Checking,
     layout: Layout,
     process: int,
     join: Join,
     report: Report,
     watch: Watch,
 ) -> None:
-    """Run the variants as process number `process`, and report a row for each, in order.
+    """Run the variants of the task as process number `process`, and report a row for each, in order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
-    compared with, and are reported. `references` are those of an earlier crew; their gradients lie in `folder`.
+    compared with, and are reported. Those of the task are of an earlier crew; their gradients lie in its folder.
 
     Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
     """
     start = Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
-    source = None if config.init_from is None else Path(config.init_from)
-    data = Data(replace(config, data_workers=0), layout, process, start, source)
+    run = None if config.init_from is None else Path(config.init_from)
+    data = Data(replace(config, data_workers=0), layout, process, start, run)
     team, groups = join()
     reading = data.training_set(team)
-    work = _Work(config, process, team, groups, reading, watch, folder)
-    if not references:
-        work.prepare(variants[0], report)
-    references = dict(references)
-    for variant in variants:
+    work = _Work(config, process, team, groups, reading, watch, task.folder, task.source)
+    if not task.references:
+        work.prepare(task.variants[0], report)
+    references = dict(task.references)
+    for variant in task.variants:
         if variant.schedule not in references and not work.is_reference(variant):
             report("row", {"row": variant.row("left out", text=f"the reference of {variant.schedule} failed")})
             continue
@@ -107,6 +106,7 @@ class _Work:
     reading: Reading
     watch: Watch
     folder: Path
+    source: Path | None  # of the weights
 
     def prepare(self, variant: Variant, report: Report) -> None:
         """Once, before the first variant: is the mini-batch one to train on, and what do its layers do alone?"""
@@ -238,7 +238,7 @@ class _Work:
         model = build_model(config)
         engine = build_engine(config, layout, self.process, self.groups, model, watch,
                               begins=config.init_from is None)  # fmt: skip
-        fine_tune(config, engine, self.team, model)
+        fine_tune(config, engine, model, self.source)
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
         return engine
 

@@ -19,10 +19,11 @@ from gpipe_cli.config import PartitionConfig, TrainConfig
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.pipeline.layer_call import ChangedInputError
 from gpipe_cli.reporting.check_report import CheckReport, Finding, Row, Verdict, show_check, write_check
-from gpipe_cli.reporting.facts import show_facts
+from gpipe_cli.reporting.facts import show_error, show_facts
 from gpipe_cli.reporting.units import plural
 from gpipe_cli.training.crew import Hear, Interrupt, interruptible, perform
 from gpipe_cli.training.differences import Digests, Variant
+from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.fork_server import temporary_folder
 from gpipe_cli.training.layout import Layout, make_layout, torchrun_world, usable_cores
 from gpipe_cli.training.shapes import Shapes, read_shapes
@@ -55,6 +56,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     mode = "except_last" if config.recompute == "auto" else config.recompute
     config = replace(config, threads=threads, hardware=hardware, recompute=mode)
     console = Console()
+    source = None if config.init_from is None else find_weights(config, show_error)
     checked = _Checked(config)
     with (
         interruptible() as interrupt,
@@ -71,7 +73,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
         try:
             for variants in checked.crews():
-                _run(config, checked, variants, hear, Path(meeting), interrupt)
+                _run(config, checked, variants, source, hear, Path(meeting), interrupt)
         except KeyboardInterrupt:
             return INTERRUPTED
     report = checked.report()
@@ -86,6 +88,7 @@ def _run(
     config: TrainConfig,
     checked: "_Checked",
     variants: Sequence[Variant],
+    source: Path | None,
     hear: Hear,
     folder: Path,
     interrupt: Interrupt,
@@ -95,7 +98,7 @@ def _run(
     if not waiting:
         return
     layout = max((variant.layout for variant in waiting), key=lambda layout: layout.partitions)
-    failure = perform(config, layout, Checking(tuple(waiting), checked.references, folder), hear, interrupt)
+    failure = perform(config, layout, Checking(tuple(waiting), checked.references, folder, source), hear, interrupt)
     if failure is None:
         return
     if failure.kind == "user" and not checked.rows:

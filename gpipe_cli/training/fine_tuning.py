@@ -5,29 +5,34 @@ its first step, with a fresh optimizer. The averaged weights are taken where the
 evaluated on. Names are global, so the number of partitions means nothing, there as here.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from gpipe_cli.config import TrainConfig, load
-from gpipe_cli.dataset_settings import DatasetConfig, ImagesConfig, TextConfig
-from gpipe_cli.model_settings import CustomConfig, choice_of
+from gpipe_cli.dataset_settings import DatasetConfig, ImagesConfig
+from gpipe_cli.model_settings import CustomConfig
 from gpipe_cli.reporting.units import count, plural
 from gpipe_cli.training.build import build_model
-from gpipe_cli.training.checkpoint import find_checkpoint, read_index, read_tensors, select
+from gpipe_cli.training.checkpoint import (
+    DamagedError,
+    check_files,
+    find_checkpoint,
+    heads,
+    read_index,
+    read_tensors,
+    select,
+)
 from gpipe_cli.training.classifier import classifier_of
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.layout import Layout
-from gpipe_cli.training.team import Team
-from gpipe_cli.typed import show
+from gpipe_cli.training.restore import DTYPES
+from gpipe_cli.training.same_model import OtherModelError, Shapes, refuse_other_shapes
 
 Facts = tuple[tuple[str, str], ...]  # of the banner: label, fact
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,17 @@ class Taking:
     new: frozenset[str]
 
 
-def fine_tune(config: TrainConfig, engine: Engine, team: Team, model: nn.Sequential) -> Facts:
-    """Put the weights that `init_from` names into the stages of this process; `model` has the shapes of all layers.
+def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpoint: Path | None) -> Facts:
+    """Put the weights of a checkpoint of `init_from` into the stages of this process; `model` has the shapes of all
+    layers.
 
     A run that is resumed has its weights already: nothing is taken then. Returns what the banner says of what was taken
     and of what is frozen. Raises ValueError as `find_taking` does.
     """
     frozen = frozen_facts(engine.layout)
-    if config.init_from is None or config.resume is not None:
+    if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
-    # decided once for all: the other run may still be training, and have another best checkpoint a moment later
-    taking = team.collect(find_taking(config, model) if team.leads else None)[0]
+    taking = find_taking(config, model, checkpoint)
     for k, stage in engine.stages.items():
         tensors = read_tensors(taking.checkpoint, engine.layout.layer_names[k], ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # averages are of what is floating-point only
@@ -65,27 +70,39 @@ def fine_tune(config: TrainConfig, engine: Engine, team: Team, model: nn.Sequent
     return (*_taken_facts(config, taking, engine.layout), *frozen)
 
 
-def check_init_from(config: TrainConfig) -> None:
-    """Raises ValueError as `find_taking` does, before any process is started."""
-    find_taking(config, build_model(config))
+def find_weights(config: TrainConfig, say: Callable[[str], None]) -> Path:
+    """The checkpoint that `init_from` means: its best one, or if that is damaged the newest one that is not; `say` is
+    told then.
+
+    Raises ValueError, one line, as `find_taking` does, or if there is none.
+    """
+    assert config.init_from is not None
+    model = build_model(config)
+
+    def check(checkpoint: Path) -> None:
+        find_taking(config, model, checkpoint)
+        check_files(checkpoint, read_index(checkpoint).files)
+
+    return find_checkpoint(Path(config.init_from), "best", "init_from", check, say)
 
 
-def find_taking(config: TrainConfig, model: nn.Sequential) -> Taking:
-    """What `init_from` and `init_head` mean for `model`, from names and shapes alone.
+def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> Taking:
+    """What `init_from` and `init_head` mean for `model`, from names, dtypes and shapes alone.
 
-    Raises ValueError, one line: no checkpoint, one of another architecture (and which names or shapes differ), or a
-    classifier that shall be kept and does not fit.
+    Raises ValueError, one line: a checkpoint of another architecture (and which names or shapes differ), or a
+    classifier that shall be kept and does not fit; and DamagedError for one that is not whole.
     """
     assert config.init_from is not None
     source = load(Path(config.init_from))
-    checkpoint = find_checkpoint(Path(config.init_from), "best", "init_from")
     index = read_index(checkpoint)
-    there = _shapes_in(checkpoint, index)
+    found = heads(checkpoint, index.files)
+    there = {name.removeprefix("model/"): shape for name, (_, shape) in found.items() if name.startswith("model/")}
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     classifier = classifier_of(config, model)
-    _check_names(config, source, checkpoint, index["layers"], here, there, classifier)
-    absent = frozenset(name for name in here if _layer(name) not in index["layers"])  # a second classifier
-    _check_shapes(config, source, here, there, classifier | absent)
+    _check_names(config, source, checkpoint, index.layers, here, there, classifier)
+    absent = frozenset(name for name in here if _layer(name) not in index.layers)  # a second classifier
+    shared = here.keys() - classifier - absent
+    refuse_other_shapes(f"init_from={config.init_from}", config, source, here, there, sorted(shared))
     unfit = sorted(name for name in classifier - absent if there.get(name) != here[name])
     if unfit and config.init_head == "keep":
         raise ValueError(
@@ -95,8 +112,14 @@ def find_taking(config: TrainConfig, model: nn.Sequential) -> Taking:
     same = not unfit and _identity(source.dataset) == _identity(config.dataset)
     kept = config.init_head == "keep" or (config.init_head == "auto" and same)
     new = absent if kept else absent | classifier
-    averaged = any(name.startswith("ema/") for file in index["files"] for name in file["tensors"])
-    return Taking(checkpoint, index["step"], averaged, frozenset(here.keys() - new), frozenset(new))
+    taken = frozenset(here.keys() - new)
+    averaged = index.progress.ema_updates > 0
+    for name, tensor in model.state_dict().items():
+        own, wanted = (f"model/{name}", f"ema/{name}"), (DTYPES.get(tensor.dtype), tuple(tensor.shape))
+        for key in own[: 2 if averaged and tensor.is_floating_point() else 1] if name in taken else ():
+            if (there_is := found.get(key)) != wanted:
+                raise DamagedError(f"{checkpoint}: {key} is {there_is or 'missing'}, the model has {wanted}")
+    return Taking(checkpoint, index.progress.step, averaged, taken, frozenset(new))
 
 
 def frozen_facts(layout: Layout) -> Facts:
@@ -155,59 +178,7 @@ def _check_names(
         only_here = [name for name in here if _layer(name) in both and name not in there and name not in classifier]
         only_there = [name for name in there if _layer(name) in both and name not in here]
     if only_here or only_there:
-        raise ValueError(
-            f"init_from={config.init_from}: {checkpoint.name} is of another model (only here: {_some(only_here)}; only "
-            f"there: {_some(only_there)}); {_as_there(config, source)}"
-        )
-
-
-def _check_shapes(
-    config: TrainConfig, source: TrainConfig, here: Shapes, there: Shapes, without: frozenset[str]
-) -> None:
-    """Raises ValueError if tensors of the same name, but for those in `without`, have other shapes."""
-    other = [name for name in here if name not in without and here[name] != there[name]]
-    if not other:
-        return
-    name = other[0]
-    why = f"; {len(other) - 1} more differ" if len(other) > 1 else ""
-    remedy = _as_there(config, source)
-    dataset, other_dataset = config.dataset, source.dataset
-    if (
-        isinstance(other_dataset, TextConfig)
-        and isinstance(dataset, TextConfig)
-        and (there[name][:1], here[name][:1]) == ((other_dataset.vocabulary,), (dataset.vocabulary,))
-    ):
-        why = ": with another vocabulary every token means something else"
-        remedy = f"use dataset.vocabulary={other_dataset.vocabulary}, and text is read with the vocabulary of that run"
-    elif isinstance(other_dataset, ImagesConfig) and other_dataset.image_size != getattr(dataset, "image_size", None):
-        remedy = f"use dataset.image_size={other_dataset.image_size}, or a model that takes any size"
-    raise ValueError(
-        f"init_from={config.init_from}: {name} has shape {there[name]} there and {here[name]} here{why}; {remedy}"
-    )
-
-
-def _as_there(config: TrainConfig, source: TrainConfig) -> str:
-    """Which settings of the model make it that of `source`."""
-    if choice_of(config.model) != choice_of(source.model):
-        return f"use model={choice_of(source.model)}, as there"
-    here = asdict(config.model)
-    other = [f"model.{key}={show(value)}" for key, value in asdict(source.model).items() if here.get(key) != value]
-    return f"use {' '.join(other)}, as there" if other else "give the model's settings as they were there"
-
-
-def _shapes_in(checkpoint: Path, index: dict[str, Any]) -> Shapes:
-    """The shapes of a checkpoint's `model/` tensors, from the heads of its files."""
-    shapes: Shapes = {}
-    for file in index["files"]:
-        path = checkpoint / file["name"]
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for name in file["tensors"]:
-                    if name.startswith("model/"):
-                        shapes[name.removeprefix("model/")] = tuple(opened.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: not readable as safetensors ({error}); use another run") from error
-    return shapes
+        raise OtherModelError(f"init_from={config.init_from}", checkpoint, only_here, only_there, config, source)
 
 
 def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
@@ -228,7 +199,3 @@ def _layers_of(names: frozenset[str]) -> set[str]:
 
 def _layer(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "") if names else "none"

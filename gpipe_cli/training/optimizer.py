@@ -7,7 +7,6 @@ different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from math import prod
 
 import torch
 from torch import nn
@@ -93,21 +92,24 @@ def load_optimizer_state(
 def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
     """The bytes of what the optimizer keeps for these parameters from its first step on; nothing is allocated."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(_state_bytes(config, tuple(p.shape), p.dtype) for p in trained)
+    return sum(tensor.nbytes for p in trained for tensor in state_of(config, tuple(p.shape), p.dtype).values())
 
 
 @cache
-def _state_bytes(config: OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def state_of(config: OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """What the optimizer keeps for a parameter from its first step on, by key; tensors without values."""
     if isinstance(config, AdafactorConfig):
         # its step reads values, so it cannot be made without them: one vector per dimension that is factored
-        moments = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else prod(shape)
-        return moments * dtype.itemsize + torch.float32.itemsize  # and a count of steps
+        factored = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+        moments = factored if len(shape) > 1 else {"variance": shape}
+        state = {key: torch.empty(of, dtype=dtype, device="meta") for key, of in moments.items()}
+        return {"step": torch.empty((), device="meta"), **state}
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})
     assert optimizer is not None
     optimizer.step()
-    return sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if isinstance(tensor, torch.Tensor))
+    return {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

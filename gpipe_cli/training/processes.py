@@ -4,17 +4,22 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.config import EvaluateConfig, TrainConfig, to_yaml
+from gpipe_cli.config import EvaluateConfig, TrainConfig, load, to_yaml
 from gpipe_cli.files import write_whole
-from gpipe_cli.reporting.facts import show_line
+from gpipe_cli.pipeline.frozen import freeze
+from gpipe_cli.reporting.facts import show_error, show_line
+from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.crew import interruptible, perform
+from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.layout import Layout, make_layout
 from gpipe_cli.training.prepare import prepare
+from gpipe_cli.training.restore import check_restorable, refuse_other_optimizer
 from gpipe_cli.training.show import Show, ShowEvaluation, ShowNothing, show_dry_run
 from gpipe_cli.training.work import Bench, Evaluation, Task, Training
 from gpipe_cli.typed import one_line
@@ -33,18 +38,42 @@ def launch(
     task: Task
     if isinstance(config, EvaluateConfig):
         training = _evaluated(config.training)
-        checkpoint = find_checkpoint(folder, config.checkpoint, "run")
-        layout, task = make_layout(training), Evaluation(checkpoint, config.decode)
+        layout = make_layout(training)
+        checkpoint = _find(training, layout, folder, config.checkpoint, "run", optimizer=False)
+        task = Evaluation(checkpoint, config.decode)
         show = ShowEvaluation(training, checkpoint, folder) if leads else ShowNothing()
     else:
         prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads else None)
         training, layout, text = prepared.config, prepared.layout, to_yaml(prepared.config)
+        source = find_source(training, layout)
         if training.dry_run:
             show_dry_run(prepared, text, folder)
             return 0
-        task = Training(text, folder, bench)
+        task = Training(text, folder, bench, source)
         show = Show(prepared, text, folder, bench) if leads else ShowNothing()
     return _run(training, layout, task, show, folder)
+
+
+def find_source(config: TrainConfig, layout: Layout) -> Path | None:
+    """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
+
+    Raises ValueError, one line, for one that does not fit the run.
+    """
+    if config.resume is not None:
+        refuse_other_optimizer(config, load(Path(config.resume)))
+        return _find(config, layout, Path(config.resume), "last", "resume", optimizer=True)
+    return None if config.init_from is None else find_weights(config, show_error)
+
+
+def _find(config: TrainConfig, layout: Layout, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
+    """The last or the best checkpoint of a run; if it is damaged the newest one that is not, which is said on stderr.
+
+    Raises ValueError, one line, if there is none, or they are of another model.
+    """
+    model = build_model(config)
+    freeze(model, layout.frozen)
+    check = partial(check_restorable, config, load(run), model, asked=f"{setting}={run}", optimizer=optimizer)
+    return find_checkpoint(run, which, setting, check, show_error)
 
 
 def _evaluated(config: TrainConfig) -> TrainConfig:

@@ -23,8 +23,7 @@ from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import (
     Progress,
     adopt,
-    find_checkpoint,
-    read_progress,
+    read_index,
 )
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
@@ -52,18 +51,20 @@ def train(
     report: Report,
     watch: Watch,
     *,
+    source: Path | None = None,
     only_steps: bool = False,
 ) -> None:
-    """Train as process number `process`. `join` connects the processes; `report` speaks to the parent, which shows and
-    writes what it hears; `watch` hears every action before it is performed. With `only_steps`, for a measurement,
-    nothing is evaluated and no checkpoint is written.
+    """Train as process number `process`, from the checkpoint `source` on if the run is resumed, or with its weights.
 
-    Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does, and
-    DivergedError.
+    `join` connects the processes; `report` speaks to the parent, which shows and writes what it hears; `watch` hears
+    every action before it is performed. With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is
+    written.
+
+    Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
+    CheckpointError and DivergedError.
     """
-    start = _starting_point(config)
-    source = config.resume or config.init_from
-    data = Data(config, layout, process, start, Path(source) if source is not None else None)
+    start = _starting_point(config, source)
+    data = Data(config, layout, process, start, None if source is None else source.parent.parent)
     team, groups = join()
     _refuse_other_cuts(team, layout)
     folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
@@ -77,11 +78,9 @@ def train(
     model = build_model(config)
     freeze(model, layout.frozen)
     engine = build_engine(config, layout, process, groups, model, watch, begins=source is None)
-    if config.resume is not None:
-        restore(
-            engine, find_checkpoint(Path(config.resume), "last", "resume"), f"resume={config.resume}", optimizer=True
-        )
-    notes = fine_tune(config, engine, team, model)
+    if config.resume is not None and source is not None:
+        restore(engine, source, optimizer=True)
+    notes = fine_tune(config, engine, model, source)
     progress, text = start, config.task != "classification"
     total_steps = config.epochs * batches.steps_per_epoch
     end_step = min(total_steps, config.max_steps or total_steps)
@@ -93,8 +92,8 @@ def train(
         )
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
         notes = (*notes, _check_layers(config, engine, team, training, progress))
-    if config.resume is not None and team.leads:
-        adopt(Path(config.resume), folder)
+    if config.resume is not None and source is not None and team.leads:
+        adopt(source, folder)
     if team.leads:
         data.save_vocabulary(folder)
         facts = data.facts()
@@ -147,7 +146,7 @@ def train(
                 examples = translated_examples(config, engine, team, test)
             loss, _, top1, top5 = totals.means
             score = -loss if text else top1
-            best = progress.best_score is None or score > progress.best_score
+            best = math.isfinite(score) and (progress.best_score is None or score > progress.best_score)
             if best:
                 progress = replace(progress, best_score=score, best_step=progress.step)
             if team.leads:
@@ -191,7 +190,7 @@ def score(
     team, groups = join()
     test = data.test_set(team)
     engine = build_engine(config, layout, process, groups, build_model(config), watch, begins=False)
-    restore(engine, checkpoint, f"run={checkpoint.parent.parent}", optimizer=False)
+    restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if team.leads else {}
     if team.leads:
         report("ready", facts)
@@ -218,11 +217,11 @@ def score(
     team.barrier()
 
 
-def _starting_point(config: TrainConfig) -> Progress:
+def _starting_point(config: TrainConfig, source: Path | None) -> Progress:
     """Where to begin. Raises ValueError if the mini-batches would be others than those of the run that is resumed."""
-    if config.resume is None:
+    if config.resume is None or source is None:
         return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
-    progress = read_progress(find_checkpoint(Path(config.resume), "last", "resume"))
+    progress = read_index(source).progress
     for setting, given, saved in (
         ("seed", config.seed, progress.seed),
         ("batch_size", config.batch_size, progress.batch_size),

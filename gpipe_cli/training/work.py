@@ -52,11 +52,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Training:
-    """Train from the first step, or the one that is resumed, to the last."""
+    """Train from the first step to the last, or from the checkpoint `source` on, or with its weights."""
 
     config_yaml: str
     folder: Path
     bench: Bench | None = None
+    source: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,13 @@ class Measuring:
 class Checking:
     """Run one mini-batch in each of the variants and compare it with what `references` left, by schedule.
 
-    What is too large to be told lies in `folder`.
+    What is too large to be told lies in `folder`; weights are taken from the checkpoint `source`, if there is one.
     """
 
     variants: "tuple[Variant, ...]"
     references: "dict[str, Digests]"
     folder: Path
+    source: Path | None
 
 
 Task = Training | Evaluation | Measuring | Checking

@@ -61,19 +61,21 @@ def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
 
     try:
         match job.task:
-            case Training(text, folder, bench):
-                only_steps = bench is not None
-                train(job.config, text, job.layout, folder, job.process, join, report, watch, only_steps=only_steps)
+            case Training(text, folder, bench, source):
+                train(
+                    job.config, text, job.layout, folder, job.process, join, report, watch,
+                    source=source, only_steps=bench is not None,
+                )  # fmt: skip
             case Evaluation(checkpoint, decode):
                 score(job.config, decode, checkpoint, job.layout, job.process, join, report, watch)
             case Measuring(segments, samples):
                 from gpipe_cli.training.measuring import measure
 
                 measure(job.config, job.layout, segments, samples, job.process, join, report)
-            case Checking(variants, references, folder):
+            case Checking() as task:
                 from gpipe_cli.training.check_variants import check
 
-                check(job.config, variants, references, folder, job.layout, job.process, join, report, watch)
+                check(job.config, task, job.layout, job.process, join, report, watch)
     except Exception as error:
         _tell(connection, job.process, error)
         connection.close()

@@ -29,6 +29,7 @@ from gpipe_cli.training.layout import make_layout
 from gpipe_cli.training.probes import Watch, watching
 from gpipe_cli.training.sharing import SeparatedError, check_cut, find_shared
 from gpipe_cli.training.team import Team
+from gpipe_cli.training.work import Checking
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
@@ -177,9 +178,7 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
     heard: list[tuple[str, dict[str, Any]]] = []
     check(
         config,
-        [first, untouched],
-        {},
-        tmp_path,
+        Checking((first, untouched), {}, tmp_path, None),
         first.layout,
         0,
         lambda: (Team(0, 1), None),

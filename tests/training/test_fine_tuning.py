@@ -13,11 +13,10 @@ from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import find_checkpoint, read_index
 from gpipe_cli.training.classifier import classifier_of
 from gpipe_cli.training.engine import Engine, build_engine
-from gpipe_cli.training.fine_tuning import find_taking, fine_tune, frozen_facts
+from gpipe_cli.training.fine_tuning import find_weights, fine_tune, frozen_facts
 from gpipe_cli.training.freezing import find_frozen
 from gpipe_cli.training.layout import make_layout
 from gpipe_cli.training.restore import state_of_stage
-from gpipe_cli.training.team import Team
 
 DIGITS = [
     "model.normal_cells=3", "model.filters=4", "model.drop_path=0.3", "dataset.image_size=16", "batch_size=8",
@@ -43,7 +42,8 @@ def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, st
     engine = build_engine(
         config, make_layout(config), 0, None, model, lambda action, samples, lengths: None, begins=True
     )
-    notes = dict(fine_tune(config, engine, Team(0, 1), model))
+    source = None if config.init_from is None else find_weights(config, print)
+    notes = dict(fine_tune(config, engine, model, source))
     state: dict[str, torch.Tensor] = {}
     for stage in engine.stages:
         state |= state_of_stage(engine, stage)
@@ -52,7 +52,7 @@ def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, st
 
 def refused(config: TrainConfig) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the line is compared by the caller)
-        find_taking(config, build_model(config))
+        find_weights(config, print)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -363,4 +363,4 @@ def test_a_run_remembers_no_more_than_where_it_came_from(source: Path, tmp_path:
         assert command(patch, "evaluate", f"run={tmp_path / 'run'}", "partitions=2") == 0
         resume = [f"resume={tmp_path / 'run'}", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
         assert command(patch, "train", *resume) == 0
-    assert read_index(find_checkpoint(tmp_path / "on", "last", "run"))["step"] == 2
+    assert read_index(find_checkpoint(tmp_path / "on", "last", "run")).progress.step == 2

@@ -12,7 +12,7 @@ from training_runs import LIVELY, TINY, assert_same_tensors, command, configure,
 
 from gpipe_cli.config import load, to_yaml
 from gpipe_cli.reporting.result import read_result
-from gpipe_cli.training.checkpoint import checkpoints_in, find_checkpoint, read_index, read_progress
+from gpipe_cli.training.checkpoint import checkpoints_in, find_checkpoint, read_index
 from gpipe_cli.training.layout import usable_cores
 from gpipe_cli.training.prepare import prepare
 
@@ -127,10 +127,10 @@ def test_a_resumed_run_ends_with_the_same_bits(
         assert program("train", *SETTINGS, *before.split(), f"max_steps={stop}", f"run_folder={first}") == 0
     else:
         train_here(configure(*SETTINGS, *before.split(), f"max_steps={stop}"), first)
-    assert read_progress(find_checkpoint(first, "last", "run")).step == stop
+    assert read_index(find_checkpoint(first, "last", "run")).progress.step == stop
     assert program("train", f"resume={first}", f"run_folder={second}", *after.split()) == 0
     assert_same_tensors(final_tensors(second), final_tensors(whole[0]))
-    progress = [read_progress(find_checkpoint(folder, "last", "run")) for folder in (second, whole[0])]
+    progress = [read_index(find_checkpoint(folder, "last", "run")).progress for folder in (second, whole[0])]
     assert (progress[0].step, progress[0].ema_updates) == (progress[1].step, progress[1].ema_updates) == (STEPS, STEPS)
     result = read_result(second)
     assert (result["steps"], result["resumed_from"]) == (STEPS, str(first))
@@ -219,7 +219,7 @@ def test_checkpoints_of_a_run(distributed: Path) -> None:
     assert [folder.name for folder in checkpoints_in(distributed)] == ["step_00000003", "step_00000006"]
     assert (checkpoints / "last").readlink() == Path("step_00000006")
     assert (checkpoints / "best").readlink() == Path(f"step_{read_result(distributed)['best']['step']:08d}")
-    assert [file["name"] for file in read_index(checkpoints / "last")["files"]] == [
+    assert [file.name for file in read_index(checkpoints / "last").files] == [
         "stage_0.safetensors",
         "stage_1.safetensors",
     ]
