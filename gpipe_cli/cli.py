@@ -12,7 +12,8 @@ import time
 from importlib.metadata import version
 
 from gpipe_cli.streams import lost_output, prepare_streams
-from gpipe_cli.typed import nearest, one_line
+from gpipe_cli.torchrun import leads, torchrun
+from gpipe_cli.typed import nearest, one_line, show
 
 COMMANDS = {
     "train": "train a model with GPipe, or sweep over settings with -m",
@@ -79,9 +80,8 @@ def _main(given: list[str]) -> int:
                 name = f"gpipe {command}"
                 code = _run(command, rest)
             case [command, *_]:
-                raise ValueError(
-                    f"{command}: there is no such command{nearest(command, list(COMMANDS))}; see gpipe --help"
-                )
+                hint = nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
+                raise ValueError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
             case _:
                 sys.stderr.write(USAGE)
                 code = BAD_INPUT
@@ -89,14 +89,16 @@ def _main(given: list[str]) -> int:
         if code == 0 and (lost := lost_output()) is not None:
             raise lost
         return code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before there was anything to say
+        if leads():
+            sys.stderr.write(f"{name}: interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:  # bad input; what could not be written, or read
         if os.environ.get("GPIPE_FULL_ERROR") == "1":  # for who looks for a fault in gpipe itself
             raise
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every process comes to the same conclusion
+        if leads():  # under torchrun every process comes to the same conclusion
             sys.stderr.write(f"{name}: {one_line(error)}\n")
         else:
             time.sleep(SPEAKS_FIRST_SECONDS)
@@ -104,6 +106,7 @@ def _main(given: list[str]) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
+    torchrun()
     try:
         code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
     except SystemExit as end:  # Hydra's --help; anything else is an error

@@ -37,6 +37,10 @@ Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
 NotNegative = Annotated[float, Within(0, LARGEST)]
 
 
+# What other programs call by names from which ours cannot be guessed.
+ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
+
+
 class SettingError(ValueError):
     """A setting that is wrong whatever the others are: of a sweep no run should begin."""
 
@@ -63,22 +67,31 @@ def settings(kind: type) -> list[str]:
 
 
 def nearest(key: str, choices: Sequence[str]) -> str:
-    """`; did you mean model.filters?` for `filters`; a guess that is far off is called the nearest and no more."""
+    """`; did you mean model.filters?` for `filters`, and nothing for what is far from all of them."""
+    typed_last = key.rpartition(".")[2]
 
     def likeness(choice: str) -> float:
         # The last part counts as a name of its own; of equally good names the one least deep is the likeliest.
-        pairs = ((key, choice), (key.rpartition(".")[2], choice.rpartition(".")[2]))
-        return max(SequenceMatcher(None, *pair).ratio() for pair in pairs) - 0.001 * choice.count(".")
+        last = choice.rpartition(".")[2]
+        initials = "".join(word[:1] for word in last.split("_")) if "_" in last else None
+        ratios = [SequenceMatcher(None, *pair).ratio() for pair in ((key, choice), (typed_last, last))]
+        if typed_last == initials or (len(typed_last) > 2 and last.startswith(typed_last)):  # bs, batch: batch_size
+            ratios.append(0.9)
+        return max(ratios) - 0.001 * choice.count(".")
 
     best = max(choices, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > 0.6 else f"; the nearest is {best}"
+    return f"; did you mean {best}?" if likeness(best) > 0.68 else ""
 
 
 def unknown(key: str, value: object, choices: Sequence[str]) -> ValueError:
     """The error for a key that no configuration has."""
+    if key in choices and "." not in key:
+        own = "the given configuration is not based on gpipe's own"
+        return SettingError(f"{key}={show(value)}: {own}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
         return ValueError(f"{key}={show(value)}: the chosen {key.partition('.')[0]} has no such setting; leave it out")
-    return SettingError(f"{key}={show(value)}: there is no such setting{nearest(key, choices)}; --cfg job lists all")
+    elsewhere = f"; write {ELSEWHERE[key]}={show(value)}" if key in ELSEWHERE else nearest(key, choices)
+    return SettingError(f"{key}={show(value)}: there is no such setting{elsewhere}; --cfg job lists all")
 
 
 def quoted(value: object) -> str:

@@ -29,7 +29,8 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -81,14 +82,22 @@ def test_help_and_configuration_import_no_torch(arguments: str, shown: str) -> N
     ("arguments", "line"),
     [
         ("tain", "gpipe: tain: there is no such command; did you mean train?; see gpipe --help"),
-        ("train typo=4", "gpipe train: typo=4: there is no such setting; the nearest is"),
-        ("train +typo=4", "gpipe train: typo=4: there is no such setting; the nearest is"),
+        ("train typo=4", "gpipe train: typo=4: there is no such setting; --cfg job lists all"),
+        ("train +typo=4", "gpipe train: typo=4: there is no such setting; --cfg job lists all"),
         ("train filters=3", "gpipe train: filters=3: there is no such setting; did you mean model.filters?"),
         (
             "train ++model.filtrs=3",
             "gpipe train: model.filtrs=3: there is no such setting; did you mean model.filters?",
         ),
         ("train modle=amoebanet", "did you mean model?"),
+        ("train replicas=2", "gpipe train: replicas=2: there is no such setting; --cfg job lists all"),
+        ("train lr=0.1", "there is no such setting; write learning_rate=constant learning_rate.peak=0.1"),
+        (
+            "train learning_rate=0.1",
+            "must be the name of a choice; write learning_rate=constant learning_rate.peak=0.1",
+        ),
+        ("train bs=4", "did you mean batch_size?"),
+        ("list", "gpipe: list: there is no such command; choose one of train, bench,"),
         # Settings of another command, which a recipe may say to it: typed here they were once dropped without a word.
         ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
         (
@@ -134,10 +143,61 @@ def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_under_torchrun_one_process_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("gpipe_cli.cli.SPEAKS_FIRST_SECONDS", 0)
     assert main(["train", "partitions=0"]) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ("RANK=abc", "gpipe train: RANK='abc': torchrun sets it to a whole number from 0 to 0;"),
+        ("RANK=5 WORLD_SIZE=2", "gpipe train: RANK='5': torchrun sets it to a whole number from 0 to 1;"),
+        ("WORLD_SIZE=abc", "unset WORLD_SIZE"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2: torchrun sets MASTER_ADDR beside it, which is missing"),
+        ("WORLD_SIZE=2 MASTER_ADDR=localhost LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE='3'"),
+    ],
+)
+def test_what_torchrun_never_says_is_one_line(
+    variables: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert line in refused(capsys, "train", "dry_run=true")
+
+
+def bomb() -> str:
+    """A few lines that stand for 9^9 values."""
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]", *(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("defaults:\n  - table\n  - _self_\n", "a file includes itself in its defaults"),
+        ("a: " + "[" * 5000 + "]" * 5000, "table.yaml: is nested too deeply"),
+        (bomb(), "values by its aliases, more than 10000"),
+        ("output: gr\udcfc\udcdfe", "table.yaml: is not written in UTF-8"),
+        ("", "partitions: the setting is missing"),
+        ("partitions: 2", "micro_batches: the setting is missing"),
+    ],
+    ids=["itself", "deep", "aliases", "latin1", "empty", "partial"],
+)
+@pytest.mark.parametrize("options", ["", "-m"])
+def test_a_file_that_is_no_configuration_is_one_line(
+    text: str, line: str, options: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without our own settings of Hydra left folders and logs of Hydra's; others ended in 3,000 lines."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "table.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert line in refused(capsys, "train", "-cd", str(folder), "-cn", "table", *options.split())
+
+
+def test_a_value_that_is_nested_without_end_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a setting is nested too deeply" in refused(capsys, "train", "freeze=" + "[" * 3000 + "]" * 3000)
 
 
 def test_recipes_extend_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,22 +17,25 @@ SETTINGS = {"dataset_settings", "hardware_settings", "model_settings", "optimize
 ALLOWED = {
     "__init__": set(),
     "__main__": {"cli"},
-    "cli": {"commands", "streams", "typed"},
+    "cli": {"commands", "torchrun", "streams", "typed"},
     "typed": set(),
     "files": set(),
     "streams": set(),
-    "config": {*SETTINGS, "typed"},
+    "config": {*SETTINGS, "files", "typed"},
     "dataset_settings": {"typed"},
     "hardware_settings": {"typed"},
     "model_settings": {"typed"},
     "optimizer_settings": {"typed"},
     "lifetime": set(),
+    "torchrun": set(),
     "commands": {
-        *("config", "model_settings", "training", "reporting", "reproduction", "files", "lifetime", "streams", "typed"),
+        *("config", "model_settings", "training", "reporting", "reproduction", "files", "lifetime", "streams"),
+        *("torchrun", "typed"),
     },
     "reproduction": {"reporting", "typed"},
     "training": {
-        *("config", *SETTINGS, "files", "lifetime", "streams", "typed", "pipeline", "models", "data", "reporting"),
+        *("config", *SETTINGS, "files", "lifetime", "streams", "torchrun", "typed", "pipeline", "models"),
+        *("data", "reporting"),
     },
     "pipeline": set(),
     "models": set(),
@@ -73,6 +76,7 @@ ANSWERS_AT_ONCE = {
     "training/work.py",
     "training/fork_server.py",
     "lifetime.py",
+    "torchrun.py",
 }
 # Where processes meet.
 DISTRIBUTED = {

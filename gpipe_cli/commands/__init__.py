@@ -21,10 +21,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gpipe_cli.commands.config_files import check_config_files
 from gpipe_cli.reproduction.owners import OWNERS, owner
 from gpipe_cli.streams import lost_output
+from gpipe_cli.torchrun import leads
 from gpipe_cli.typed import SettingError, nearest, one_line, quoted, settings, unknown
 
+# Whatever configuration it begins with, Hydra makes no folders and no logs, and starts no runs by itself.
+_QUIET = (
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.launcher._target_=hydra_plugins.gpipe_cli.SweepLauncher",
+)
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
 
 
@@ -62,6 +72,8 @@ def read(command: str, arguments: Sequence[str]) -> CommandLine:
         }
     except HydraException as error:
         raise translated(error, []) from error
+    except RecursionError as error:
+        raise ValueError("a setting is nested too deeply; no value is a list of lists") from error
     return CommandLine(options, values, frozenset(o.key_or_group for o in overrides if o.is_sweep_override()))
 
 
@@ -105,15 +117,22 @@ def compose(command: str, arguments: Sequence[str], kind: type, received: list[A
     for argument in arguments:  # what a recipe's file says to others is left alone; what is typed is meant for this one
         if "=" in argument and owner(argument) not in (None, command):
             key, _, value = argument.lstrip("+~").partition("=")
-            near = hint if (hint := nearest(key, settings(kind))).startswith("; did") else "; leave it out"
+            near = nearest(key, settings(kind)) or "; leave it out"
             raise ValueError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or else Hydra prints what went wrong, and leaves
+    check_config_files()
     shell_completion = arguments[:1] == ["-sc"]  # installs itself under the name of the program: gpipe
-    sys.argv = ["gpipe" if shell_completion else f"gpipe {command}", *arguments]
+    # Settings stand on one side of the options: behind them if there are some, before an option that may have a value.
+    quiet = () if shell_completion else _QUIET
+    behind = bool(arguments) and ("=" in arguments[-1] or arguments[-1].startswith("~"))
+    given = [*arguments, *quiet] if behind else [*quiet, *arguments]
+    sys.argv = ["gpipe" if shell_completion else f"gpipe {command}", *given]
     try:
         hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(take)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise translated(error, settings(kind)) from error
+    except RecursionError as error:  # in the list of its defaults, without end
+        raise ValueError("configuration: a file includes itself in its defaults; leave that line out") from error
 
 
 def drop_others(command: str, tree: DictConfig) -> None:
@@ -147,7 +166,7 @@ def preparing() -> Iterator[None]:
     """
     if (lost := lost_output()) is not None:
         raise lost
-    note = "starting ..." if sys.stdout.isatty() and os.environ.get("RANK", "0") == "0" else ""
+    note = "starting ..." if sys.stdout.isatty() and leads() else ""
     sys.stdout.write(f"{note}\r" if note else "")
     sys.stdout.flush()
     try:

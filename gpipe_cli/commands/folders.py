@@ -1,6 +1,5 @@
 """The folders that commands write to: made for one command, kept from others while it is at work, never left empty."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.files import LOCK, FolderInUseError, FolderLock, remove_partial_files
+from gpipe_cli.torchrun import leads
 
 
 def make_new(path: Path) -> Path:
@@ -45,7 +45,7 @@ def run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), wha
     stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
     k, m = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches"))
     chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{k}_M{m}")
-    if os.environ.get("RANK", "0") != "0":
+    if not leads():
         yield chosen
         return
     goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
@@ -64,11 +64,13 @@ def run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), wha
 def locked_folder(chosen: Path, setting: str, *, new: bool) -> Iterator[Path]:
     """The folder `chosen`, made if need be, and if it must be `new` one beside it; no other command may work there.
 
-    Afterwards it is removed if it is empty. `setting` is what an error begins with.
+    Afterwards it is removed if it is empty, with those above that were made for it. `setting` is what an error begins
+    with.
 
     Raises:
         ValueError: it cannot be made, or another process is at work there.
     """
+    above = absent_above(chosen)
     try:
         folder = make_new(chosen) if new else chosen
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,5 +83,16 @@ def locked_folder(chosen: Path, setting: str, *, new: bool) -> Iterator[Path]:
         yield folder
     finally:
         lock.release()
+        remove_empty(folder, *above)
+
+
+def absent_above(folder: Path) -> list[Path]:
+    """The folders above this one that do not exist yet, from the lowest to the highest."""
+    return [parent for parent in folder.parents if not parent.exists()]
+
+
+def remove_empty(*folders: Path) -> None:
+    """Removes those that hold nothing, and of these only what is ours to remove."""
+    for folder in folders:
         with suppress(OSError):  # it is not empty
             folder.rmdir()

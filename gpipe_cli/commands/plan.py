@@ -1,6 +1,5 @@
 """`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,6 +11,7 @@ from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, from_tree
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.fork_server import fork_server
 from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show, typed
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(
                 f"{key}={show(line.overrides[key])}: a plan runs nothing, and begins with nothing; leave it out"
             )
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if torchrun() is not None:
         raise ValueError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
     received: list[DictConfig] = []
     compose("plan", arguments, TrainConfig, received)

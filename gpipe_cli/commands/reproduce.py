@@ -1,6 +1,5 @@
 """`gpipe reproduce`: one table, figure or result of the paper, at the scale that the machine allows."""
 
-import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,6 +18,7 @@ from gpipe_cli.reporting.recipe_report import show_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
+from gpipe_cli.torchrun import torchrun
 
 HELP = """Reproduces a table, figure or result of the GPipe paper, and prints its numbers beside ours.
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"{settings['dry_run']}: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true")
     for key in read("reproduce", list(settings.values())).swept:
         raise ValueError(f"{settings[key]}: one value for all commands of a recipe; run it once for each")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if torchrun() is not None:
         raise ValueError("torchrun: a recipe starts its own processes; call gpipe reproduce")
     if not rest:
         if settings:

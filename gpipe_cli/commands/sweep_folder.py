@@ -5,18 +5,19 @@ what is finished stays as it is, and the command line need not be remembered.
 """
 
 import contextlib
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from gpipe_cli.commands import CommandLine, arranged, read
+from gpipe_cli.commands.folders import absent_above, remove_empty
 from gpipe_cli.commands.sweep_record import SWEEP, Attempt, read_sweep
 from gpipe_cli.files import FolderInUseError, FolderLock
 from gpipe_cli.reporting.facts import override
 from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.run_record import CONFIG
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.typed import quoted, show
 
 HYDRAS = "multirun.yaml"  # Hydra writes it before it has looked at the settings
@@ -44,6 +45,7 @@ class SweepFolder:
         self._options: list[str] = []
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._abandoned: list[str] = []  # folders of runs that began again in another one
+        self._above: list[Path] = []  # folders that were made for this one
         self._lock: FolderLock | None = None
 
     @property
@@ -65,12 +67,12 @@ class SweepFolder:
             ValueError: torchrun has started several of us, a sweep lies where this one was told to or is still at work
                 there, or no folder can be made there.
         """
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if torchrun() is not None:
             raise ValueError(
                 f"torchrun: each of its processes would run the whole sweep; call gpipe {self.command} -m on one "
                 "machine without it, or torchrun once for each configuration"
             )
-        count, free = 1, path
+        count, free, self._above = 1, path, absent_above(path)
         while not self._take(free):
             if any(argument.startswith(_PLACE) for argument in self.arguments):
                 raise ValueError(
@@ -132,8 +134,7 @@ class SweepFolder:
             return
         if {file.name for file in self.path.glob("*")} <= {HYDRAS}:
             (self.path / HYDRAS).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is the current one, or gone
-                self.path.rmdir()
+            remove_empty(self.path, *self._above)
 
     def last(self, run: int, turn: int, name: str) -> Attempt | None:
         """What became of a run in the round `turn`, as far as it was begun."""

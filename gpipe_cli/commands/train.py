@@ -14,7 +14,7 @@ from gpipe_cli.model_settings import choice_of
 from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
 from gpipe_cli.training.fork_server import fork_server
 from gpipe_cli.training.work import Bench, interruptible_import
-from gpipe_cli.typed import show
+from gpipe_cli.typed import ELSEWHERE, show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
 NOT_RESUMED = ("resume", "run_folder", "output", "dry_run", "max_steps")
@@ -68,7 +68,9 @@ def refuse_groups(line: CommandLine) -> None:
     """Raises ValueError for a group that is set to something else than the name of a choice."""
     for group in GROUPS:
         if not isinstance(choice := line.overrides.get(group, ""), str):
-            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; gpipe train --help lists them")
+            number = isinstance(choice, int | float) and group == "learning_rate"
+            hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
+            raise ValueError(f"{group}={show(choice)}: must be the name of a choice; {hint}")
 
 
 def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Bench | None = None) -> int:

@@ -85,6 +85,9 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
     if not isinstance(result.get("config"), dict):
         raise ValueError(f"{folder / RESULT}: holds no settings, so it is not the result of a run; leave it out")
+    for file in folder.glob("*tfevents*"):
+        if not file.is_file():
+            raise ValueError(f"{file}: must be a regular file, as it has the name of curves; remove it")
     settings = dict(flattened(result["config"]))
     if result.get("command") == "bench":
         settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}

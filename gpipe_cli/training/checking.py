@@ -21,11 +21,12 @@ from gpipe_cli.pipeline.layer_call import ChangedInputError
 from gpipe_cli.reporting.check_report import CheckReport, Finding, Row, Verdict, show_check, write_check
 from gpipe_cli.reporting.facts import show_error, show_facts
 from gpipe_cli.reporting.units import plural
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.crew import Hear, Interrupt, interruptible, perform
 from gpipe_cli.training.differences import Digests, Variant
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.fork_server import temporary_folder
-from gpipe_cli.training.layout import Layout, make_layout, torchrun_world, usable_cores
+from gpipe_cli.training.layout import Layout, make_layout, usable_cores
 from gpipe_cli.training.shapes import Shapes, read_shapes
 from gpipe_cli.training.sharing import SeparatedError
 from gpipe_cli.training.work import Checking
@@ -47,7 +48,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
     Raises ValueError, one line, for what the user can mend.
     """
-    if torchrun_world() not in (None, 1):
+    if torchrun() is not None:
         raise ValueError("torchrun: gpipe check starts its own processes; call it without torchrun")
     # the same bits need the same number of threads, however many processes share the cores
     threads = config.threads or max(1, usable_cores() // config.partitions)

@@ -11,8 +11,9 @@ import torch
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.reporting.units import size
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.costs import StepCosts
-from gpipe_cli.training.layout import costs_by_figures, memory_limit, torchrun_world, usable_cores
+from gpipe_cli.training.layout import costs_by_figures, memory_limit, usable_cores
 from gpipe_cli.training.planning import Plan, TooLargeError, make_plan, mini_batch_samples
 from gpipe_cli.training.shapes import Shapes, refuse_single_samples
 from gpipe_cli.typed import show
@@ -133,9 +134,8 @@ def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhe
 
 
 def _numbers_of_devices(config: TrainConfig, elsewhere: bool) -> list[int]:
-    world = torchrun_world()
-    if world not in (None, 1):
-        return [int(world or 1)]
+    if (started := torchrun()) is not None:
+        return [started.processes]
     if elsewhere:  # the paper's numbers
         return [1, 2, 4, 8]
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()

@@ -19,8 +19,9 @@ from typing import Any
 
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.schedule import Kind
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.fork_server import Worker, fork_server, temporary_folder
-from gpipe_cli.training.layout import Layout, torchrun_world
+from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.silence import Silence
 from gpipe_cli.training.work import WATCHED, Awaited, Doing, Failure, Task, Work
 
@@ -63,8 +64,9 @@ class _Crew:
     def start(self, task: Task, meeting: Path, interrupt: "Interrupt") -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         config, layout = self._config, self._layout
-        mine = range(layout.processes) if self._alone else (int(os.environ["RANK"]),)
-        rendezvous = None if layout.processes == 1 else f"file://{meeting}" if self._alone else "env://"
+        started = torchrun()
+        mine = range(layout.processes) if started is None else (started.rank,)
+        rendezvous = None if layout.processes == 1 else f"file://{meeting}" if started is None else "env://"
         for process in mine:
             ours, theirs = Pipe()
             with theirs:
@@ -73,17 +75,12 @@ class _Crew:
             self._connections[process] = ours
             interrupt.check()
 
-    @property
-    def _alone(self) -> bool:
-        """Whether all processes of the run are this parent's."""
-        return torchrun_world() in (None, 1)
-
     def watch(self, hear: Hear, interrupt: "Interrupt") -> Failure | None:
         """Pass on what the workers report until all have ended well (None) or the run has failed."""
         failures: list[Failure] = []
         deadline = float("inf")
         connections, running = dict(self._connections), dict(self._workers)
-        silence = Silence(self._config.timeout_seconds, self._alone)
+        silence = Silence(self._config.timeout_seconds, whole=torchrun() is None)
         while running and time.monotonic() < deadline:
             interrupt.check()
             statuses = {worker.status: worker for worker in running.values() if worker.exit_code is None}

@@ -15,6 +15,7 @@ from gpipe_cli.config import TrainConfig
 from gpipe_cli.pipeline.frozen import Frozen
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.schedule import Recompute
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.build import memory_format_of
 from gpipe_cli.training.costs import StepCosts, figured, shared_out
 from gpipe_cli.training.hardware import physical_memory_bytes, resolved
@@ -66,8 +67,8 @@ class Layout:
     @property
     def processes_here(self) -> int:
         """The processes on this machine; torchrun may have started others elsewhere."""
-        alone = torchrun_world() in (None, 1)
-        return self.processes if alone else int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))
+        started = torchrun()
+        return self.processes if started is None else started.here
 
     @property
     def most_parameter_tensors(self) -> int:
@@ -140,8 +141,7 @@ def stages_at_once(config: TrainConfig) -> int:
     if config.hardware.name != "auto":  # a machine that is not here has a device for each
         return config.partitions
     if distributed:
-        alone = torchrun_world() in (None, 1)
-        crowded = alone and devices[0] == "cpu"
+        crowded = torchrun() is None and devices[0] == "cpu"
         return max(1, usable_cores() // threads_of(config)) if crowded else config.partitions
     return len(set(devices))
 
@@ -169,8 +169,8 @@ def memory_limit(config: TrainConfig) -> int | None:
 
 def _stages_of_a_device(config: TrainConfig, devices: Sequence[str]) -> int:
     """How many stages share the memory of one: of a GPU, or of this machine."""
-    if devices[0] == "cpu" and torchrun_world() not in (None, 1):
-        return int(os.environ.get("LOCAL_WORLD_SIZE", config.partitions))
+    if devices[0] == "cpu" and (started := torchrun()) is not None:
+        return started.here
     return max(devices.count(device) for device in devices)
 
 
@@ -190,32 +190,26 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def torchrun_world() -> int | None:
-    """The number of processes that torchrun (or SLURM through it) started, or None if the command starts its own."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
-
-
 def place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
     """The device of every stage, and whether each gets a process of its own."""
-    partitions, executor, world = config.partitions, config.executor, torchrun_world()
+    partitions, executor, started = config.partitions, config.executor, torchrun()
     # counted through the driver's management library: asking CUDA itself would open a context in this process
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto")
-    if world is not None:
-        if executor == "in_process" and world > 1:
+    if started is not None:
+        many = f"torchrun started {started.processes} processes"
+        if executor == "in_process":
+            raise ValueError(f"executor=in_process: {many}; start one, or leave executor out")
+        if started.processes != partitions:
             raise ValueError(
-                f"executor=in_process: torchrun started {world} processes; start one, or leave executor out"
-            )
-        if world != partitions and world > 1:
-            raise ValueError(
-                f"partitions={partitions}: torchrun started {world} processes, one per partition is needed; "
-                f"use partitions={world} or --nproc-per-node={partitions}"
+                f"partitions={partitions}: {many}, one per partition is needed; use partitions={started.processes} or "
+                f"--nproc-per-node={partitions}"
             )
     if gpus == 0:
         return ("cpu",) * partitions, partitions > 1 and executor != "in_process"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", partitions)) if world is not None and world > 1 else partitions
+    here = partitions if started is None else started.here
     enough = gpus >= here
     if executor == "distributed" and not enough:
         raise ValueError(

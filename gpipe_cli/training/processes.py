@@ -1,6 +1,5 @@
 """A run or an evaluation from beginning to end, as its parent process sees it: prepare, start, watch, report."""
 
-import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +12,7 @@ from gpipe_cli.config import EvaluateConfig, TrainConfig, load, to_yaml
 from gpipe_cli.files import write_whole
 from gpipe_cli.pipeline.frozen import freeze
 from gpipe_cli.reporting.facts import show_error, show_line
+from gpipe_cli.torchrun import leads
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.crew import interruptible, perform
@@ -33,7 +33,6 @@ def launch(
     The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else. Raises
     ValueError, one line, for what the user can mend before anything has run.
     """
-    leads = int(os.environ.get("RANK", "0")) == 0
     show: Show | ShowEvaluation | ShowNothing
     task: Task
     if isinstance(config, EvaluateConfig):
@@ -41,16 +40,16 @@ def launch(
         layout = make_layout(training)
         checkpoint = _find(training, layout, folder, config.checkpoint, "run", optimizer=False)
         task = Evaluation(checkpoint, config.decode)
-        show = ShowEvaluation(training, checkpoint, folder) if leads else ShowNothing()
+        show = ShowEvaluation(training, checkpoint, folder) if leads() else ShowNothing()
     else:
-        prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads else None)
+        prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
         training, layout, text = prepared.config, prepared.layout, to_yaml(prepared.config)
         source = find_source(training, layout)
         if training.dry_run:
             show_dry_run(prepared, text, folder)
             return 0
         task = Training(text, folder, bench, source)
-        show = Show(prepared, text, folder, bench) if leads else ShowNothing()
+        show = Show(prepared, text, folder, bench) if leads() else ShowNothing()
     return _run(training, layout, task, show, folder)
 
 

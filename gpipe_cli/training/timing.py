@@ -17,10 +17,11 @@ from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.files import write_whole
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.reporting.measurement import hardware
+from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.costs import StepCosts, measured_costs, scaled
 from gpipe_cli.training.crew import interruptible, perform
 from gpipe_cli.training.hardware import gpu_model, physical_memory_bytes, resolved
-from gpipe_cli.training.layout import Layout, costs_by_figures, make_layout, stages_at_once, torchrun_world
+from gpipe_cli.training.layout import Layout, costs_by_figures, make_layout, stages_at_once
 from gpipe_cli.training.measuring import segment_layers
 from gpipe_cli.training.planning import micro_batches_of
 from gpipe_cli.training.shapes import Shapes
@@ -44,7 +45,7 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] =
     # any cut serves to start the workers; the layers are timed whole
     layout = make_layout(replace(config, cost="figures", recompute="never", hardware=_unlimited(config)), shapes)
     file = cache_folder(None) / "costs" / f"{_digest(config, layout, shapes, samples)}.json"
-    alone = torchrun_world() in (None, 1)
+    alone = torchrun() is None
     found = _remembered(file) if config.cost == "measured" and alone else None
     if found is None:
         if not alone:

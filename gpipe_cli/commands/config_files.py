@@ -1,0 +1,26 @@
+"""Configuration files of users as Hydra reads them, but checked first: one must not keep it busy for ever."""
+
+from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+
+from gpipe_cli.config import check_yaml
+
+
+class CheckedFiles(FileConfigSource):
+    """What Hydra reads files by."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if file.is_file():  # or else Hydra says so
+            check_yaml(file)
+        return super().load_config(config_path)
+
+
+def check_config_files() -> None:
+    """Has Hydra check files before it reads them."""
+    Plugins.instance()  # which registers Hydra's own way first
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = CheckedFiles

@@ -1,0 +1,52 @@
+"""What torchrun says in the environment of the processes that it starts, or SLURM, which says the same."""
+
+import os
+from dataclasses import dataclass
+
+_MOST = 10_000  # processes: a partition each
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """This process among several that were started from outside."""
+
+    rank: int
+    processes: int
+    here: int  # of them, on this machine
+
+
+def torchrun() -> Torchrun | None:
+    """None: the command starts its own processes.
+
+    Raises:
+        ValueError: the variables do not fit each other, or one is no number.
+    """
+    processes = _number("WORLD_SIZE", 1, _MOST, 1)
+    rank = _number("RANK", 0, processes - 1, 0)
+    if processes == 1:
+        return None
+    if not os.environ.get("MASTER_ADDR"):
+        raise ValueError(
+            f"WORLD_SIZE={processes}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
+            "or unset WORLD_SIZE and RANK"
+        )
+    return Torchrun(rank, processes, _number("LOCAL_WORLD_SIZE", 1, processes, processes))
+
+
+def leads() -> bool:
+    """Whether this process speaks for all of them."""
+    try:
+        started = torchrun()
+    except ValueError:  # nobody else would say so
+        return True
+    return started is None or started.rank == 0
+
+
+def _number(name: str, least: int, most: int, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
+        raise ValueError(
+            f"{name}={text!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by torchrun, or "
+            f"unset {name}"
+        )
+    return int(text)
