@@ -68,6 +68,7 @@ def description(**changes: Any) -> RunDescription:
         "epochs": 3,
         "steps_per_epoch": STEPS_PER_EPOCH,
         "learning_rate": 0.04,
+        "warm_up": None,
         "config": {"partitions": 2, "model": {"filters": 16}},
         "config_yaml": "partitions: 2\nmodel:\n  filters: 16\n",
         "speed_kind": "measured",
@@ -92,6 +93,7 @@ def step(number: int, **changes: Any) -> StepMessage:
         "learning_rate": 0.04,
         "gradient_norm": 1.5,
         "memory_bytes": [3 * 2**20, 2**29],
+        "without_core": [0.01, 0.02],
     }
     return StepMessage(**(message | changes))  # type: ignore[typeddict-item]
 
@@ -103,8 +105,8 @@ def shares(bubble: float) -> dict[str, float]:
 
 
 def recorded(number: int, bubble: float = 0.1) -> RecordedMessage:
-    """What was recorded of a step: the bubble is one and a half times that of the whole step."""
-    return {"step": number, "breakdown": shares(bubble), "bubble": 1.5 * bubble}
+    """What was recorded of a step."""
+    return {"step": number, "breakdown": shares(bubble)}
 
 
 def prediction(**changes: Any) -> Prediction:
@@ -112,7 +114,6 @@ def prediction(**changes: Any) -> Prediction:
     values: dict[str, Any] = {
         "source": "measured layers",
         "step_seconds": 0.06,
-        "bubble": 0.16,
         "breakdown": shares(0.12),
         "memory_bytes": (5 * 2**20, 2**29),
         "activation_bytes": (2 * 2**20, 3 * 2**20),
@@ -167,7 +168,7 @@ def timeline(second: float = 0.01, **changes: Any) -> TimelineView:
         "kind": "measured",
         "stages": stages,
         "step_seconds": 13 * second,
-        "bubble": 8 / 22,
+        "breakdown": shares(0.15),
     }
     return TimelineView(**(values | changes))
 

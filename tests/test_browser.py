@@ -1,4 +1,4 @@
-"""The dashboard as whoever runs a sweep sees it: TensorBoard's own page, in a real browser, over real event files."""
+"""What people look at, in a real browser: TensorBoard's own page over real event files, and the page of timelines."""
 
 import json
 import os
@@ -17,9 +17,15 @@ from urllib.request import urlopen
 import pytest
 from reporting_runs import description, evaluation, log, prediction, recorded, step, timeline
 
+from gpipe_cli.pipeline.breakdown import breakdown
+from gpipe_cli.pipeline.recording import measured_timeline
+from gpipe_cli.pipeline.schedule import build
+from gpipe_cli.pipeline.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.reporting.description import PartitionDescription
 from gpipe_cli.reporting.reporter import Reporter
+from gpipe_cli.reporting.timeline_page import write_page
 from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.training.views import timeline_view
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -151,4 +157,56 @@ def test_charts_put_the_runs_side_by_side(page: "Page", address: str) -> None:
     # Lines of both runs, in one chart however many layouts there are: training and test, one, one, two stages.
     for title, lines in (("top-1", 4), ("samples per second", 2), ("memory of every stage, GiB", 4)):
         charts.filter(has_text=title).get_by_text(f"Matches ({lines})").wait_for()
-    assert charts.count() == 7  # these and the bubble; bubble, step and its seconds beside what was predicted
+    assert charts.count() == 8  # these and idle; idle, bubble, step and its seconds beside what was predicted
+
+
+def picture(partitions: int) -> StepPicture:
+    """A step, measured and predicted. It begins at 100 s; all stages but the first have waited for it since 99.9 s."""
+    plan = build("gpipe", partitions, 4, "except_last")
+    simulated = simulate(
+        plan, [StageCost(0.01, 0.01, 0.02, 0.005)] * partitions, [EdgeCost(1e-3, 1e-3)] * (partitions - 1)
+    )
+    numbers: list[list[float]] = []
+    for k, spans in enumerate(simulated.stages):
+        free = 100.002 if k == 0 else 99.9
+        numbers.append([])
+        for span in spans:
+            start, end = (100.002 + seconds for seconds in span[1:])
+            numbers[k] += [free, start, end, end]
+            free = end
+        numbers[k] += [free, free + 0.005]
+    measured = measured_timeline(plan, numbers, began_seconds=100.0)
+    views = [
+        timeline_view("step 5", kind, of, breakdown(of, 4, seconds), seconds, begin)
+        for kind, of, seconds, begin in (("measured", measured, 0.25, 100.0), ("predicted", simulated, 0.2, 0.0))
+    ]
+    return StepPicture(1, 5, *views)
+
+
+OUTSIDE = """() => {
+  const found = [], box = e => e.getBoundingClientRect();
+  const tell = (what, e) => found.push(`${what}: ${e.getAttribute('class')} ${e.textContent}`);
+  const within = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1;
+  const touch = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  for (const svg of document.querySelectorAll('section:not([hidden]) figure svg')) {
+    const all = box(svg), bars = [...svg.querySelectorAll('rect')];
+    svg.querySelectorAll('text').forEach(text => within(box(text), all) || tell('cut off', text));
+    for (const lane of svg.querySelectorAll('g.stage')) {
+      const idle = box(lane.querySelector('path.idle')), label = lane.querySelector('text.name');
+      const room = new DOMRect(idle.left, idle.top, all.right - idle.left, idle.height);
+      lane.querySelectorAll('rect').forEach(bar => within(box(bar), room) || tell('outside', bar));
+      bars.forEach(bar => touch(box(bar), box(label)) && tell('covered', label));
+    }
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("partitions", [2, 4])
+def test_no_bar_leaves_its_lane_and_every_label_is_seen(page: "Page", partitions: int, tmp_path: Path) -> None:
+    """A stage that had waited since before the step was drawn over its own name."""
+    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [picture(partitions)])
+    page.goto(f"file://{tmp_path}/timeline.html")
+    assert page.locator("figure").count() == 2
+    assert page.locator("figure.measured rect.waiting").count() >= partitions - 1
+    assert page.evaluate(OUTSIDE) == []

@@ -83,7 +83,8 @@ class Executor:
         self._transport.settle()
 
     def _perform(self, action: Action, keep: Keep, pieces: Sequence[Tensors], recording: Recording) -> None:
-        now = self.recorder.clocks[action.stage].now
+        clock = self.recorder.clocks[action.stage]
+        now, core_seconds = clock.now, clock.core_seconds
         begun = received = now()
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         first, last = action.stage == 0, action.stage == self._last
@@ -94,26 +95,27 @@ class Executor:
                 case Kind.F:
                     inputs = pieces[micro_batch] if first else transport.receive_forward(action.stage, micro_batch)
                     tensors = inputs
-                    received = now()
+                    received, had = now(), core_seconds()
                     outputs = stage.forward(micro_batch, inputs, keep)
-                    computed = now()
+                    has, computed = core_seconds(), now()
                     if not last:
                         transport.send_forward(action.stage, micro_batch, outputs)
                     if keep is Keep.NOTHING:
                         transport.release(action.stage, micro_batch)
                 case Kind.R:
+                    had = core_seconds()
                     stage.recompute(micro_batch)
-                    computed = now()
+                    has, computed = core_seconds(), now()
                 case Kind.B:
                     gradients = () if last else transport.receive_backward(action.stage, micro_batch)
                     tensors = gradients
-                    received = now()
+                    received, had = now(), core_seconds()
                     returned = stage.backward(micro_batch, gradients)
-                    computed = now()
+                    has, computed = core_seconds(), now()
                     if not first:
                         transport.send_backward(action.stage, micro_batch, returned)
                     transport.release(action.stage, micro_batch)
-            recording.action(action.stage, begun, received, computed, now())
+            recording.action(action.stage, begun, received, computed, now(), has - had)
         except (PeerLostError, ChangedInputError):
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ monotonic clock, which all processes of a machine share; on a GPU an event in it
 nobody waits for it.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -27,6 +28,9 @@ class Clock(Protocol):
 
     def now(self) -> Mark: ...
 
+    def core_seconds(self) -> float:
+        """How long the thread that asks has had a core so far; 0 where that says nothing of what computes."""
+
     def reader(self) -> Callable[[Mark], float]:
         """How the marks of this step are read: as seconds of the host's monotonic clock."""
 
@@ -35,6 +39,9 @@ class HostClock:
     """A CPU's: work is done when the call returns."""
 
     now = staticmethod(time.perf_counter)
+    # Of this thread, which computes; with more threads, those of OpenMP wait for each other within a millisecond, so
+    # that a core which one of them misses is missed by all.
+    core_seconds = staticmethod(time.thread_time)
 
     def begin_step(self) -> None:
         pass
@@ -49,6 +56,8 @@ class StreamClock:
     Events tell the time since another event, in float32: so each step has an event of its own to count from, and that
     counts from the step before.
     """
+
+    core_seconds = staticmethod(float)  # the work is the device's
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,12 +111,25 @@ class Recording:
         self._readers = readers
         self._marks: dict[int, list[Mark]] = {stage: [] for stage in readers}
         self._updates: dict[int, tuple[Mark, Mark]] = {}
+        self._core_seconds = dict.fromkeys(readers, 0.0)
 
-    def action(self, stage: int, begun: Mark, received: Mark, computed: Mark, handed_on: Mark) -> None:
+    def action(
+        self, stage: int, begun: Mark, received: Mark, computed: Mark, handed_on: Mark, core_seconds: float = 0.0
+    ) -> None:
+        """What an action was; `core_seconds` of the time from received to computed it had a core."""
         self._marks[stage] += (begun, received, computed, handed_on)
+        self._core_seconds[stage] += core_seconds
 
     def update(self, stage: int, begun: Mark, ended: Mark) -> None:
         self._updates[stage] = (begun, ended)
+
+    def without_core(self, stage: int) -> float:
+        """The share of its actions' time in which the stage had no core, as others had them all; 0 of a GPU's."""
+        had = self._core_seconds[stage]
+        if not had:
+            return 0.0
+        marks = self._marks[stage]
+        return max(0.0, 1 - had / sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS)))
 
     def seconds(self) -> dict[int, list[float]]:
         """For each stage: MARKS numbers per action, in the order of its schedule, then begin and end of its update."""
@@ -138,11 +160,14 @@ def room(micro_batches: int) -> int:
     return 3 * micro_batches * MARKS + 2
 
 
-def measured_timeline(schedule: Schedule, seconds: Sequence[Sequence[float]]) -> Timeline:
+def measured_timeline(
+    schedule: Schedule, seconds: Sequence[Sequence[float]], began_seconds: float = -math.inf
+) -> Timeline:
     """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `Recording.seconds` gives them.
 
-    While a stage waits for its neighbour to compute it is idle; what it still waits after that is the transfer, as is
-    the time that it takes to hand on what it has computed.
+    It begins at `began_seconds`: a stage that is done with the step before waits for its first micro-batch already
+    while stage 0 still ends that one. While a stage waits for its neighbour to compute it is idle; what it still waits
+    after that is the transfer, as is the time that it takes to hand on what it has computed.
     """
     ends: dict[Action, float] = {}
     for actions, numbers in zip(schedule, seconds, strict=True):
@@ -156,7 +181,7 @@ def measured_timeline(schedule: Schedule, seconds: Sequence[Sequence[float]]) ->
             begun, received, computed, handed_on = numbers[at * MARKS : (at + 1) * MARKS]
             needed = [ends[other] for other in dependencies(action, schedule) if other.stage != action.stage]
             if needed:
-                beside += gap(action, begun, received, max(needed))
+                beside += gap(action, max(begun, min(began_seconds, received)), received, max(needed))
             spans.append(Span(action, received, computed))
             if handed_on > computed:
                 beside.append(Event(What.TRANSFER, computed, handed_on, action))

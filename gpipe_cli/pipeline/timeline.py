@@ -94,8 +94,8 @@ class Timeline:
         return tuple(step - busy for busy in self.busy_seconds)
 
     @property
-    def bubble(self) -> float:
-        """The share of all stage-time that is idle, from 0 to 1 (section 2.3)."""
+    def idle_share(self) -> float:
+        """The share of all stage-time without an action, from 0 to 1; `breakdown` tells its causes apart."""
         available = self.step_seconds * len(self.stages)
         return sum(self.idle_seconds) / available if available > 0 else 0.0
 
@@ -129,9 +129,10 @@ class Timeline:
         """Events of the Chrome trace format (a row per stage), which Perfetto and ``chrome://tracing`` open.
 
         ``json.dump`` of this list is a complete trace file; so are several of them joined, such as a measured and a
-        predicted one, if each has its own ``pid`` and a ``name``. Times are microseconds since the step began, as the
-        format asks for. A complete event has ``ph`` X, the name of a row or a group of rows ``ph`` M. Actions are
-        coloured by micro-batch where the viewer follows ``cname``; Perfetto chooses colours of its own.
+        predicted one, if each has its own ``pid`` and a ``name``. Times are microseconds, as the format asks for, since
+        the first of all that is shown began. A complete event has ``ph`` X, the name of a row or a group of rows
+        ``ph`` M. Actions are coloured by micro-batch where the viewer follows ``cname``; Perfetto chooses colours of
+        its own.
         """
         result: list[dict[str, Any]] = []
         if name is not None:
@@ -141,7 +142,8 @@ class Timeline:
             place = {"pid": pid, "tid": stage}
             result.append({"name": "thread_name", "ph": "M", **place, "args": {"name": f"stage {stage}"}})
             result.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": stage}})
-        begin = self.start_seconds
+        begin = min((event.start_seconds for events in self.events for event in events), default=self.start_seconds)
+        begin = min(begin, self.start_seconds)
 
         def complete(text: str, category: str, colour: str, of: Span | Event, stage: int) -> dict[str, Any]:
             args: dict[str, Any] = {"stage": stage}

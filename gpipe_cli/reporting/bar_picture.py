@@ -50,7 +50,7 @@ def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
     left = 0.25 + CHARACTER_INCHES * max(map(len, shown))
     room = (WIDTH_INCHES - left - 0.15) / len(drawn)
-    shared = [run.one_device for run in comparison.runs]
+    shared = [run.shared for run in comparison.runs]
     for number, column in enumerate(drawn):
         box = (
             (left + number * room) / WIDTH_INCHES, BOTTOM_INCHES / height,
@@ -65,7 +65,7 @@ def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
         _panel(axes, column, shared if "per_second" in column.key or "bubble" in column.key else [False] * rows)
         axes.set_yticks(range(rows), shown if number == 0 else [""] * rows, fontsize=9, color=INK)
     if any(shared):
-        note = "hatched: stages shared a device or cores, which is not the speed of a pipeline"
+        note = "hatched: stages shared a device or cores, with each other or others: not the speed of a pipeline"
         figure.text(left / WIDTH_INCHES, 0.12 / height, note, fontsize=8.5, color=PALE_INK)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

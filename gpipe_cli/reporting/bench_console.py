@@ -114,7 +114,8 @@ def _notes(rows: Sequence[Mapping[str, Any]], varies: Sequence[str]) -> list[tup
     notes: list[tuple[str, str]] = []
     kinds = {row["kind"] for row in measured}
     if len(kinds) == 1:
-        notes.append(("speed", speed_kind(measured[0]["kind"])))
+        worst = max((row["without_core"] for row in measured if row.get("without_core") is not None), default=None)
+        notes.append(("speed", speed_kind(measured[0]["kind"], worst)))
     if measured:
         notes.append(("memory", "peak of the fullest stage: its process's, on a GPU the allocator's"))
         notes.append(("activations", "of the fullest stage, counted; bubble measured"))

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from gpipe_cli.reporting.breakdown import share_facts
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
-from gpipe_cli.reporting.facts import TIMELINE_PAGE, memory_facts, show_banner, show_facts, show_line, speed_kind
+from gpipe_cli.reporting.facts import TIMELINE_PAGE, memory_table, show_banner, show_facts, show_line, speed_kind
 from gpipe_cli.reporting.progress_bar import progress_bar
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import duration, operations, percent, plural, rate
@@ -90,7 +90,7 @@ def show_measurement(console: Console, result: dict[str, Any], flops_note: str, 
         show_facts(console, [("error", result["error"])])
     show_facts(console, _speed(result))
     show_facts(console, share_facts(result))
-    show_facts(console, _memory(result))
+    show_facts(console, memory_table(result))
     show_facts(console, _flops(result, flops_note))
     show_facts(console, [("run folder", str(folder))])
     if (folder / TIMELINE_PAGE).exists():
@@ -110,21 +110,7 @@ def _speed(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
             label = ""
     warm_up = ", warm-up included" if result["speed_includes_warm_up"] else ""
     yield "", f"{duration(result['step_seconds'])} per step{warm_up}"
-    yield "", speed_kind(result["samples_per_second_kind"])
-
-
-def _memory(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    if not result["memory_bytes"]:
-        return
-    yield from memory_facts("peak memory", result["memory_bytes"])
-    on_cpu = {partition["device"] for partition in result["partitions"]} == {"cpu"}
-    if on_cpu and result["executor"] == "in_process":
-        yield "", "of the one process that all stages are in"
-    else:
-        yield "", "of each stage's process" if on_cpu else "of CUDA's allocator"
-    if result["activation_bytes"]:
-        yield from memory_facts("activations", result["activation_bytes"])
-        yield "", "counted: the most that was kept for the backward at once"
+    yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
 
 
 def _flops(result: dict[str, Any], note: str) -> Iterable[tuple[str, str]]:

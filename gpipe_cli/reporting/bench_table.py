@@ -15,7 +15,7 @@ from typing import Any
 from gpipe_cli.files import write_whole
 from gpipe_cli.reporting.result import write_result
 from gpipe_cli.reporting.sweep_table import INTERRUPTED, Run
-from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.timeline_view import SHARES, idle
 
 JSON, CSV = "bench.json", "bench.csv"
 AUTO = "auto"  # the value of a setting that is to be chosen
@@ -99,18 +99,22 @@ def _row(cell: Sequence[Run]) -> dict[str, Any]:
     for key in units:
         row[key] = _median(result.get(key) for result in results)
         row[f"{key}_quartiles"] = _each(median, [result.get(f"{key}_quartiles") for result in results])
+    shares = _breakdown(results)
+    without_core: list[Any] = [share for result in results if (share := result.get("without_core")) is not None]
     return row | {
         "rounds_measured": len(results),
         "range_over_rounds": [min(speed), max(speed)] if speed else None,  # samples, or of text tokens, a second
         "relative": None,
         "step_seconds": _median(result.get("step_seconds") for result in results),
-        "breakdown": _breakdown(results),
-        "bubble": _median(_part(result, "bubble", "measured") for result in results),
+        "breakdown": shares,
+        "idle": None if shares is None else idle(shares),
+        "bubble": None if shares is None else shares["bubble"],
         "ideal_bubble": _median(result.get("ideal_bubble") for result in results),
         "memory_bytes": _each(max, [result.get("memory_bytes") for result in results]),
         "activation_bytes": _each(max, [result.get("activation_bytes") for result in results]),
         "model_flops_per_second": _median(result.get("model_flops_per_second") for result in results),
         "mfu": _median(result.get("mfu") for result in results),
+        "without_core": max(without_core, default=None),
         "kind": max((str(result.get("samples_per_second_kind")) for result in results), default=None),
         "executor": results[0].get("executor") if results else None,
         "threads": _part(results[0], "hardware", "threads_per_process") if results else None,

@@ -1,8 +1,8 @@
 """Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1).
 
-Shares of stage-time that add up to 1: compute, recompute, bubble, load imbalance, exposed transfers, weight update and
-set-up. Beside them stands the bubble alone, the idle share of the pipeline's window, which is what (K-1)/(M+K-1) of
-section 2.3 speaks of. What was measured and what was predicted never share a column.
+Shares of stage-time that add up to 1. Stages are busy with compute, recompute and the weight update, and idle for four
+causes: bubble, load imbalance, exposed transfers and set-up. What was measured and what was predicted never share a
+column.
 """
 
 from array import array
@@ -12,12 +12,12 @@ from statistics import median
 from typing import Any
 
 from gpipe_cli.reporting.description import Prediction
-from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
 from gpipe_cli.reporting.units import duration, percent, size
 
-FIRST_LINE = 3  # of the shares; these and the others fit 80 columns behind a label
 STAGES_SHOWN = 4  # more than these are told by the fullest one
 COMPARED_STEPS = 20  # done in this process when the prediction is compared
+_LARGE = 2.0  # a difference is told as a factor from here on, and from its inverse down
 
 
 class MeasuredShares:
@@ -25,18 +25,16 @@ class MeasuredShares:
 
     def __init__(self) -> None:
         self._shares = {name: array("d") for name in SHARES}
-        self._bubbles = array("d")
         self._warm_up = True  # what is kept is that of warm-up steps
 
-    def add(self, breakdown: Mapping[str, float], bubble: float, warm_up: bool) -> None:
+    def add(self, breakdown: Mapping[str, float], warm_up: bool) -> None:
         """One step, with what was measured of it."""
         if self._warm_up and not warm_up:
-            for values in (*self._shares.values(), self._bubbles):
+            for values in self._shares.values():
                 del values[:]
             self._warm_up = False
         for name, values in self._shares.items():
             values.append(breakdown[name])
-        self._bubbles.append(bubble)
 
     @property
     def breakdown(self) -> dict[str, float] | None:
@@ -47,43 +45,50 @@ class MeasuredShares:
         total = sum(medians.values())
         return {name: value / total for name, value in medians.items()} if total > 0 else medians
 
-    @property
-    def bubble(self) -> float | None:
-        """Idle share of the pipeline's window; None without any."""
-        return median(self._bubbles) if self._bubbles else None
-
 
 def share_result(measured: MeasuredShares, prediction: Prediction | None, ideal_bubble: float) -> dict[str, Any]:
-    """The entries of result.json: ``breakdown``, ``bubble`` and ``prediction``."""
+    """The entries of result.json: ``breakdown``, of it ``idle`` and ``bubble``, and ``prediction``."""
     known = {} if prediction is None else asdict(prediction)
-    breakdown, bubble = known.pop("breakdown", None), known.pop("bubble", None)
+    kinds = {"measured": measured.breakdown, "predicted": known.pop("breakdown", None)}
     return {
-        "breakdown": {"measured": measured.breakdown, "predicted": breakdown},
-        "bubble": {"measured": measured.bubble, "predicted": bubble, "ideal": ideal_bubble},
+        "breakdown": kinds,
+        "idle": {kind: None if shares is None else idle(shares) for kind, shares in kinds.items()},
+        "bubble": {kind: None if shares is None else shares["bubble"] for kind, shares in kinds.items()}
+        | {"ideal": ideal_bubble},
         "prediction": known or None,
     }
 
 
 def share_facts(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Labelled lines of the summary, from the entries of result.json; none where nothing was measured."""
-    bubble, breakdown = result.get("bubble"), result.get("breakdown")
-    if bubble is not None and bubble["measured"] is not None:
-        fact = f"{percent(bubble['measured'])} measured, {percent(bubble['ideal'])} ideal (K-1)/(M+K-1)"
-        known = bubble["predicted"] is not None
-        yield "bubble", f"{fact}, {percent(bubble['predicted'])} predicted" if known else fact
+    breakdown = result.get("breakdown")
     if breakdown is not None and breakdown["measured"] is not None:
-        label = "step"
-        for kind in ("measured", "predicted"):
-            if breakdown[kind] is not None:
-                for line in share_lines(kind, breakdown[kind]):
-                    yield label, line
-                    label = ""
+        yield from share_lines({kind: shares for kind, shares in breakdown.items() if shares is not None})
+        yield ideal_bubble_line(result["bubble"]["ideal"])
 
 
-def share_lines(kind: str, breakdown: Mapping[str, float]) -> tuple[str, str]:
-    """`measured: compute 65.6 %, recompute 22.5 %, bubble 4.1 %,` and the rest."""
-    words = [f"{share_word(name)} {percent(breakdown[name])}" for name in SHARES]
-    return f"{kind}: {', '.join(words[:FIRST_LINE])},", ", ".join(words[FIRST_LINE:])
+def share_lines(kinds: Mapping[str, Mapping[str, float]]) -> Iterable[tuple[str, str]]:
+    """A small table: a heading, and a line for each kind of breakdown, `measured` or `predicted`.
+
+    % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
+    measured        58.0      18.3     2.2    21.5 =    14.2       1.5     2.3    3.5
+    """
+    columns = (*BUSY, "idle", *IDLE)
+
+    def line(cells: Sequence[str]) -> str:
+        widths = [max(len(share_word(name)), len("100.0")) for name in columns]
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return f"{' '.join(padded[: len(BUSY)])}  {padded[len(BUSY)]} = {' '.join(padded[len(BUSY) + 1 :])}"
+
+    yield "% of a step", line([share_word(name) for name in columns])
+    for kind, breakdown in kinds.items():
+        shown = in_percent(breakdown)
+        yield kind, line([f"{shown[name]:.1f}" for name in columns])
+
+
+def ideal_bubble_line(ideal_bubble: float) -> tuple[str, str]:
+    """What the measured and the predicted bubble are compared with."""
+    return "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): stages are equal and do nothing but compute"
 
 
 def share_word(name: str) -> str:
@@ -104,7 +109,7 @@ def comparison(
         predicted_bytes, counted_bytes: saved activations of one mini-batch, per stage; None if they were not counted.
     """
     times = f"{duration(prediction.step_seconds)} a step, measured {duration(step_seconds)}"
-    yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds)})"
+    yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds, 'as long')})"
     if predicted_bytes and counted_bytes:
         stages = range(len(counted_bytes))
         fullest = max(stages, key=lambda stage: counted_bytes[stage])
@@ -117,9 +122,12 @@ def comparison(
         yield "", f"from {prediction.source}; cost=measured predicts from this machine"
 
 
-def difference(predicted: float, found: float) -> str:
-    """`4 % more`, `12 % less`, `as predicted`."""
+def difference(predicted: float, found: float, times: str = "as much") -> str:
+    """`4 % more`, `12 % less`, `as predicted`; a large one `2.4 times as much`."""
     if predicted <= 0:
         return "as predicted" if found == predicted else "nothing was predicted"
-    share = round(100 * (found / predicted - 1))
-    return "as predicted" if share == 0 else f"{abs(share):,} % {'more' if share > 0 else 'less'}"
+    factor = found / predicted
+    if not 1 / _LARGE < factor < _LARGE:
+        return f"{factor:,.{0 if factor >= 10 else 1 if factor >= 1 else 2}f} times {times}"
+    share = round(100 * (factor - 1))
+    return "as predicted" if share == 0 else f"{abs(share)} % {'more' if share > 0 else 'less'}"

@@ -113,6 +113,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         number("step_seconds", f"step\n{step}", of("step_seconds"), _scaled(step_seconds)),
         number("bubble_measured", "bubble\n%", of("bubble", "measured"), _percent),
         number("bubble_ideal", "bubble ideal\n%", of("ideal_bubble"), _percent, False),
+        number("idle_measured", "idle\n%", of("idle", "measured"), _percent, False),
         number("bubble_predicted", "bubble predicted\n%", of("bubble", "predicted"), _percent, False),
         number(
             "step_seconds_predicted", f"step predicted\n{step}", of("prediction", "step_seconds"),
@@ -140,8 +141,8 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
 def _speed_kind(runs: Sequence[RunRecord]) -> Column:
     """In the table only where a run is not `measured`; there is no room for `measured_one_device`."""
     kinds = tuple(run.speed_kind for run in runs)
-    texts = tuple("-" if kind is None else "one device" if kind == "measured_one_device" else kind for kind in kinds)
-    return Column("speed_kind", "speed", kinds, texts, any(run.one_device for run in runs))
+    texts = tuple("-" if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds)
+    return Column("speed_kind", "speed", kinds, texts, any(run.shared for run in runs))
 
 
 def machine(run: RunRecord) -> str | None:

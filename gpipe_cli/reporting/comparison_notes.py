@@ -76,11 +76,15 @@ def _speeds(comparison: Comparison) -> Iterator[str]:
         found = _groups(comparison, _of_inner(key, what))
         if len(found) > 1:
             yield f"different {name} ({_told(found)}): speeds differ by that too"
-    if shared := [n for n, run in enumerate(comparison.runs) if run.one_device]:
-        yield (
-            "one device: measured where stages shared a device or cores (measured_one_device), which is not the speed "
-            f"of a pipeline: {referred(comparison.runs, shared)}"
-        )
+    for kind, meaning in (
+        ("one_device", "measured where stages shared a device or cores"),
+        ("contended", "other programs had the stages' cores at times"),
+    ):
+        if shared := [n for n, run in enumerate(comparison.runs) if run.speed_kind == f"measured_{kind}"]:
+            yield (
+                f"{kind.replace('_', ' ')}: {meaning} (measured_{kind}), which is not the speed of a pipeline: "
+                f"{referred(comparison.runs, shared)}"
+            )
     if warm := [n for n, run in enumerate(comparison.runs) if run.result.get("speed_includes_warm_up")]:
         yield f"too short for a speed, so that of warm-up steps is shown: {referred(comparison.runs, warm)}"
     if resumed := [n for n, run in enumerate(comparison.runs) if run.result.get("resumed_from")]:

@@ -33,8 +33,8 @@ from gpipe_cli.reporting.hyperparameters import (
     varied_by,
 )
 from gpipe_cli.reporting.task import Task, perplexity, words_of
-from gpipe_cli.reporting.timeline_view import SHARES
-from gpipe_cli.reporting.units import duration, percent, size
+from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
+from gpipe_cli.reporting.units import duration, size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +57,9 @@ SAMPLES_PER_SECOND = "speed/samples_per_second"
 TOKENS_PER_SECOND = "speed/tokens_per_second"
 STEP_SECONDS = "speed/step_seconds"
 PREDICTED_STEP_SECONDS = "speed/predicted_step_seconds"
-BUBBLE_MEASURED = "bubble/measured"  # idle share of the pipeline's window
+IDLE_MEASURED = "idle/measured"  # shares of the stage-time of a step, as all below
+IDLE_PREDICTED = "idle/predicted"
+BUBBLE_MEASURED = "bubble/measured"
 BUBBLE_PREDICTED = "bubble/predicted"
 BUBBLE_IDEAL = "bubble/ideal"  # (K-1)/(M+K-1)
 # What became of a run, once, beside its settings. HParams shows the first five of a task at first, and as parallel
@@ -94,7 +96,7 @@ EVERY_MEMORY = r"memory/stage_\d+_gib$"  # of all stages, however many a run has
 
 
 def share_tag(share: str) -> str:
-    """Measured share of the stage-time of a step; of the bubble too, here of the whole step."""
+    """Measured share of the stage-time of a step."""
     return f"step/{share}"
 
 
@@ -143,7 +145,8 @@ class Dashboard:
         self._constants = ((BUBBLE_IDEAL, ideal_bubble),)
         if prediction is not None:
             self._constants += (
-                (BUBBLE_PREDICTED, prediction.bubble),
+                (IDLE_PREDICTED, idle(prediction.breakdown)),
+                (BUBBLE_PREDICTED, prediction.breakdown["bubble"]),
                 (PREDICTED_STEP_SECONDS, prediction.step_seconds),
             )
             self._events.add(text(PREDICTION, _prediction_table(prediction)), self._first_step)
@@ -157,8 +160,10 @@ class Dashboard:
 
     def recorded(self, message: RecordedMessage) -> None:
         """Where the time of a step went."""
-        shares = ((share_tag(share), value) for share, value in message["breakdown"].items())
-        self._draw(message["step"], [(BUBBLE_MEASURED, message["bubble"]), *shares, *self._constants])
+        breakdown = message["breakdown"]
+        shares = ((share_tag(share), value) for share, value in breakdown.items())
+        measured = ((IDLE_MEASURED, idle(breakdown)), (BUBBLE_MEASURED, breakdown["bubble"]))
+        self._draw(message["step"], [*measured, *shares, *self._constants])
 
     def evaluated(self, message: EvaluationMessage) -> None:
         """The curves of the test set, and what was translated of it."""
@@ -244,10 +249,11 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     """
     accuracy = ("perplexity", [TRAIN_PERPLEXITY, TEST_PERPLEXITY]) if text else ("top-1", [TRAIN_TOP1, TEST_TOP1])
     speed = ("tokens per second", [TOKENS_PER_SECOND]) if text else ("samples per second", [SAMPLES_PER_SECOND])
-    runs = [accuracy, speed, ("bubble", [BUBBLE_MEASURED]), ("memory of every stage, GiB", [EVERY_MEMORY])]
+    runs = [accuracy, speed, ("idle", [IDLE_MEASURED]), ("memory of every stage, GiB", [EVERY_MEMORY])]
     layout = {"runs side by side": {title: ["Multiline", tags] for title, tags in runs}}
     if predicted:
         layout["measured and predicted"] = {
+            "idle": ["Multiline", [IDLE_MEASURED, IDLE_PREDICTED]],
             "bubble": ["Multiline", [BUBBLE_MEASURED, BUBBLE_PREDICTED, BUBBLE_IDEAL]],
             "step seconds": ["Multiline", [STEP_SECONDS, PREDICTED_STEP_SECONDS]],
             "step": ["Multiline", [share_tag(share) for share in SHARES]],
@@ -257,7 +263,9 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
 
 def _prediction_table(prediction: Prediction) -> str:
     """As Markdown: the shares of a step, then the stages."""
-    shares = "".join(f"| {share_word(name)} | {percent(prediction.breakdown[name])} |\n" for name in SHARES)
+    shown = in_percent(prediction.breakdown)
+    names = (*BUSY, "idle", *IDLE)
+    shares = "".join(f"| {'of it ' * (name in IDLE)}{share_word(name)} | {shown[name]:.1f} % |\n" for name in names)
     stages = "".join(
         f"| {stage} | {size(memory)} | {size(activations)} |\n"
         for stage, (memory, activations) in enumerate(
@@ -265,10 +273,9 @@ def _prediction_table(prediction: Prediction) -> str:
         )
     )
     return (
-        f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step, "
-        f"bubble {percent(prediction.bubble)}\n\n"
+        f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step\n\n"
         f"| of a step's stage-time | predicted |\n| --- | --- |\n{shares}\n"
-        f"| stage | memory, predicted | of it activations |\n| --- | --- | --- |\n{stages}"
+        f"| stage | memory without libraries, predicted | of it activations |\n| --- | --- | --- |\n{stages}"
     )
 
 

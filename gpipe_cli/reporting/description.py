@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
+from gpipe_cli.reporting.plan_view import StageMemory
 from gpipe_cli.reporting.task import Task
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
-SpeedKind = Literal["measured", "measured_one_device"]
+# contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
+SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 Command = Literal["train", "bench"]
 
 WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
@@ -28,6 +30,7 @@ class PartitionDescription:
     # Of each layer, forward and backward of one micro-batch as predicted; in a run without a prediction they tell
     # layers from each other and no more. (): unknown.
     layer_seconds: tuple[tuple[float, float], ...] = ()
+    memory: StageMemory | None = None  # predicted, without libraries; None: unknown
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,6 @@ class Prediction:
 
     source: str  # of the seconds, one phrase: `hardware=cpu figures`, `measured layers`
     step_seconds: float
-    bubble: float  # idle share of the pipeline's window, 0 to 1
     breakdown: Mapping[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
     memory_bytes: tuple[int, ...]  # per stage, in all
     activation_bytes: tuple[int, ...]  # per stage, of all micro-batches in flight
@@ -89,9 +91,10 @@ class RunDescription:
     epochs: int
     steps_per_epoch: int | None
     learning_rate: float  # of the first step
+    warm_up: tuple[int, float] | None  # its steps, and the learning rate behind it; None: this run has none before it
     config: dict[str, Any]  # resolved; plain values only
     config_yaml: str
-    speed_kind: SpeedKind  # measured_one_device: stages of the run share a device or cores
+    speed_kind: SpeedKind  # as far as it is known before the run
     threads: int  # of each process
     replicas: int = 1
     max_steps: int | None = None  # the run stops after this many steps
@@ -160,11 +163,13 @@ class StepMessage(TypedDict):
     learning_rate: float
     gradient_norm: float | None  # over all stages, before clipping
     memory_bytes: list[int]  # peak of each stage so far
+    without_core: list[float]  # of each stage, the share of its computing time in which it had no core; 0 on a GPU
     lengths: NotRequired[tuple[int, ...]]  # that its sentences were padded to; () for images
     # The most that each stage held, counted once, in one of the first steps; and what was to be expected of that
     # mini-batch.
     activation_bytes: NotRequired[list[int] | None]
     predicted_activation_bytes: NotRequired[tuple[int, ...]]
+    library_bytes: NotRequired[list[int] | None]  # of each stage's process at that time; 0 on a GPU
 
 
 class RecordedMessage(TypedDict):
@@ -172,7 +177,6 @@ class RecordedMessage(TypedDict):
 
     step: int
     breakdown: dict[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
-    bubble: float  # idle share of the pipeline's window, 0 to 1
 
 
 class Translation(TypedDict):

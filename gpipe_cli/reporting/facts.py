@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.reporting.breakdown import share_facts
-from gpipe_cli.reporting.description import PartitionDescription, RunDescription, SpeedKind, TranslationResult
+from gpipe_cli.reporting.breakdown import STAGES_SHOWN, share_facts
+from gpipe_cli.reporting.description import PartitionDescription, RunDescription, TranslationResult
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, perplexity, plural, rate, size
 
@@ -146,6 +146,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         yield "measuring", f"{plural(run.max_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
     else:
         yield "training", _training(run)
+        yield "", f"learning rate {_learning_rate(run)}"
     yield from run.notes
     yield "run folder", str(folder)
     if run.resumed_from is not None:
@@ -158,7 +159,15 @@ def _training(run: RunDescription) -> str:
         training += f" of {plural(run.steps_per_epoch, 'step')}"
     if run.max_steps is not None and run.steps_per_epoch is not None:
         training += f", stopping after {plural(run.total_steps, 'step')}"
-    return f"{training}, learning rate {learning_rate(run.learning_rate)}"
+    return training
+
+
+def _learning_rate(run: RunDescription) -> str:
+    """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
+    if run.warm_up is None:
+        return learning_rate(run.learning_rate)
+    steps, rate = run.warm_up
+    return f"{learning_rate(rate)}, after a warm-up of {plural(steps, 'step')} from {learning_rate(run.learning_rate)}"
 
 
 def _samples_of_data(run: RunDescription) -> str:
@@ -206,16 +215,43 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if result["samples_per_second"] is not None:
         warm_up = "warm-up included" if result["speed_includes_warm_up"] else "warm-up excluded"
         yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step (medians, {warm_up})"
-        yield "", speed_kind(result["samples_per_second_kind"])
+        yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
     yield from share_facts(result)
-    yield from memory_facts("peak memory", result["memory_bytes"])
+    yield from memory_table(result)
 
 
-def speed_kind(kind: SpeedKind) -> str:
-    """Whether it is the speed of a pipeline."""
-    if kind == "measured_one_device":
-        return "measured_one_device: stages shared a device or cores"
-    return "measured: every stage had a device or cores of its own"
+def speed_kind(kind: str, without_core: float | None = None) -> str:
+    """Whether it is the speed of a pipeline; ``kind`` is a SpeedKind as result.json has it."""
+    match kind:
+        case "measured_one_device":
+            return f"{kind}: stages shared a device or cores"
+        case "measured_contended":
+            share = "at times" if without_core is None else f"{percent(without_core)} of the time"
+            return f"{kind}: other programs had the cores {share}"
+    return f"{kind}: every stage had a device or cores of its own"
+
+
+def memory_table(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Parts of each stage's memory and their sum, from the entry of result.json; of many stages the fullest one's. The
+    peaks alone where parts are not known."""
+    stages = result.get("memory")
+    if not stages:
+        yield from memory_facts("peak memory", result["memory_bytes"])
+        return
+    parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
+    widths = [max(len(part), len("1,234.5")) for part in parts]
+
+    def line(cells: Sequence[str], peak: str) -> str:
+        return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + f" = {peak:>5}"
+
+    unit, name = (2**30, "GiB") if max(stage["peak"] for stage in stages) >= 10 * 2**30 else (2**20, "MiB")
+    yield f"memory, {name}", line(parts, "peak")
+    fullest = max(stages, key=lambda stage: int(stage["peak"]))
+    for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
+        tenths = {key: round(10 * stage[key] / unit) for key in (*parts, "peak")}
+        tenths["other"] += tenths["peak"] - sum(tenths[part] for part in parts)  # the sum is right as it is shown
+        label = "all stages" if stage["stage"] is None else f"stage {stage['stage']}"
+        yield label, line([f"{tenths[part] / 10:,.1f}" for part in parts], f"{tenths['peak'] / 10:,.1f}")
 
 
 def memory_facts(label: str, sizes: Sequence[int]) -> Iterable[tuple[str, str]]:

@@ -5,6 +5,7 @@ A speed without its warm-up rule, hardware and versions cannot be compared with 
 
 import os
 import platform
+import time
 from array import array
 from collections.abc import Sequence
 from importlib import metadata
@@ -12,9 +13,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from gpipe_cli.reporting.description import StepFlops
+from gpipe_cli.reporting.description import PartitionDescription, SpeedKind, StepFlops
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
+CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
 
 
@@ -30,14 +32,19 @@ class Throughput:
         self._seconds = array("d")
         self._samples = array("d")  # a second, in each step
         self._tokens = array("d")  # a second, in each step; empty for images
+        self._without_core = array("d")  # in each step, of the stage that was worst off
 
-    def add(self, samples: int, seconds: float, tokens: int | None = None) -> None:
-        """One step of ``samples`` samples that took ``seconds``; ``tokens`` in every step of a run or in none."""
+    def add(
+        self, samples: int, seconds: float, tokens: int | None = None, without_core: Sequence[float] = (0.0,)
+    ) -> None:
+        """One step of ``samples`` samples that took ``seconds``; ``tokens`` in every step of a run or in none;
+        ``without_core`` is the share of its computing time in which each stage had no core."""
         assert samples > 0, samples
         assert seconds > 0, seconds
         assert tokens is None or len(self._tokens) == self.steps, "some steps had no tokens"
         self._seconds.append(seconds)
         self._samples.append(samples / seconds)
+        self._without_core.append(max(without_core))
         if tokens is not None:
             self._tokens.append(tokens / seconds)
 
@@ -80,6 +87,18 @@ class Throughput:
         """Median over steps; None without any."""
         return _median(self._counted(self._seconds))
 
+    @property
+    def without_core(self) -> float | None:
+        """The share of its computing time in which a stage had no core, as others had them: of the stage that was worst
+        off, median over steps; None without any."""
+        return _median(self._counted(self._without_core))
+
+    def kind(self, expected: SpeedKind) -> SpeedKind | None:
+        """What kind of a number the speed is; ``expected`` if nobody took the cores. None without any steps."""
+        share = self.without_core
+        contended = expected == "measured" and share is not None and share > CONTENDED
+        return None if share is None else "measured_contended" if contended else expected
+
     def recent_samples_per_second(self, steps: int = 20) -> float | None:
         """Median over the last few steps that count, for a display; None without any."""
         return self._recent(self._samples, steps)
@@ -108,6 +127,53 @@ def flops_result(flops: StepFlops | None, speed: Throughput) -> dict[str, Any]:
         "peak_flops_per_second": peak,
         "mfu": None if per_second is None or peak is None else per_second / peak,
     }
+
+
+def memory_result(
+    partitions: Sequence[PartitionDescription],
+    distributed: bool,
+    peaks: Sequence[int],
+    counted: Sequence[int] | None,
+    libraries: Sequence[int] | None,
+) -> list[dict[str, int | None]]:
+    """The entry ``memory`` of result.json: the bytes of each stage, or of all (``stage`` is None) where they are in one
+    process on a CPU. The parts add up to the peak.
+
+    ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
+
+    Args:
+        distributed: every stage is in a process of its own.
+        peaks: what was measured of each stage.
+        counted: activations of each stage; those that were predicted if they were not counted.
+        libraries: of each stage's process.
+    """
+    memory = [partition.memory for partition in partitions]
+    if not peaks or None in memory:
+        return []
+    known = [part for part in memory if part is not None]
+    together = not distributed and {partition.device for partition in partitions} == {"cpu"}
+    result: list[dict[str, int | None]] = []
+    for stages in [range(len(known))] if together else [range(k, k + 1) for k in range(len(known))]:
+        parts = {
+            "libraries": libraries[stages[0]] if libraries else 0,
+            "weights": sum(known[k].weights_bytes for k in stages),
+            "gradients": sum(known[k].gradients_bytes for k in stages),
+            "optimizer": sum(known[k].optimizer_bytes for k in stages),
+            "activations": sum(counted[k] if counted else known[k].activations_bytes for k in stages),
+        }
+        peak = peaks[stages[0]]
+        alone = stages[0] if len(stages) == 1 else None
+        result.append({"stage": alone, **parts, "other": peak - sum(parts.values()), "peak": peak})
+    return result
+
+
+def process_seconds() -> float:
+    """Since this process began (Linux, to a hundredth of a second), interpreter and imports included; 0 elsewhere."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class EpochMeans:

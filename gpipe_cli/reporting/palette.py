@@ -29,6 +29,7 @@ WORDS = {
     "transfer": "transfer",
     "update": "weight update",
 }
+OTHERWISE_IDLE = "otherwise idle"  # where a timeline has no bar
 
 
 def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour:

@@ -133,10 +133,10 @@ def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: floa
 
 
 def _numbers(axes: "Axes", run: RunDescription, shown: Sequence[int], width: float, room: float) -> None:
-    """Beside each bar: the parameters of the stage, and the memory that it is predicted to need."""
+    """Beside each bar: the parameters of the stage, and the memory that it is predicted to need, without libraries."""
     columns = [("parameters", PARAMETERS_AT, [count(partition.parameters) for partition in run.partitions])]
     if run.prediction is not None:
-        columns.append(("predicted memory", MEMORY_AT, [size(number) for number in run.prediction.memory_bytes]))
+        columns.append(("memory of the model", MEMORY_AT, [size(number) for number in run.prediction.memory_bytes]))
     panel = room - HEADING_INCHES
     for heading, at, numbers in columns:
         x = 1 + at / width

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.reporting.breakdown import share_lines
+from gpipe_cli.reporting.breakdown import ideal_bubble_line, share_lines
 from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.plan_view import Comparison, LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.result import write_result
@@ -79,8 +79,6 @@ def _what(view: PlanView) -> Iterable[tuple[str, str]]:
 
 def _outcome(view: PlanView) -> Iterable[tuple[str, str]]:
     yield "predicted", f"step {_step(view.step_seconds)}"
-    bubble = f"{percent(view.bubble)} predicted, {percent(view.ideal_bubble)} ideal (K-1)/(M+K-1)"
-    yield "bubble", bubble
     speed = f"{rate(view.samples_per_second)} {view.sample}s/s"
     tokens = view.tokens_per_second
     yield "speed", f"{speed if tokens is None else f'{rate(tokens)} tokens/s, {speed}'}, predicted"
@@ -97,9 +95,8 @@ def _outcome(view: PlanView) -> Iterable[tuple[str, str]]:
     memory = f"{size(view.stages[fullest].memory.total_bytes)} on stage {fullest}, the fullest"
     limit = view.hardware.memory_bytes
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
-    first, second = share_lines("predicted", view.breakdown)
-    yield "step", first
-    yield "", second
+    yield from share_lines({"predicted": view.breakdown})
+    yield ideal_bubble_line(view.ideal_bubble)
     yield from view.notes
 
 
@@ -152,7 +149,7 @@ def _show_memory(console: Console, view: PlanView) -> None:
 
     rows = [[_numbers(same), *cells(view.stages[same[0]])] for same in _alike(view.stages, cells)]
     table = _table("stage", *headings, *([] if limit is None else ["of limit"]), left=1)
-    show_line(console, f"memory: predicted, {name} at each stage's fullest moment", "bold")
+    show_line(console, f"memory: predicted, {name} at each stage's fullest moment, without libraries", "bold")
     _print(console, table, rows)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.timeline_view import SHARES, idle
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class StageMemory:
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
     optimizer_bytes: int  # its state, and the moving average of the weights
-    activations_bytes: int  # of all micro-batches in flight
-    workspace_bytes: int  # of the action that needs most
+    activations_bytes: int  # the most held at once for backwards, a recomputed micro-batch's included
+    workspace_bytes: int  # of one layer's backward
 
     @property
     def total_bytes(self) -> int:
@@ -107,7 +107,6 @@ class PlanView:
     hardware: HardwareView
     # Predicted, of one optimizer step.
     step_seconds: float
-    bubble: float  # idle share of the pipeline's window, 0 to 1
     ideal_bubble: float  # (K-1)/(M+K-1)
     breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
     step_flops: int  # that must be done: forwards and backwards of all micro-batches, without recomputation
@@ -160,6 +159,8 @@ def plan_json(view: PlanView) -> dict[str, Any]:
     return {
         "kind": "predicted",
         **plain,
+        "idle": idle(view.breakdown),
+        "bubble": view.breakdown["bubble"],
         "parameters": view.parameters,
         "samples_per_second": view.samples_per_second,
         "tokens_per_second": view.tokens_per_second,

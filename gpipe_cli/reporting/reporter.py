@@ -25,7 +25,14 @@ from gpipe_cli.reporting.description import (
     StepMessage,
 )
 from gpipe_cli.reporting.facts import TIMELINE_PAGE, show_banner, show_error, show_summary
-from gpipe_cli.reporting.measurement import Throughput, flops_result, hardware, versions
+from gpipe_cli.reporting.measurement import (
+    Throughput,
+    flops_result,
+    hardware,
+    memory_result,
+    process_seconds,
+    versions,
+)
 from gpipe_cli.reporting.result import read_result, write_result
 from gpipe_cli.reporting.task import Task, scores, words_of
 from gpipe_cli.reporting.timeline_page import MOST_PICTURES, write_page
@@ -48,7 +55,7 @@ class Reporter:
         self._folder = folder
         self._run = description
         self._text = words_of(description.task).text
-        self._begin = time.monotonic()
+        self._begin = time.monotonic() - process_seconds()
         self._status: Status = "running"
         self._error: str | None = None
         self._steps = description.first_step
@@ -57,6 +64,7 @@ class Reporter:
         self._throughput = Throughput(description.warm_up_steps)
         self._shares = MeasuredShares()
         self._activation_bytes: list[int] | None = None
+        self._library_bytes: list[int] | None = None
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
@@ -94,7 +102,9 @@ class Reporter:
         self._steps = message["step"]
         self._memory_bytes = message["memory_bytes"]
         speed = self._throughput
-        speed.add(message["samples"], message["seconds"], message["tokens"] if self._text else None)
+        tokens = message["tokens"] if self._text else None
+        speed.add(message["samples"], message["seconds"], tokens, message["without_core"])
+        self._library_bytes = message.get("library_bytes") or self._library_bytes
         if message.get("activation_bytes") is not None:
             self._activation_bytes = message["activation_bytes"]
             self._predicted_activation_bytes = message.get("predicted_activation_bytes")
@@ -110,7 +120,7 @@ class Reporter:
         if self._status != "running":
             return
         done = message["step"] - self._run.first_step
-        self._shares.add(message["breakdown"], message["bubble"], done <= self._throughput.warm_up_steps)
+        self._shares.add(message["breakdown"], done <= self._throughput.warm_up_steps)
         with self.optional():
             self._dashboard.recorded(message)
 
@@ -234,18 +244,26 @@ class Reporter:
             "epochs": self._steps
             // (run.steps_per_epoch or 1),  # whole ones done, as are the steps, before a resume included
             "steps": self._steps,
-            "seconds": time.monotonic() - self._begin,  # of this process
+            "seconds": time.monotonic() - self._begin,  # of this process, from its first moment on
             "test": self._test,
             "best": self._best,
             "samples_per_second": speed.samples_per_second,
             "samples_per_second_quartiles": speed.samples_per_second_quartiles,
-            "samples_per_second_kind": None if speed.samples_per_second is None else run.speed_kind,
+            "samples_per_second_kind": speed.kind(run.speed_kind),
+            "without_core": speed.without_core,
             "step_seconds": speed.step_seconds,
             "speed_includes_warm_up": speed.includes_warm_up,
             "speed_steps": speed.counted_steps,
             "warm_up_steps": speed.warm_up_steps,
             **flops_result(run.flops, speed),
             "memory_bytes": self._memory_bytes,
+            "memory": memory_result(
+                run.partitions,
+                run.executor == "distributed",
+                self._memory_bytes,
+                self._activation_bytes,
+                self._library_bytes,
+            ),
             "global_batch": run.global_batch,
             "executor": run.executor,
             "ideal_bubble": run.ideal_bubble,

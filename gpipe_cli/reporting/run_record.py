@@ -43,14 +43,14 @@ class RunRecord:
 
     @property
     def speed_kind(self) -> str | None:
-        """measured | measured_one_device; None of a run without a speed, such as a dry run."""
+        """measured | measured_contended | measured_one_device; None of a run without a speed, such as a dry run."""
         kind = self.result.get("samples_per_second_kind")
         return None if kind is None or self.number("samples_per_second") is None else str(kind)
 
     @property
-    def one_device(self) -> bool:
-        """Whether its stages shared a device or cores: then its speed is not that of a pipeline."""
-        return self.speed_kind == "measured_one_device"
+    def shared(self) -> bool:
+        """Whether its stages shared a device or cores with each other or others: not the speed of a pipeline then."""
+        return self.speed_kind in ("measured_one_device", "measured_contended")
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:

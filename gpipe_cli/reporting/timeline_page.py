@@ -13,12 +13,22 @@ from gpipe_cli.files import write_whole
 from gpipe_cli.reporting import palette
 from gpipe_cli.reporting.breakdown import share_word
 from gpipe_cli.reporting.page_style import PATTERNS, SCRIPT, STYLE
-from gpipe_cli.reporting.timeline_view import ACTIONS, SHARES, Bar, StepPicture, TimelineView, axis_ticks, axis_unit
-from gpipe_cli.reporting.units import duration, percent
+from gpipe_cli.reporting.timeline_view import (
+    ACTIONS,
+    BUSY,
+    IDLE,
+    Bar,
+    StepPicture,
+    TimelineView,
+    axis_ticks,
+    axis_unit,
+    in_percent,
+)
+from gpipe_cli.reporting.units import duration
 
 MOST_PICTURES = 12
 MOST_BARS = 8000  # of a step; more would make a page of many megabytes, so they become an image
-WIDTH, LEFT, ROW, BAR, AXIS = 1200, 72, 30, 26, 26  # of a timeline, in its own units
+WIDTH, LEFT, RIGHT, ROW, BAR, AXIS = 1200, 72, 18, 30, 26, 26  # of a timeline, in its own units
 CHARACTER = 8.5  # width of a character of a bar's name, with its share of the margin
 
 
@@ -67,9 +77,9 @@ def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
 
 def _timeline(view: TimelineView, end: float) -> Iterator[str]:
     """One figure: a row per stage, times proportional to ``end`` seconds across."""
-    scale = (WIDTH - LEFT - 6) / end
+    scale = (WIDTH - LEFT - RIGHT) / end
     height = ROW * len(view.stages)
-    numbers = f"step {duration(view.step_seconds)}, bubble {percent(view.bubble)}"
+    numbers = f"step {duration(view.step_seconds)}, idle {in_percent(view.breakdown)['idle']:.1f} %"
     caption = f"<b>{view.kind}</b> {escape(view.title)}<span>{numbers}</span>"
     yield f'<figure class="{view.kind}"><figcaption>{caption}</figcaption>'
     yield f'<svg viewBox="0 0 {WIDTH} {height + AXIS}" role="img" aria-label="{view.kind} timeline">'
@@ -91,7 +101,8 @@ def _timeline(view: TimelineView, end: float) -> Iterator[str]:
 
 def _bar(bar: Bar, scale: float) -> str:
     seconds = bar.end_seconds - bar.start_seconds
-    x, width = bar.start_seconds * scale, seconds * scale
+    x = max(0.0, bar.start_seconds * scale)  # clocks of several machines may put it a little before the step
+    width = max(0.0, bar.end_seconds * scale - x)
     action = bar.what in ACTIONS
     kind = f"{bar.what} {bar.name}" if action else bar.what
     for_whom = "" if action or bar.micro_batch is None else f" for micro-batch {bar.micro_batch}"
@@ -113,10 +124,10 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
             stops = ",".join(colours if len(colours) > 1 else colours * 2)
             gradient = f'<i style="background:linear-gradient(90deg,{stops})"></i>'
             entries.append(f"<span>{gradient}{what} {palette.WORDS[what]}</span>")
-    for name in ("idle", "waiting", "transfer", "update"):
+    for name in ("waiting", "transfer", "idle", "update"):
         if name == "idle" or name in seen:
             mark = f'<svg viewBox="0 0 34 14"><path class="{name}" d="M0 0H34V14H0z"/></svg>'
-            entries.append(f"<span>{mark}{palette.WORDS.get(name, name)}</span>")
+            entries.append(f"<span>{mark}{palette.WORDS.get(name, palette.OTHERWISE_IDLE)}</span>")
     last = f"left: micro-batch 0, right: {micro_batches - 1}"
     return f'<p class="legend">{"".join(entries)}<em>{last}</em></p>'
 
@@ -124,13 +135,11 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
 def _table(picture: StepPicture) -> Iterator[str]:
     """Numbers beside each other, in columns of their own: what was measured, what was predicted."""
     views = (picture.measured, picture.predicted)
-    breakdowns = (picture.measured_breakdown, picture.predicted_breakdown)
     rows = [("step", ["-" if view is None else duration(view.step_seconds) for view in views])]
-    rows.append(("bubble of the pipeline", ["-" if view is None else percent(view.bubble) for view in views]))
-    if any(breakdown is not None for breakdown in breakdowns):
-        for share in SHARES:
-            found = ["-" if known is None else percent(known[share]) for known in breakdowns]
-            rows.append((f"of the step: {share_word(share)}", found))
+    shown = [None if view is None else in_percent(view.breakdown) for view in views]
+    for name in (*BUSY, "idle", *IDLE):
+        cells = ["-" if shares is None else f"{shares[name]:.1f} %" for shares in shown]
+        rows.append((f"{'of it ' * (name in IDLE)}{share_word(name)}", cells))
     yield "<table><thead><tr><th></th><th>measured</th><th>predicted</th></tr></thead><tbody>"
     for name, cells in rows:
         yield f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.files import write_whole
 from gpipe_cli.reporting import palette
-from gpipe_cli.reporting.timeline_view import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit
-from gpipe_cli.reporting.units import duration, percent
+from gpipe_cli.reporting.timeline_view import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit, in_percent
+from gpipe_cli.reporting.units import duration
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
     import numpy as np
@@ -107,7 +107,9 @@ def _frame(axes: "Axes", view: TimelineView, end: float, last: bool) -> None:
         axes.set_xlabel(f"time since the step began, {name}", fontsize=9, color=PALE_INK, loc="right", labelpad=3)
     title: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0, "pad": 7}
     axes.set_title(f"{view.kind}  ·  {view.title}", loc="left", fontweight="bold", **title)
-    axes.set_title(f"step {duration(view.step_seconds)}   bubble {percent(view.bubble)}", loc="right", **title)
+    shares = in_percent(view.breakdown)
+    idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
+    axes.set_title(f"step {duration(view.step_seconds)}   {idle}", loc="right", **title)
 
 
 def _bars(axes: "Axes", view: TimelineView, micro_batches: int, end: float, width: float, height: float) -> None:
@@ -226,15 +228,13 @@ def _legend(figure: "Figure", micro_batches: int, seen: set[BarKind], hatched: b
 
 
 def _other_marks(seen: set[BarKind]) -> Iterator[tuple[str, palette.Colour, palette.Colour, str | None]]:
-    yield "idle", palette.IDLE, palette.IDLE_LINE, HATCHES["waiting"]
-    marks: tuple[tuple[BarKind, palette.Colour], ...] = (
-        ("waiting", palette.IDLE_LINE),
-        ("transfer", (255, 255, 255)),
-        ("update", palette.UPDATE),
-    )
+    marks: tuple[tuple[BarKind, palette.Colour], ...] = (("waiting", palette.IDLE_LINE), ("transfer", (255, 255, 255)))
     for what, edge in marks:
         if what in seen:
             yield palette.WORDS[what], palette.colour(what, None, 1), edge, HATCHES.get(what)
+    yield palette.OTHERWISE_IDLE, palette.IDLE, palette.IDLE_LINE, HATCHES["waiting"]
+    if "update" in seen:
+        yield palette.WORDS["update"], palette.colour("update", None, 1), palette.UPDATE, None
 
 
 def _corners(stage: int, start: float, end: float) -> list[tuple[float, float]]:

@@ -15,7 +15,9 @@ TimelineKind = Literal["measured", "predicted"]
 ACTIONS: tuple[BarKind, ...] = ("F", "R", "B")
 # The shares of a step's stage-time, in the order in which they are shown; together they are 1. The paper's overhead
 # breakdown (section 3.1 of the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
-SHARES = ("compute", "recompute", "bubble", "imbalance", "transfer", "update", "set_up")
+BUSY = ("compute", "recompute", "update")
+IDLE = ("bubble", "imbalance", "transfer", "set_up")
+SHARES = (*BUSY, *IDLE)
 
 
 class Bar(NamedTuple):
@@ -38,14 +40,14 @@ class Bar(NamedTuple):
 class TimelineView:
     """One step of a pipeline, measured or predicted; ``stages[k]`` is what stage k did, in order of time.
 
-    Bars of a stage do not overlap. Times without any bar are idle and count as bubble to the eye, as `waiting` does.
+    Bars of a stage do not overlap. Times without any bar are idle, as those of `waiting` and `transfer` are.
     """
 
     title: str  # what is seen; kind and numbers are added: `epoch 3, step 135`, `K = 4, M = 16`
     kind: TimelineKind
     stages: tuple[tuple[Bar, ...], ...]
     step_seconds: float  # of the whole step, update and set-up included
-    bubble: float  # share of stage-time, 0 to 1
+    breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
 
     @property
     def end_seconds(self) -> float:
@@ -61,14 +63,28 @@ class TimelineView:
 
 @dataclass(frozen=True)
 class StepPicture:
-    """What is shown of one step: the measured timeline, the predicted one if there is any, the shares of both."""
+    """What is shown of one step: the measured timeline, and the predicted one if there is any."""
 
     epoch: int
     step: int  # steps done, this one included
     measured: TimelineView
     predicted: TimelineView | None = None
-    measured_breakdown: Mapping[str, float] | None = None  # SHARES -> share of stage-time, 0 to 1
-    predicted_breakdown: Mapping[str, float] | None = None
+
+
+def idle(breakdown: Mapping[str, float]) -> float:
+    """The share of stage-time in which stages did nothing, whatever the cause."""
+    return sum(breakdown[name] for name in IDLE)
+
+
+def in_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Shares as they are shown: percent with one decimal that still add up to 100, and the idle ones to `idle`."""
+    exact = {name: 1000 * breakdown[name] for name in SHARES}
+    tenths = {name: math.floor(value) for name, value in exact.items()}
+    missing = round(sum(exact.values())) - sum(tenths.values())
+    for name in sorted(SHARES, key=lambda name: tenths[name] - exact[name])[:missing]:
+        tenths[name] += 1
+    tenths["idle"] = sum(tenths[name] for name in IDLE)
+    return {name: value / 10 for name, value in tenths.items()}
 
 
 def axis_unit(end_seconds: float) -> tuple[str, float]:

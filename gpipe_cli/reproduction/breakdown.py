@@ -10,10 +10,11 @@ from math import isclose
 from typing import Any
 
 from gpipe_cli.reporting.breakdown import share_word
+from gpipe_cli.reporting.facts import speed_kind
 from gpipe_cli.reporting.recipe_report import Column, Table
 from gpipe_cli.reporting.share_picture import draw_shares
 from gpipe_cli.reporting.timeline_picture import write_picture
-from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.timeline_view import SHARES, idle
 from gpipe_cli.reporting.units import percent
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
@@ -90,10 +91,10 @@ def _notes(
         ),
         (
             "found",
-            f"bubble of the pipeline's window {percent(row['bubble'])} measured, {percent(planned['bubble'])} "
-            f"simulated, {percent(row['ideal_bubble'])} ideal (K-1)/(M+K-1)",
+            f"idle {percent(idle(shares))} measured, {percent(idle(planned['breakdown']))} simulated; of equal stages "
+            f"that do nothing but compute {percent(row['ideal_bubble'])}, (K-1)/(M+K-1)",
         ),
     ]
-    if row["kind"] == "measured_one_device":
-        lines.append(("measured", "the stages shared a device or cores: not the shares of a pipeline"))
+    if row["kind"] != "measured":
+        lines.append(("measured", f"{speed_kind(row['kind'])}; not the shares of a pipeline"))
     return tuple(lines)

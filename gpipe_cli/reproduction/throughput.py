@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpipe_cli.reporting.facts import speed_kind
 from gpipe_cli.reporting.measurement import hardware
 from gpipe_cli.reporting.recipe_report import Table
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE
@@ -52,8 +53,8 @@ def reproduce(what: Throughput, runner: Runner) -> Findings:
         sizes = f"N = {_samples(samples)} here, N = {_samples(paper_samples)} at the paper's size"
         tables.append(throughput_table(model, measured, timed, figured, sizes, desk=runner.desk, comparable=comparable))
         notes += found(model, measured, timed, figured, comparable)
-        if "measured_one_device" in kinds:
-            notes.append(("measured", f"{model.name}: stages shared a device or cores: not the speed of a pipeline"))
+        for kind in sorted(kinds - {"measured"}):
+            notes.append(("measured", f"{model.name}: {speed_kind(kind)}; not the speed of a pipeline"))
     return Findings(tuple(tables), (*_notes(what, runner, stages), *notes))
 
 

@@ -61,8 +61,13 @@ class Layout:
         """True if several stages take turns on one device or on too few cores: what is measured then is not a
         pipeline's speed."""
         if self.distributed:
-            return set(self.devices) == {"cpu"} and self.processes_here > usable_cores()
+            return self.short_of_cores
         return self.partitions > 1 and len(set(self.devices)) == 1
+
+    @property
+    def short_of_cores(self) -> bool:
+        """True if the processes that compute here have more threads than there are cores."""
+        return set(self.devices) == {"cpu"} and self.processes_here * self.threads > usable_cores()
 
     @property
     def processes_here(self) -> int:

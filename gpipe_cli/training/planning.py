@@ -34,8 +34,8 @@ class StageBytes:
     weights: int  # parameters and buffers
     gradients: int
     optimizer: int  # its state, and the moving average of the weights
-    activations: int  # kept from forward to backward, of all micro-batches in flight
-    workspace: int  # of a recomputation, and of one layer's backward
+    activations: int  # the most held at once for backwards, a recomputed micro-batch's included
+    workspace: int  # of one layer's backward
 
     @property
     def total(self) -> int:
@@ -58,8 +58,11 @@ class Plan:
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
     memory: tuple[StageBytes, ...]
-    saved_bytes: tuple[int, ...]  # the most activations held at once, a recomputed micro-batch's included
     imbalance: float  # slowest stage over the mean, less 1
+
+    @property
+    def saved_bytes(self) -> tuple[int, ...]:
+        return tuple(stage.activations for stage in self.memory)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -166,7 +169,6 @@ def make_plan(config: TrainConfig, shapes: Shapes, costs: StepCosts, limit_bytes
         step_seconds=step_seconds,
         breakdown=breakdown(timeline, micro_batches, step_seconds),
         memory=tuple(held),
-        saved_bytes=memory.saved(schedule, bounds),
         imbalance=imbalance(_work(config, costs), balance, **_sends(costs)),
     )
 
@@ -227,19 +229,16 @@ class _Memory:
         self._stored = [0, *accumulate(stored)]
 
     def of(self, schedule: Schedule, bounds: Sequence[tuple[int, int]]) -> list[StageBytes]:
-        graphs, inputs = self._largest(bounds)
         held = []
-        for k, ((first, end), peak) in enumerate(zip(bounds, self.saved(schedule, bounds), strict=True)):
+        for (first, end), saved in zip(bounds, self.saved(schedule, bounds), strict=True):
             weights = self._shapes.weights[first:end]
-            again = any(a.kind is Kind.R for a in schedule[k])
-            recomputed = min(peak, graphs[k] - inputs[k]) if again else 0
             held.append(
                 StageBytes(
                     weights=sum(w.weight_bytes for w in weights),
                     gradients=sum(w.gradient_bytes for w in weights),
                     optimizer=sum(w.optimizer_bytes for w in weights),
-                    activations=peak - recomputed,
-                    workspace=recomputed + int(self._backward[first:end].max()),
+                    activations=saved,
+                    workspace=int(self._backward[first:end].max()),
                 )
             )
         return held

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpipe_cli.config import TrainConfig, load
+from gpipe_cli.reporting.units import plural
 from gpipe_cli.training.choosing import Choice, choose
-from gpipe_cli.training.layout import Layout, default_threads, make_layout, threads_of
+from gpipe_cli.training.layout import Layout, default_threads, make_layout, threads_of, usable_cores
 from gpipe_cli.training.planning import Plan
 from gpipe_cli.training.shapes import Shapes, read_shapes, refuse_single_samples
 from gpipe_cli.training.timing import step_costs
@@ -26,10 +27,10 @@ class Prepared:
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
         """Whose the costs of the layers are, if not ours; what was chosen, and from what; the threads of a run that
-        goes on: lines of a banner."""
+        goes on; what has to take turns: lines of a banner."""
         whose = self.plan.costs.whose
         own = (("layer costs", f"given by {whose}"),) if whose else ()
-        return (*own, *(("chosen", _words(choice)) for choice in self.choices), *self.resumed)
+        return (*own, *(("chosen", _words(choice)) for choice in self.choices), *self.resumed, *_turns(self.layout))
 
 
 def prepare(
@@ -60,6 +61,17 @@ def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
         yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
+
+
+def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Said before the run: what is measured will not be the speed of a pipeline."""
+    processes, threads, cores = layout.processes_here, plural(layout.threads, "thread"), plural(usable_cores(), "core")
+    if layout.short_of_cores and processes == 1:
+        yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
+    elif layout.short_of_cores:
+        yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
+    elif layout.one_device:
+        yield "devices", f"{layout.partitions} stages take turns on {layout.devices[0]}: not a pipeline's speed"
 
 
 def _words(choice: Choice) -> str:

@@ -31,6 +31,7 @@ from gpipe_cli.training.inputs import Data, Reading, check_epochs, refuse_short_
 from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.learning_rate import learning_rate
 from gpipe_cli.training.probes import watching
+from gpipe_cli.training.process_memory import own_bytes
 from gpipe_cli.training.restore import restore, save_checkpoint
 from gpipe_cli.training.step import evaluate, gather_recording, rehearse, train_step
 from gpipe_cli.training.team import Team
@@ -63,6 +64,7 @@ def train(
     Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
     CheckpointError and DivergedError.
     """
+    begun_bytes = own_bytes()
     start = _starting_point(config, source)
     data = Data(config, layout, process, start, None if source is None else source.parent.parent)
     team, groups = join()
@@ -118,7 +120,10 @@ def train(
         full = config.batch_size in (None, batches.size(epoch, position))
         count = full and not counted and step > start.step
         counted = counted or count
-        result = train_step(config, engine, team, step, rate, training, epoch, position, before=recording, count=count)
+        result = train_step(
+            config, engine, team, step, rate, training, epoch, position,
+            before=recording, count=count, begun_bytes=begun_bytes,
+        )  # fmt: skip
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
         if team.leads:
             numbers = result.read()
@@ -132,7 +137,8 @@ def train(
                             "seconds": time.perf_counter() - began, "loss": loss, "cross_entropy": cross_entropy,
                             "top1": top1, "top5": None if text else top5, "learning_rate": rate,
                             "gradient_norm": norm, "memory_bytes": numbers.memory_bytes,
-                            "activation_bytes": numbers.activation_bytes})  # fmt: skip
+                            "activation_bytes": numbers.activation_bytes, "library_bytes": numbers.library_bytes,
+                            "without_core": numbers.without_core})  # fmt: skip
         recording, recorded_began = result.recording, began
         epoch_ends = position + 1 == batches.steps_per_epoch
         over = progress.step == end_step

@@ -36,11 +36,18 @@ from gpipe_cli.training.build import open_data
 from gpipe_cli.training.checkpoint import remove_drafts
 from gpipe_cli.training.fine_tuning import frozen_facts
 from gpipe_cli.training.inputs import refuse_short_last, training_batches
-from gpipe_cli.training.learning_rate import learning_rate
+from gpipe_cli.training.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.training.planning import checked_schedule, saved_bytes
 from gpipe_cli.training.prepare import Prepared
 from gpipe_cli.training.shapes import read_shapes
-from gpipe_cli.training.views import layer_seconds_of, predicted_view, prediction, step_flops, timeline_view
+from gpipe_cli.training.views import (
+    layer_seconds_of,
+    predicted_view,
+    prediction,
+    stage_memory,
+    step_flops,
+    timeline_view,
+)
 from gpipe_cli.training.work import Bench
 from gpipe_cli.typed import one_line
 
@@ -127,9 +134,9 @@ class Show:
         config, plan, layout = self._prepared.config, self._prepared.plan, self._prepared.layout
         micro_batches = len(micro_batch_sizes(step["samples"], config.micro_batches))
         schedule = checked_schedule(config.schedule, layout.partitions, micro_batches, layout.recompute)
-        timeline = measured_timeline(schedule, seconds)
-        shares = asdict(breakdown(timeline, micro_batches, step["seconds"]))
-        reporter.recorded({"step": step["step"], "breakdown": shares, "bubble": timeline.bubble})
+        timeline = measured_timeline(schedule, seconds, began_seconds)
+        shares = breakdown(timeline, micro_batches, step["seconds"])
+        reporter.recorded({"step": step["step"], "breakdown": asdict(shares)})
         if self._drawn and step["position"] != self._shown_position:
             return
         if self._bench is not None and step["step"] < self._bench.warm_up_steps + self._bench.steps:
@@ -139,10 +146,8 @@ class Show:
         picture = StepPicture(
             epoch=step["epoch"],
             step=step["step"],
-            measured=timeline_view(title, "measured", timeline, step["seconds"], began_seconds),
+            measured=timeline_view(title, "measured", timeline, shares, step["seconds"], began_seconds),
             predicted=predicted_view(title, plan) if same else None,
-            measured_breakdown=shares,
-            predicted_breakdown=asdict(plan.breakdown) if same else None,
         )
         traces = [timeline.chrome_trace(name="measured", pid=0)]
         traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
@@ -241,15 +246,22 @@ def describe(
 ) -> RunDescription:
     """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
     config, layout = prepared.config, prepared.layout
+    total_steps = config.epochs * (steps_per_epoch or 1)
+
+    def rates(step: int) -> float:
+        return learning_rate(config.learning_rate, step, steps_per_epoch or 1, config.batch_size, total_steps)
+
+    warm_up = warm_up_steps(config.learning_rate, steps_per_epoch) if steps_per_epoch is not None else 0
     every = sum(layout.cost)
     partitions = tuple(
-        PartitionDescription(names, parameters, cost / every if every else None, device, layer_seconds)
-        for names, parameters, cost, device, layer_seconds in zip(
+        PartitionDescription(names, parameters, cost / every if every else None, device, layer_seconds, memory)
+        for names, parameters, cost, device, layer_seconds, memory in zip(
             layout.layer_names,
             layout.parameters,
             layout.cost,
             layout.devices,
             layer_seconds_of(prepared.plan),
+            map(stage_memory, prepared.plan.memory),
             strict=True,
         )
     )
@@ -275,13 +287,8 @@ def describe(
         ideal_bubble=ideal_bubble(config.partitions, config.micro_batches),
         epochs=config.epochs,
         steps_per_epoch=steps_per_epoch,
-        learning_rate=learning_rate(
-            config.learning_rate,
-            first_step,
-            steps_per_epoch or 1,
-            config.batch_size,
-            config.epochs * (steps_per_epoch or 1),
-        ),
+        learning_rate=rates(first_step),
+        warm_up=(warm_up, rates(warm_up - 1)) if first_step < warm_up else None,
         config=asdict(config),
         config_yaml=text,
         settings=settings_of(TrainConfig),

@@ -4,8 +4,6 @@ Nothing here asks whether the run is distributed: what a process does not own it
 know it gets from the team.
 """
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -23,12 +21,12 @@ from gpipe_cli.training.layout import Layout
 from gpipe_cli.training.loss import CrossEntropy, Totals
 from gpipe_cli.training.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.training.planning import checked_schedule
+from gpipe_cli.training.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.team import Gathered, Team, gradient_norm
 from gpipe_cli.training.work import Awaited
 
-# elements, loss, cross entropy, top-1, top-5; then for each stage peak memory and counted bytes of activations, for
-# each parameter of the process its norm, and when each stage did what in the step before
-_SUMS = 5
+_SUMS = 5  # elements, loss, cross entropy, top-1, top-5
+_OF_A_STAGE = 4  # peak memory, counted bytes of activations, bytes of libraries, share of computing time without a core
 
 
 @lru_cache
@@ -44,6 +42,8 @@ class StepNumbers:
     gradient_norm: float  # global
     memory_bytes: list[int]  # of each stage, the peak so far
     activation_bytes: list[int] | None  # of each stage, the most that was saved at once, if it was counted
+    library_bytes: list[int] | None  # of each stage's process, of the peak, if it was counted
+    without_core: list[float]  # of each stage, the share of its computing time in which it had no core; 0 on a GPU
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,38 @@ class StepResult:
 
     def read(self) -> StepNumbers:
         """What all processes know of it together."""
-        parts, partitions = self.gathered.wait(), self.layout.partitions
-        begin = _SUMS + 2 * partitions
         # what a process does not know is zero in its vector: only the last stage has seen the loss
-        known = torch.stack(parts)[:, :begin].sum(dim=0).tolist()
-        elements, loss, cross_entropy, top1, top5 = known[:_SUMS]
-        norms = [part[begin : begin + self.layout.most_parameter_tensors] for part in parts]
-        memory, activations = (
-            [int(value) for value in known[at : at + partitions]] for at in (_SUMS, begin - partitions)
-        )
+        vectors = [_split(self.layout, vector) for vector in self.gathered.wait()]
+        sums, stages = (torch.stack(parts).sum(dim=0) for parts in list(zip(*vectors, strict=True))[:2])
+        elements, loss, cross_entropy, top1, top5 = sums.tolist()
+        memory, activations, libraries = ([int(value) for value in column] for column in stages.T[:3].tolist())
         return StepNumbers(
             Totals(int(elements), loss, cross_entropy, top1, top5),
-            gradient_norm(norms),
+            gradient_norm([norms for _, _, norms, _ in vectors]),
             memory,
             activations if self.counted else None,
+            libraries if self.counted else None,
+            stages[:, 3].tolist(),
         )
 
     def read_before(self) -> list[list[float]]:
         """Of the step before, for each stage when it did what (`Recording.seconds`); [] if there was none."""
         if self.before is None:
             return []
-        begin = _SUMS + 2 * self.layout.partitions + self.layout.most_parameter_tensors
-        return _by_stage(self.layout, [part[begin:] for part in self.gathered.wait()], self.before.schedule)
+        recordings = [_split(self.layout, vector)[3] for vector in self.gathered.wait()]
+        return _by_stage(self.layout, recordings, self.before.schedule)
+
+
+def _split(layout: Layout, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of what the processes tell each other in a step: the sums, the numbers of the stages (K, _OF_A_STAGE), the norms
+    of the gradients of this process's parameters, and when each of its stages did what in the step before."""
+    sizes = _sizes(layout)
+    sums, stages, norms, recording = vector.split([*sizes, len(vector) - sum(sizes)])
+    return sums, stages.view(layout.partitions, _OF_A_STAGE), norms, recording
+
+
+def _sizes(layout: Layout) -> list[int]:
+    return [_SUMS, layout.partitions * _OF_A_STAGE, layout.most_parameter_tensors]
 
 
 def gather_recording(engine: Engine, team: Team, recording: Recording, micro_batches: int) -> list[list[float]]:
@@ -143,10 +153,12 @@ def train_step(
     *,
     before: Recording | None,
     count: bool = False,
+    begun_bytes: int = 0,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Mini-batch `position` of `epoch`: forward and backward through the pipeline, then every stage's optimizer with
-    learning rate `rate`. `before` is the step before this one; with `count` the saved activations are counted."""
+    learning rate `rate`. `before` is the step before this one; with `count` the saved activations are counted, and what
+    libraries need of a process that began with `begun_bytes` of its own."""
     sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
     schedule = checked_schedule(config.schedule, engine.layout.partitions, len(sizes), engine.layout.recompute)
     targets = data.targets(epoch, position) if engine.has_last else None
@@ -156,21 +168,20 @@ def train_step(
         stage.count_saved(count)
     recording = engine.executor.run(schedule, step, sizes, _next_inputs(engine, team, data), objective, lengths)
 
-    layout, partitions = engine.layout, engine.layout.partitions
-    norms_at = _SUMS + 2 * partitions
-    recording_at = norms_at + layout.most_parameter_tensors
-    numbers = torch.zeros(recording_at + _room(layout, config.micro_batches), dtype=torch.float64)
+    layout = engine.layout
+    numbers = torch.zeros(sum(_sizes(layout)) + _room(layout, config.micro_batches), dtype=torch.float64)
+    sums, stages, norms, recorded = _split(layout, numbers)
     if before is not None:
-        _put(numbers[recording_at:], before, team)
+        _put(recorded, before, team)
     if objective is not None:
-        numbers[:_SUMS] = torch.tensor(astuple(objective.totals()), dtype=torch.float64)
-    for k in engine.stages:
-        numbers[_SUMS + k] = peak_memory_bytes(torch.device(layout.devices[k]))
-        numbers[_SUMS + partitions + k] = engine.stages[k].peak_saved_bytes if count else 0
+        sums.copy_(torch.tensor(astuple(objective.totals()), dtype=torch.float64))
+    for k, stage in engine.stages.items():
+        device = torch.device(layout.devices[k])
+        counted = (stage.peak_saved_bytes, library_bytes(device, begun_bytes)) if count else (0, 0)
+        stages[k] = torch.tensor([peak_memory_bytes(device), *counted, recording.without_core(k)], dtype=torch.float64)
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
     if gradients:
-        norms = torch.cat(_stacked(torch._foreach_norm(gradients)))
-        numbers[norms_at : norms_at + len(gradients)] = norms
+        norms[: len(gradients)] = torch.cat(_stacked(torch._foreach_norm(gradients)))
     result = StepResult(layout, team.gather(numbers), count, recording, before)
     before_update()
     if config.gradient_clipping:
@@ -238,13 +249,6 @@ def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
     return tuple(
         in_layout(tensor.to(engine.first_device, non_blocking=True), engine.memory_format) for tensor in inputs
     )
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory a stage has needed so far: the allocator's peak on a GPU, the whole process's peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _stacked(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:

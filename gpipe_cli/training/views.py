@@ -6,6 +6,7 @@ from dataclasses import asdict
 from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.hardware_settings import HardwareConfig
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.breakdown import Breakdown
 from gpipe_cli.pipeline.clock import grid
 from gpipe_cli.pipeline.simulator import ideal_bubble
 from gpipe_cli.pipeline.timeline import Timeline
@@ -30,7 +31,12 @@ _GRID_STAGES, _GRID_TICKS = 16, 400  # nobody reads a larger one
 
 
 def timeline_view(
-    title: str, kind: TimelineKind, timeline: Timeline, step_seconds: float, begin_seconds: float = 0.0
+    title: str,
+    kind: TimelineKind,
+    timeline: Timeline,
+    shares: Breakdown,
+    step_seconds: float,
+    begin_seconds: float = 0.0,
 ) -> TimelineView:
     """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
     stages = []
@@ -50,18 +56,18 @@ def timeline_view(
                 Bar(event.what.value, about, event.start_seconds - begin_seconds, event.end_seconds - begin_seconds)
             )
         stages.append(tuple(sorted(bars, key=lambda bar: (bar.start_seconds, bar.end_seconds))))
-    return TimelineView(title, kind, tuple(stages), step_seconds, timeline.bubble)
+    return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))
 
 
 def predicted_view(title: str, plan: Plan) -> TimelineView:
-    return timeline_view(title, "predicted", plan.timeline, plan.step_seconds, plan.timeline.start_seconds)
+    begin_seconds = plan.timeline.start_seconds
+    return timeline_view(title, "predicted", plan.timeline, plan.breakdown, plan.step_seconds, begin_seconds)
 
 
 def prediction(plan: Plan) -> Prediction:
     return Prediction(
         source=plan.costs.source,
         step_seconds=plan.step_seconds,
-        bubble=plan.timeline.bubble,
         breakdown=asdict(plan.breakdown),
         memory_bytes=tuple(stage.total for stage in plan.memory),
         activation_bytes=plan.saved_bytes,
@@ -137,7 +143,7 @@ def plan_view(
                 forward_seconds=plan.stages[k].graph_seconds,
                 backward_seconds=plan.stages[k].backward_seconds,
                 recomputed=plan.recomputed[k],
-                memory=_stage_memory(plan.memory[k]),
+                memory=stage_memory(plan.memory[k]),
             )
         )
     stage_of = [k for k, size in enumerate(plan.balance) for _ in range(size)]
@@ -170,7 +176,6 @@ def plan_view(
         step_samples=samples,
         hardware=_hardware_view(hardware, plan, limit_bytes, threads_of(config)),
         step_seconds=plan.step_seconds,
-        bubble=plan.timeline.bubble,
         ideal_bubble=ideal_bubble(len(plan.stages), plan.micro_batches),
         breakdown=asdict(plan.breakdown),
         step_flops=round(sum(cost.flops for cost in costs) * samples),
@@ -208,7 +213,7 @@ def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None
     )
 
 
-def _stage_memory(stage: StageBytes) -> StageMemory:
+def stage_memory(stage: StageBytes) -> StageMemory:
     return StageMemory(stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace)
 
 

@@ -1,7 +1,11 @@
 """Recorded steps: every action once, in order, and the waiting told from the transfer."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +103,44 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
         Event(What.TRANSFER, 10, 13, f1),
         Event(What.UPDATE, 30, 31, None),
     )
+
+
+def test_what_a_stage_waited_before_the_step_is_no_part_of_it() -> None:
+    """Stage 1 has been done with the step before since 2, and waits; this one begins at 5, its first action at 6."""
+    plan = schedule.build("gpipe", 2, 1, "never")
+    stage0 = [6.0, 6, 10, 11, 11, 32, 40, 40, 40, 42]
+    stage1 = [2.0, 13, 20, 20, 20, 20, 30, 30, 30, 31]
+    timeline = measured_timeline(plan, [stage0, stage1], began_seconds=5.0)
+    assert timeline.events[1][0] == Event(What.WAITING, 5, 10, Action(Kind.F, 1, 0))
+    assert min(event["ts"] for event in timeline.chrome_trace() if event["ph"] == "X") == 0
+    before = measured_timeline(plan, [stage0, stage1])
+    assert replace(before, events=()) == replace(timeline, events=())
+
+
+def test_a_stage_without_a_core_of_its_own_is_noticed() -> None:
+    recording = Recorder({0: CPU, 1: CPU}).begin_step(schedule.build("gpipe", 2, 1, "never"))
+    recording.action(0, 0.0, 1.0, 3.0, 4.0, core_seconds=2.0)
+    recording.action(1, 0.0, 1.0, 3.0, 4.0, core_seconds=0.5)
+    recording.action(1, 4.0, 4.0, 6.0, 6.0, core_seconds=0.5)
+    assert (recording.without_core(0), recording.without_core(1)) == (0.0, 0.75)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins processes to a core")
+def test_a_core_that_others_want_too_is_shared() -> None:
+    """Two programs that never rest, on the one core that this one may use: it has about a third of it."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # what is started from here on may use no other
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        runs, plan = executor(1), schedule.build("gpipe", 1, 4, "never")
+        steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), Loss()) for step in range(30))
+        noticed = any(recording.without_core(0) > 0.2 for recording in steps)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        os.sched_setaffinity(0, allowed)
+    assert noticed
 
 
 def test_stages_on_one_device_share_a_clock() -> None:

@@ -43,7 +43,7 @@ def test_bubble_without_recomputation(name: str) -> None:
     for (partitions, micro_batches), (f, b) in itertools.product(SHAPES, COSTS):
         timeline = simulate(build(name, partitions, micro_batches, "never"), equal(partitions, f, b))
         assert timeline.step_seconds == (micro_batches + partitions - 1) * (f + b)
-        assert timeline.bubble == pytest.approx(ideal_bubble(partitions, micro_batches), abs=1e-12)
+        assert timeline.idle_share == pytest.approx(ideal_bubble(partitions, micro_batches), abs=1e-12)
 
 
 def test_times_that_floats_round() -> None:
@@ -83,7 +83,7 @@ def test_one_forward_one_backward_takes_as_long_as_gpipe() -> None:
 def test_evaluation_has_the_bubble_of_the_forward() -> None:
     timeline = simulate(forward_only(4, 12), equal(4, 1, 9))
     assert timeline.step_seconds == 15
-    assert timeline.bubble == pytest.approx(ideal_bubble(4, 12))
+    assert timeline.idle_share == pytest.approx(ideal_bubble(4, 12))
 
 
 def test_transfers_lengthen_the_way_there_and_back() -> None:
@@ -306,4 +306,4 @@ def test_peak_bytes_of_uneven_micro_batches() -> None:
 
 
 def test_costs_of_zero_have_no_bubble() -> None:
-    assert simulate(gpipe(2, 2, "never"), equal(2, 0, 0)).bubble == 0
+    assert simulate(gpipe(2, 2, "never"), equal(2, 0, 0)).idle_share == 0

@@ -30,7 +30,7 @@ def test_numbers_do_not_depend_on_when_the_clock_began() -> None:
     assert timeline.step_seconds == 6
     assert timeline.busy_seconds == (4, 3)
     assert timeline.idle_seconds == (2, 3)
-    assert timeline.bubble == 5 / 12
+    assert timeline.idle_share == 5 / 12
     assert timeline.kind_seconds(Kind.F) == (1, 1)
     assert timeline.kind_seconds(Kind.R) == (1, 0)
     assert timeline.kind_seconds(Kind.B) == (2, 2)
@@ -135,6 +135,6 @@ def test_what_lies_before_an_action(
 def test_nothing_happened() -> None:
     timeline = Timeline(((), ()))
     assert timeline.step_seconds == 0
-    assert timeline.bubble == 0
+    assert timeline.idle_share == 0
     assert timeline.grid(width=14) == "stage 0 | ....\nstage 1 | ...."
     assert [e["ph"] for e in timeline.chrome_trace()] == ["M"] * 4

@@ -33,6 +33,7 @@ SUMMARY = {
     "best": {"loss": 0.05, "top1": 0.989, "top5": 1.0, "averaged": True, "epoch": 2, "step": 8},
     "samples_per_second": 512.0,
     "samples_per_second_kind": "measured",
+    "without_core": 0.01,
     "speed_includes_warm_up": False,
     "step_seconds": 0.0625,
     "memory_bytes": [3 * 2**20, 2**29],
@@ -100,7 +101,8 @@ def test_the_banner_says_what_runs() -> None:
         (TRANSLATION, "global batch 4,096 tokens = 1 replica x 4 micro-batches\n"),
         (TRANSLATION | {"replicas": 2}, "global batch 8,192 tokens = 2 replicas x 4 micro-batches\n"),
         (TRANSLATION | {"micro_batch_sizes": (1,), "batch_tokens": None}, "x 1 micro-batch x 1 sentence\n"),
-        ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps, learning rate 0.04"),
+        ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps\n             learning rate 0.04\n"),
+        ({"learning_rate": 0.01, "warm_up": (4, 0.04)}, " learning rate 0.04, after a warm-up of 4 steps from 0.01\n"),
     ],
 )
 def test_lines_of_the_banner(changes: dict[str, object], line: str) -> None:
@@ -241,7 +243,7 @@ def test_the_summary_of_a_completed_run() -> None:
     assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
     assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
     assert "speed        512.0 samples/s, 62.5 ms per step (medians, warm-up excluded)" in lines
-    assert "peak memory  stage 0 3.0 MiB, stage 1 512.0 MiB" in lines
+    assert "peak memory  stage 0 3.0 MiB, stage 1 512.0 MiB" in lines  # of parts nothing is known
     assert "curves       tensorboard --logdir outputs/run" in lines
     assert not [line for line in lines if "checkpoint" in line or "resume" in line]
 
@@ -249,7 +251,24 @@ def test_the_summary_of_a_completed_run() -> None:
 def test_the_summary_says_what_kind_of_number_the_speed_is() -> None:
     assert "measured: " in summary()
     assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
+    contended = {"samples_per_second_kind": "measured_contended", "without_core": 0.34}
+    assert "measured_contended: other programs had the cores 34.0 % of the time\n" in summary(**contended)
     assert "warm-up included" in summary(speed_includes_warm_up=True)
+
+
+def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
+    """Each of them would be rounded down, and the peak up."""
+    parts = dict.fromkeys(("libraries", "weights", "gradients", "optimizer", "activations", "other"), 0.04 * 2**20)
+    stage = {"stage": 0, **parts, "libraries": 1535.24 * 2**20, "peak": 1535.44 * 2**20}
+    lines = summary(memory=[stage, stage | {"stage": 1}]).splitlines()
+    first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =  peak")
+    assert lines[first + 1] == "stage 0        1,535.2     0.0       0.0       0.0         0.0     0.2 = 1,535.4"
+    assert max(map(len, lines[first : first + 3])) <= 80
+    many = [stage | {"stage": k, "peak": stage["peak"] + k} for k in range(9)]
+    assert [line[:12].strip() for line in summary(memory=many).splitlines() if line.startswith("stage ")] == ["stage 8"]
+    gib = summary(memory=[stage | {"peak": 2**34, "stage": None}])
+    assert "memory, GiB " in gib
+    assert "all stages " in gib
 
 
 @pytest.mark.parametrize("folder", ["outputs/2026-01-01_run", "sweep/a=4,b=[2]", "it's $HOME", "back\\slash", "a b"])

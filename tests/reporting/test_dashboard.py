@@ -165,16 +165,19 @@ def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) 
     board.step(step(2))  # nothing was recorded of it
     board.recorded(recorded(3, bubble=0.14))
     board.close()
-    assert curve(tmp_path, "bubble/measured") == [(1, 0.15), (3, 0.21)]
-    assert curve(tmp_path, "bubble/predicted") == [(1, 0.16), (3, 0.16)]
+    assert curve(tmp_path, "idle/measured") == [(1, 0.18), (3, 0.22)]
+    assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
+    assert curve(tmp_path, "bubble/measured") == [(1, 0.1), (3, 0.14)]
+    assert curve(tmp_path, "bubble/predicted") == [(1, 0.12), (3, 0.12)]
     assert curve(tmp_path, "bubble/ideal") == [(1, 0.2), (3, 0.2)]
     assert curve(tmp_path, "speed/predicted_step_seconds") == [(1, 0.06), (3, 0.06)]
     for share, value in shares(0.14).items():
         assert curve(tmp_path, f"step/{share}")[1] == (3, value)
     (words,) = events(tmp_path).Tensors("prediction/text_summary")
     table = words.tensor_proto.string_val[0].decode()
-    assert "Predicted from measured layers: 60.0 ms a step, bubble 16.0 %" in table
-    assert "| set-up | 4.0 % |" in table
+    assert "Predicted from measured layers: 60.0 ms a step" in table
+    assert "| idle | 20.0 % |" in table
+    assert "| of it set-up | 4.0 % |" in table
     assert "| 1 | 512.0 MiB | 3.0 MiB |" in table
 
 
@@ -217,7 +220,7 @@ def test_runs_stand_side_by_side_in_charts(
         "runs side by side": {
             accuracy[0]: [f"train/{accuracy[1]}", f"test/{accuracy[1]}"],
             speed[0]: [f"speed/{speed[1]}"],
-            "bubble": ["bubble/measured"],
+            "idle": ["idle/measured"],
             "memory of every stage, GiB": [memory],
         }
     }

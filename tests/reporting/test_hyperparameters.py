@@ -140,7 +140,7 @@ def test_a_run_ends_with_its_status_and_final_metrics(tmp_path: Path, ending: An
             "final/loss": 1.25,
             "final/samples_per_second": 512.0,
             "final/step_seconds": 0.0625,
-            "final/bubble": 0.15,
+            "final/bubble": 0.1,
             "final/memory_gib": 0.5,
         }
     )

@@ -52,7 +52,6 @@ def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> PlanView:
         "step_samples": 32.0,
         "hardware": H200,
         "step_seconds": 0.5,
-        "bubble": 0.163,
         "ideal_bubble": 0.2,
         "breakdown": shares(0.15),
         "step_flops": 10**14,
@@ -89,13 +88,13 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "             400.0 TFLOP/s, 128.0 GiB of memory, links 450.0 GB/s, latency 10 us",
         "costs from   figures of hardware=h200",
         "predicted    step 500.0 ms",
-        "bubble       16.3 % predicted, 20.0 % ideal (K-1)/(M+K-1)",
         "speed        64.0 samples/s, predicted",
         "utilisation  25.0 % of these figures, predicted, without recomputation",
         "             recomputation adds 25.0 % to the operations",
         "balance      the slowest stage takes 3.2 % more than the mean of all",
         "memory       1.8 GiB on stage 0, the fullest, predicted, of 128.0 GiB",
-        "step         predicted: compute 55.0 %, recompute 20.0 %, bubble 15.0 %,",
+        "predicted       55.0      20.0    2.0   23.0 =   15.0       3.0      1.0    4.0",
+        "ideal bubble 20.0 %, (K-1)/(M+K-1): stages are equal and do nothing but compute",
         f"written to   {tmp_path}/plan.json",
     ):
         assert line in lines

@@ -14,7 +14,7 @@ from gpipe_cli.reporting.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.timeline_view import ACTIONS, Bar, StepPicture, TimelineView, axis_ticks, axis_unit
 
 VOID = {"meta", "img"}
-BOTH = StepPicture(3, 12, timeline(), timeline(0.005, kind="predicted"), shares(0.15), shares(0.12))
+BOTH = StepPicture(3, 12, timeline(), timeline(0.005, kind="predicted", breakdown=shares(0.12)))
 
 
 class Page(HTMLParser):
@@ -64,7 +64,8 @@ def test_every_bar_is_a_rectangle_in_the_row_of_its_stage(tmp_path: Path) -> Non
     found, _ = page(tmp_path, BOTH)
     figures = found.all("figure")
     assert [found.elements[n][1]["class"] for n in figures] == ["measured", "predicted"]
-    scale = (timeline_page.WIDTH - timeline_page.LEFT - 6) / 0.13  # of both: they share the axis
+    room = timeline_page.WIDTH - timeline_page.LEFT - timeline_page.RIGHT
+    scale = room / 0.13  # of both: they share the axis
     for figure, view in zip(figures, (BOTH.measured, BOTH.predicted), strict=True):
         assert view is not None
         rows = found.all("g", figure, class_="stage")
@@ -111,16 +112,21 @@ def test_measured_and_predicted_shares_have_columns_of_their_own(tmp_path: Path)
         for row in found.all("tr", table)[1:]
     }
     assert rows["step"] == ["130.0 ms", "65.0 ms"]
-    assert rows["of the step: bubble"] == ["15.0 %", "12.0 %"]
-    assert rows["of the step: set-up"] == ["4.0 %", "4.0 %"]
+    assert rows["idle"] == ["23.0 %", "20.0 %"]  # of it these four
+    assert rows["of it bubble"] == ["15.0 %", "12.0 %"]
+    assert rows["of it set-up"] == ["4.0 %", "4.0 %"]
     assert len(rows) == 9
+    assert [found.texts[number] for number in found.all("span")][:2] == [
+        "step 130.0 ms, idle 23.0 %", "step 65.0 ms, idle 20.0 %",
+    ]  # fmt: skip
 
 
 def test_a_measurement_without_a_prediction(tmp_path: Path) -> None:
-    found, text = page(tmp_path, StepPicture(1, 4, timeline()))
+    found, _ = page(tmp_path, StepPicture(1, 4, timeline()))
     assert len(found.all("figure")) == 1
-    assert "of the step" not in text
-    assert [found.texts[cell] for cell in found.all("td")] == ["130.0 ms", "-", "36.4 %", "-"]
+    cells = [found.texts[cell] for cell in found.all("td")]
+    assert cells[0::2][:2] == ["130.0 ms", "55.0 %"]
+    assert set(cells[1::2]) == {"-"}
 
 
 def test_the_newest_epochs_can_be_chosen_and_the_newest_is_seen(tmp_path: Path) -> None:
@@ -137,8 +143,8 @@ def test_the_newest_epochs_can_be_chosen_and_the_newest_is_seen(tmp_path: Path) 
 
 def test_a_page_of_a_middling_pipeline_stays_small(tmp_path: Path) -> None:
     row = tuple(Bar(what, m, 3 * m + n, 3 * m + n + 1) for m in range(32) for n, what in enumerate(ACTIONS))
-    view = TimelineView("K = 8, M = 32", "measured", (row,) * 8, 96, 0.0)
-    _, text = page(tmp_path, StepPicture(1, 4, view, view, shares(0.1), shares(0.1)))
+    view = TimelineView("K = 8, M = 32", "measured", (row,) * 8, 96, shares(0.1))
+    _, text = page(tmp_path, StepPicture(1, 4, view, view))
     assert len(text) < 500_000
 
 

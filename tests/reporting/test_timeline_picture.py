@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from reporting_runs import timeline
+from reporting_runs import shares, timeline
 
 from gpipe_cli.reporting import palette
 from gpipe_cli.reporting import timeline_picture as drawing
@@ -17,7 +17,7 @@ def test_views_know_their_ends_and_names() -> None:
     late = timeline(step_seconds=0.1)
     assert late.end_seconds == pytest.approx(0.13)
     assert [bar.name for bar in view.stages[1]] == ["waiting", "transfer", "F0", "F1", "B1", "R0", "B0", "update"]
-    assert TimelineView("", "predicted", ((), ()), 0.0, 0.0).end_seconds == 0.0
+    assert TimelineView("", "predicted", ((), ()), 0.0, shares(0.1)).end_seconds == 0.0
 
 
 def pixel(views: list[TimelineView], panel: int, stage: int, seconds: float, down: float = 0.3) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def test_the_longer_timeline_makes_the_axis_whichever_it_is() -> None:
 def many(stages: int, micro_batches: int) -> TimelineView:
     """Every stage does F and B of all micro-batches, each a second long, then nothing for as long."""
     row = [Bar(what, m, 2 * m + b, 2 * m + b + 1) for m in range(micro_batches) for b, what in enumerate(("F", "B"))]  # type: ignore[arg-type]
-    return TimelineView("many", "predicted", (tuple(row),) * stages, 4 * micro_batches, 0.5)
+    return TimelineView("many", "predicted", (tuple(row),) * stages, 4 * micro_batches, shares(0.5))
 
 
 def test_many_bars_are_sampled() -> None:
@@ -91,7 +91,9 @@ def test_sampled_and_drawn_bars_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             assert colour_at(sampled, place) == colour_at(one_by_one, place)
 
 
-@pytest.mark.parametrize("view", [TimelineView("nothing", "measured", ((), ()), 0.0, 0.0), many(1, 1), many(40, 3)])
+@pytest.mark.parametrize(
+    "view", [TimelineView("nothing", "measured", ((), ()), 0.0, shares(0.1)), many(1, 1), many(40, 3)]
+)
 def test_strange_timelines_are_drawn(view: TimelineView) -> None:
     assert draw([view]).std() > 0
 

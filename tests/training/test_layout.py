@@ -9,6 +9,7 @@ from training_runs import TINY, command, configure
 from gpipe_cli.reporting.result import read_result
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.layout import make_layout
+from gpipe_cli.training.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,25 @@ def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (spread.distributed, spread.processes, spread.one_device) == (True, 3, shared)
     assert [spread.stages_of(process) for process in range(3)] == [range(0, 1), range(1, 2), range(2, 3)]
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("partitions=3 executor=distributed", ["cores"]),  # 3 processes of 1 thread on two cores
+        ("partitions=2 executor=distributed threads=2", ["cores"]),
+        ("partitions=1 threads=3", ["cores"]),
+        ("partitions=2 executor=in_process", ["devices"]),
+        ("partitions=2 executor=distributed", []),
+        ("partitions=1 threads=2", []),
+    ],
+)
+def test_more_stages_than_cores_are_said_before_the_run(
+    settings: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("layout", "prepare"):
+        monkeypatch.setattr(f"gpipe_cli.training.{module}.usable_cores", lambda: 2)
+    assert [label for label, _ in prepare(configure(*TINY, *settings.split()), (), print).notes] == said
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from gpipe_cli.optimizer_settings import (
     ConstantLearningRateConfig,
     CosineLearningRateConfig,
     InverseSqrtLearningRateConfig,
+    LearningRateConfig,
     PaperLearningRateConfig,
 )
-from gpipe_cli.training.learning_rate import learning_rate
+from gpipe_cli.training.learning_rate import learning_rate, warm_up_steps
 
 
 def config(every_epochs: float = 3, warmup_epochs: float = 0) -> PaperLearningRateConfig:
@@ -67,3 +68,20 @@ def test_a_constant_is_one() -> None:
     rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
     assert rates[:5] == pytest.approx([0.3 * (step + 1) / 5 for step in range(5)])
     assert set(rates[5:]) == {0.3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (PaperLearningRateConfig("paper", per_sample=0.05, decay=0.97, every_epochs=3, warmup_epochs=1), 10),
+        (InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.4, warmup_steps=40), 40),
+        (CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1), 20),
+        (ConstantLearningRateConfig("constant", peak=0.4, warmup_epochs=0), 0),
+    ],
+)
+def test_the_warm_up_ends_where_the_rate_is_highest(settings: LearningRateConfig, steps: int) -> None:
+    """What the banner says: not the rate of the first step, which is a small part of it."""
+    assert warm_up_steps(settings, 10) == steps
+    rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
+    assert rates[max(0, steps - 1)] == pytest.approx(0.4) == pytest.approx(max(rates))
+    assert rates[:steps] == sorted(rates[:steps])

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli.config import load, to_yaml
+from gpipe_cli.reporting.measurement import CONTENDED
 from gpipe_cli.reporting.result import read_result
 from gpipe_cli.training.checkpoint import checkpoints_in, find_checkpoint, read_index
 from gpipe_cli.training.layout import usable_cores
@@ -160,7 +161,7 @@ def test_other_threads_than_the_resumed_run_had_are_said(tmp_path: Path) -> None
     for threads, said in ((2, [("threads", "2 for each process, 1 before")]), (1, [])):
         config = configure(*TINY, f"resume={tmp_path}", f"threads={threads}", f"partitions={usable_cores()}")
         found = prepare(config, (), lambda line: None).notes
-        assert [(label, fact.partition(":")[0]) for label, fact in found] == said
+        assert [(label, fact.partition(":")[0]) for label, fact in found if label == "threads"] == said
 
 
 def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
@@ -187,7 +188,11 @@ def test_result_json_and_config_of_a_run(distributed: Path) -> None:
     assert (result["status"], result["error"], result["steps"], result["epochs"]) == ("completed", None, STEPS, 2)
     assert result["model_parameters"] == sum(part["parameters"] for part in result["partitions"])
     assert [part["device"] for part in result["partitions"]] == ["cpu", "cpu"]
-    assert result["samples_per_second_kind"] == "measured"
+    contended = result["without_core"] > CONTENDED  # the machine may be busy
+    assert result["samples_per_second_kind"] == ("measured_contended" if contended else "measured")
+    for stage, peak in zip(result["memory"], result["memory_bytes"], strict=True):
+        assert peak == stage.pop("peak") == sum(part for key, part in stage.items() if key != "stage")
+        assert stage["libraries"] > 100 * 2**20 > stage["activations"] > stage["weights"] > 0
     assert len(result["memory_bytes"]) == 2
     assert min(result["memory_bytes"]) > 2**20
     assert result["config"]["optimizer"]["epsilon"] == 0.1

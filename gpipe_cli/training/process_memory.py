@@ -1,0 +1,35 @@
+"""What a stage needs of a device's memory: on a GPU the allocator's, on a CPU its process's, libraries included."""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory a stage has needed so far: the allocator's peak on a GPU, the whole process's peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def own_bytes() -> int:
+    """What this process has in memory now that is of no file: of a worker that begins, all that its imports left."""
+    return _resident_bytes("RssAnon")
+
+
+def library_bytes(device: torch.device, begun_bytes: int) -> int:
+    """How much of a stage's memory is that of libraries: what importing them left, and their code that has run so far.
+
+    0 on a GPU, whose allocator holds tensors only, and where the system does not tell (other than Linux).
+    """
+    return begun_bytes + _resident_bytes("RssFile") if device.type == "cpu" and begun_bytes else 0
+
+
+def _resident_bytes(kind: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")), 0)
