@@ -11,6 +11,7 @@ import sys
 import time
 from importlib.metadata import version
 
+from gpipe_cli.interrupts import interruptible
 from gpipe_cli.streams import lost_output, prepare_streams
 from gpipe_cli.torchrun import leads, torchrun
 from gpipe_cli.typed import nearest, one_line, show
@@ -64,8 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(given: list[str]) -> int:
     name = "gpipe"
-    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         match given:
             case ["-h" | "--help"]:
@@ -108,7 +107,8 @@ def _main(given: list[str]) -> int:
 def _run(command: str, arguments: list[str]) -> int:
     torchrun()
     try:
-        code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
+        with interruptible():
+            code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
     except SystemExit as end:  # Hydra's --help; anything else is an error
         if end.code not in (None, 0):
             raise

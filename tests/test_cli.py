@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from gpipe_cli.cli import main
+from gpipe_cli.interrupts import interruptible
 from gpipe_cli.reproduction.recipe import FOLDER
 
 NO_TORCH = """
@@ -21,6 +23,19 @@ except SystemExit as end:
     code = end.code
 loaded = {"torch", "torchvision", "timm", "sklearn", "tensorboard"} & set(sys.modules)
 sys.exit(f"imported {loaded}" if loaded else code)
+"""
+
+INTERRUPTED = """
+import os, signal, sys
+from gpipe_cli.__main__ import main
+moment = sys.argv.pop(1)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == moment:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.exit(main())
 """
 
 
@@ -148,6 +163,33 @@ def test_under_torchrun_one_process_speaks(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("gpipe_cli.cli.SPEAKS_FIRST_SECONDS", 0)
     assert main(["train", "partitions=0"]) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "name"),
+    [
+        ("gpipe_cli.cli", ["train"], "gpipe"),
+        ("hydra", ["plan"], "gpipe plan"),
+        ("torch.distributed", ["train", "dataset=synthetic_images"], "gpipe train"),
+    ],
+)
+def test_interrupted_before_it_has_begun_it_says_so(module: str, arguments: list[str], name: str) -> None:
+    """Of a KeyboardInterrupt while it is imported torch makes a warning, after which the run began, or it aborts."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module, *arguments], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, f"{name}: interrupted\n", "")
+    assert list(Path().iterdir()) == [], "nothing is left behind"
+
+
+def test_an_interrupt_is_one_whatever_a_library_makes_of_it() -> None:
+    @interruptible()
+    def import_numpy() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt as error:
+            raise ImportError from error
+
+    with pytest.raises(KeyboardInterrupt):
+        import_numpy()
 
 
 @pytest.mark.parametrize(

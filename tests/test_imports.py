@@ -17,7 +17,7 @@ SETTINGS = {"dataset_settings", "hardware_settings", "model_settings", "optimize
 ALLOWED = {
     "__init__": set(),
     "__main__": {"cli"},
-    "cli": {"commands", "torchrun", "streams", "typed"},
+    "cli": {"commands", "interrupts", "torchrun", "streams", "typed"},
     "typed": set(),
     "files": set(),
     "streams": set(),
@@ -28,14 +28,15 @@ ALLOWED = {
     "optimizer_settings": {"typed"},
     "lifetime": set(),
     "torchrun": set(),
+    "interrupts": set(),
     "commands": {
         *("config", "model_settings", "training", "reporting", "reproduction", "files", "lifetime", "streams"),
-        *("torchrun", "typed"),
+        *("interrupts", "torchrun", "typed"),
     },
     "reproduction": {"reporting", "typed"},
     "training": {
         *("config", *SETTINGS, "files", "lifetime", "streams", "torchrun", "typed", "pipeline", "models"),
-        *("data", "reporting"),
+        *("data", "interrupts", "reporting"),
     },
     "pipeline": set(),
     "models": set(),
@@ -77,6 +78,7 @@ ANSWERS_AT_ONCE = {
     "training/fork_server.py",
     "lifetime.py",
     "torchrun.py",
+    "interrupts.py",
 }
 # Where processes meet.
 DISTRIBUTED = {

@@ -9,8 +9,8 @@ from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, find_run, from_tree
+from gpipe_cli.interrupts import interruptible_import
 from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show
 
 # What a check has no use for, and what to do instead.

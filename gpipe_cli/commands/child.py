@@ -58,7 +58,8 @@ def run_process(
             with contextlib.suppress(ProcessLookupError):  # its whole tree has ended by itself
                 os.killpg(process.pid, signal.SIGKILL)
         copier.join(0.5)  # a process that outlives its run may hold the pipe open
-    return exit_code, error_line(tail.decode(errors="replace")) or f"exit code {exit_code}", interrupted
+    how = "interrupted" if interrupted else f"exit code {exit_code}"
+    return exit_code, error_line(tail.decode(errors="replace")) or how, interrupted
 
 
 def error_line(stderr: str) -> str:

@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size
 from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
+from gpipe_cli.interrupts import interruptible_import
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show
 
 

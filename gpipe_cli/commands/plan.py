@@ -11,9 +11,9 @@ from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
 from gpipe_cli.config import TrainConfig, from_tree
+from gpipe_cli.interrupts import interruptible_import
 from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.training.work import interruptible_import
 from gpipe_cli.typed import show, typed
 
 

@@ -10,10 +10,11 @@ from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_si
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.sweep_folder import sweep_of
 from gpipe_cli.config import TrainConfig, find_run, from_tree, load
+from gpipe_cli.interrupts import interruptible_import
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
 from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.training.work import Bench, interruptible_import
+from gpipe_cli.training.work import Bench
 from gpipe_cli.typed import ELSEWHERE, show
 
 # What belongs to one invocation of the command and not to the run that it goes on with.

@@ -16,13 +16,14 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.config import PartitionConfig, TrainConfig
+from gpipe_cli.interrupts import Interrupt, interruptible
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.pipeline.layer_call import ChangedInputError
 from gpipe_cli.reporting.check_report import CheckReport, Finding, Row, Verdict, show_check, write_check
 from gpipe_cli.reporting.facts import show_error, show_facts
 from gpipe_cli.reporting.units import plural
 from gpipe_cli.torchrun import torchrun
-from gpipe_cli.training.crew import Hear, Interrupt, interruptible, perform
+from gpipe_cli.training.crew import Hear, perform
 from gpipe_cli.training.differences import Digests, Variant
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.fork_server import temporary_folder
@@ -37,7 +38,6 @@ Way = Literal["in_process", "distributed", "pytorch"]
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
-INTERRUPTED = 130
 
 Key = tuple[int, int, str, str, str]
 
@@ -72,11 +72,8 @@ def run_check(config: TrainConfig, folder: Path) -> int:
             if status is not None:
                 status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
-        try:
-            for variants in checked.crews():
-                _run(config, checked, variants, source, hear, Path(meeting), interrupt)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+        for variants in checked.crews():
+            _run(config, checked, variants, source, hear, Path(meeting), interrupt)
     report = checked.report()
     try:
         write_check(folder, report)

@@ -10,14 +10,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gpipe_cli.config import TrainConfig
+from gpipe_cli.interrupts import Interrupt
 from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.fork_server import Worker, fork_server, temporary_folder
@@ -31,7 +30,7 @@ _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process th
 _PATIENCE_SECONDS = 2.0  # between asking a worker to end and ending it
 
 
-def perform(config: TrainConfig, layout: Layout, task: Task, hear: Hear, interrupt: "Interrupt") -> Failure | None:
+def perform(config: TrainConfig, layout: Layout, task: Task, hear: Hear, interrupt: Interrupt) -> Failure | None:
     """Have workers, as many as the layout has processes, do a task to its end; returns why it failed, None: it did not.
 
     `hear` is given what they report. However this ends, by Ctrl-C too, no worker is left.
@@ -61,7 +60,7 @@ class _Crew:
         os.truncate(self._watched_file, 8 * WATCHED * layout.processes)
         self._watched = memoryview(mmap.mmap(self._watched_file, 0)).cast("q")
 
-    def start(self, task: Task, meeting: Path, interrupt: "Interrupt") -> None:
+    def start(self, task: Task, meeting: Path, interrupt: Interrupt) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         config, layout = self._config, self._layout
         started = torchrun()
@@ -75,7 +74,7 @@ class _Crew:
             self._connections[process] = ours
             interrupt.check()
 
-    def watch(self, hear: Hear, interrupt: "Interrupt") -> Failure | None:
+    def watch(self, hear: Hear, interrupt: Interrupt) -> Failure | None:
         """Pass on what the workers report until all have ended well (None) or the run has failed."""
         failures: list[Failure] = []
         deadline = float("inf")
@@ -170,33 +169,6 @@ class _Crew:
         shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
         action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
         return f"in {action} (input {shapes})"
-
-
-class Interrupt:
-    """Whether the command was asked to end; remembered: an exception can be lost in the callback of a library."""
-
-    asked = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        raise KeyboardInterrupt
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if the command was asked to end, whatever became of the first one."""
-        if self.asked:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Ctrl-C and SIGTERM (SLURM, torchrun, a sweep) end a run alike."""
-    interrupt = Interrupt()
-    before = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield interrupt
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def _signal_name(number: int) -> str:

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from gpipe_cli.config import EvaluateConfig, TrainConfig, load, to_yaml
 from gpipe_cli.files import write_whole
+from gpipe_cli.interrupts import interruptible
 from gpipe_cli.pipeline.frozen import freeze
 from gpipe_cli.reporting.facts import show_error, show_line
 from gpipe_cli.torchrun import leads
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import find_checkpoint
-from gpipe_cli.training.crew import interruptible, perform
+from gpipe_cli.training.crew import perform
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.layout import Layout, make_layout
 from gpipe_cli.training.prepare import prepare
@@ -87,6 +88,8 @@ def _run(
         try:
             failure = perform(config, layout, task, show.hear, interrupt)
         except KeyboardInterrupt:
+            if not show.started:
+                raise
             show.finish("interrupted", None)
             return 130
         except SystemExit:  # the console's reader has gone, as in `gpipe train | head`

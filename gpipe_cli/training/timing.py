@@ -15,11 +15,12 @@ from typing import Any
 from gpipe_cli.config import TrainConfig
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.files import write_whole
+from gpipe_cli.interrupts import interruptible
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.reporting.measurement import hardware
 from gpipe_cli.torchrun import torchrun
 from gpipe_cli.training.costs import StepCosts, measured_costs, scaled
-from gpipe_cli.training.crew import interruptible, perform
+from gpipe_cli.training.crew import perform
 from gpipe_cli.training.hardware import gpu_model, physical_memory_bytes, resolved
 from gpipe_cli.training.layout import Layout, costs_by_figures, make_layout, stages_at_once
 from gpipe_cli.training.measuring import segment_layers

@@ -1,12 +1,8 @@
 """What a parent tells its workers and hears back; light, so that a start costs no imports."""
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -118,29 +114,3 @@ class Failure:
     def rank(self) -> tuple[int, float]:
         """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
         return (1 if self.kind == "peer" else 0, self.seconds)
-
-
-@contextmanager
-def interruptible_import() -> Iterator[None]:
-    """Inside, Ctrl-C is a KeyboardInterrupt whatever the libraries that are being imported make of it.
-
-    NumPy turns one that comes while it is imported into an ImportError, and torch an ImportError of NumPy into a
-    warning; the run would fail with their traceback, or begin.
-    """
-    interrupted = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    except Exception:
-        if not interrupted:
-            raise
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted:
-        raise KeyboardInterrupt
