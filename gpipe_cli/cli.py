@@ -43,7 +43,7 @@ USAGE = "\n".join(
 )
 FAILED = 1
 BAD_INPUT = 2
-SPEAKS_FIRST_SECONDS = 3.0  # the start that process 0 gets: torchrun ends all as soon as one has ended
+SPEAKS_FIRST_SECONDS = 5.0  # the start that process 0 gets: torchrun ends all as soon as one has ended
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended: 128 + 2
 UNREAD = 128 + signal.SIGPIPE  # likewise of one that wrote to who has gone, `gpipe ... | head`
 
@@ -97,10 +97,10 @@ def _main(given: list[str]) -> int:
     except (ValueError, OSError) as error:  # bad input; what could not be written, or read
         if os.environ.get("GPIPE_FULL_ERROR") == "1":  # for who looks for a fault in gpipe itself
             raise
-        if leads():  # under torchrun every process comes to the same conclusion
-            sys.stderr.write(f"{name}: {one_line(error)}\n")
-        else:
+        if not leads():  # process 0 comes to the same conclusion, mostly, and torchrun ends this one with it
             time.sleep(SPEAKS_FIRST_SECONDS)
+            name += f": process {os.environ['RANK']}"
+        sys.stderr.write(f"{name}: {one_line(error)}\n")
         return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 

@@ -30,7 +30,18 @@ def torchrun() -> Torchrun | None:
             f"WORLD_SIZE={processes}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
             "or unset WORLD_SIZE and RANK"
         )
+    meeting_place()
     return Torchrun(rank, processes, _number("LOCAL_WORLD_SIZE", 1, processes, processes))
+
+
+def meeting_place() -> tuple[str, int]:
+    """The address at which the processes find each other. Raises ValueError for a port that is none."""
+    return os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1, 65535, 29500)
+
+
+def may_restart() -> bool:
+    """Whether torchrun itself has a store at the meeting place, which outlives us: it may start us again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def leads() -> bool:

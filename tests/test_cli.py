@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpipe_cli.cli import main
+from gpipe_cli.cli import SPEAKS_FIRST_SECONDS, main
 from gpipe_cli.interrupts import interruptible
 from gpipe_cli.reproduction.recipe import FOLDER
 
@@ -44,7 +44,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -157,12 +157,17 @@ def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> 
         main(["train", "partitions=0"])
 
 
-def test_under_torchrun_one_process_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_under_torchrun_process_0_speaks_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others wait, as torchrun ends all with the first one; what only they know, of their machine, is said."""
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("gpipe_cli.cli.SPEAKS_FIRST_SECONDS", 0)
+    waited: list[float] = []
+    monkeypatch.setattr("gpipe_cli.cli.time.sleep", waited.append)
     assert main(["train", "partitions=0"]) == 2
-    assert capsys.readouterr().err == ""
+    assert waited == [SPEAKS_FIRST_SECONDS]
+    assert capsys.readouterr().err.startswith("gpipe train: process 1: partitions=0:")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +205,7 @@ def test_an_interrupt_is_one_whatever_a_library_makes_of_it() -> None:
         ("WORLD_SIZE=abc", "unset WORLD_SIZE"),
         ("WORLD_SIZE=2", "WORLD_SIZE=2: torchrun sets MASTER_ADDR beside it, which is missing"),
         ("WORLD_SIZE=2 MASTER_ADDR=localhost LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE='3'"),
+        ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT='x'"),
     ],
 )
 def test_what_torchrun_never_says_is_one_line(

@@ -82,6 +82,7 @@ ANSWERS_AT_ONCE = {
 }
 # Where processes meet.
 DISTRIBUTED = {
+    "training/agreement.py",
     "pipeline/inbox.py",
     "pipeline/links.py",
     "training/measuring.py",  # of the link

@@ -40,6 +40,8 @@ def run_process(
             stdout=output,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            # torchrun may have started us, as one process; it did not start this one, and will not start it again
+            env={name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
             preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # as `kill` would end it
             pass_fds=held,
         ) as process,

@@ -30,11 +30,14 @@ def make_new(path: Path) -> Path:
 
 
 @contextmanager
-def run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Iterator[Path]:
+def run_folder(
+    config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "", *, restarted: bool = False
+) -> Iterator[Path]:
     """The folder of a run: `run_folder`, or a new one in `output` named by time, model, dataset, K and M.
 
-    `auto` are settings that will be chosen later; `what` is it, if it is not a training. Inside, no other run may work
-    there. Refused or interrupted before anything was written, nothing is left behind.
+    `auto` are settings that will be chosen later; `what` is it, if it is not a training; `restarted`: what lies in
+    `run_folder` is of an earlier start of this run. Inside, no other run may work there. Refused or interrupted before
+    anything was written, nothing is left behind.
 
     Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
 
@@ -51,7 +54,7 @@ def run_folder(config: TrainConfig, now: datetime, auto: Sequence[str] = (), wha
     goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
     setting = f"output={config.output}" if config.run_folder is None else f"run_folder={config.run_folder}"
     with locked_folder(chosen, setting, new=config.run_folder is None) as folder:
-        if not goes_on and {path.name for path in folder.iterdir()} != {LOCK}:
+        if not (goes_on or restarted) and {path.name for path in folder.iterdir()} != {LOCK}:
             raise ValueError(
                 f"run_folder={folder}: the folder is not empty; choose another, or leave the setting out, "
                 f"or go on with that run by resume={folder}"

@@ -1,7 +1,7 @@
 """`gpipe train`: one run, or with -m a sweep of runs (the tables of the paper are sweeps over K and M)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,7 @@ from gpipe_cli.config import TrainConfig, find_run, from_tree, load
 from gpipe_cli.interrupts import interruptible_import
 from gpipe_cli.model_settings import choice_of
 from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
+from gpipe_cli.torchrun import leads, may_restart
 from gpipe_cli.training.fork_server import fork_server
 from gpipe_cli.training.work import Bench
 from gpipe_cli.typed import ELSEWHERE, show
@@ -78,13 +79,28 @@ def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Ben
     """Trains, or with `bench` measures a training; returns the exit code. `what` is as `run_folder` has it."""
     if config.init_from is not None and config.resume is None:
         find_run("init_from", config.init_from, config.output)
-    with run_folder(config, datetime.now(), auto, what) as folder:
+    config, restarted = _after_restart(config) if may_restart() and leads() else (config, False)
+    with run_folder(config, datetime.now(), auto, what, restarted=restarted) as folder:
         if not config.dry_run:
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.training.processes import launch  # torch comes with it
 
         return launch(config, folder, auto, bench)
+
+
+def _after_restart(config: TrainConfig) -> tuple[TrainConfig, bool]:
+    """What goes on with the run that an earlier start by torchrun has left, if there was one."""
+    fork_server.start()
+    with interruptible_import():
+        from gpipe_cli.training.agreement import earlier_folder
+        from gpipe_cli.training.checkpoint import checkpoints_in
+
+    folder = earlier_folder()
+    if folder is None:
+        return config, False
+    resume = str(folder) if checkpoints_in(folder) else config.resume
+    return replace(config, run_folder=str(folder), resume=resume), True
 
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:

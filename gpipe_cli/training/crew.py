@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config import TrainConfig
@@ -30,17 +29,20 @@ _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process th
 _PATIENCE_SECONDS = 2.0  # between asking a worker to end and ending it
 
 
-def perform(config: TrainConfig, layout: Layout, task: Task, hear: Hear, interrupt: Interrupt) -> Failure | None:
+def perform(
+    config: TrainConfig, layout: Layout, task: Task, hear: Hear, interrupt: Interrupt, start: str = ""
+) -> Failure | None:
     """Have workers, as many as the layout has processes, do a task to its end; returns why it failed, None: it did not.
 
-    `hear` is given what they report. However this ends, by Ctrl-C too, no worker is left.
+    `hear` is given what they report; `start` is its name, under torchrun. However this ends, by Ctrl-C too, no worker
+    is left.
 
     Raises KeyboardInterrupt if asked to end, and whatever `hear` raises.
     """
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting:
         crew = _Crew(config, layout)
         try:
-            crew.start(task, Path(meeting) / "rendezvous", interrupt)
+            crew.start(task, start or f"{meeting}/rendezvous", interrupt)
             return crew.watch(hear, interrupt)
         except KeyboardInterrupt:
             crew.stop()  # a second Ctrl-C may come while the first one is obeyed
@@ -60,12 +62,11 @@ class _Crew:
         os.truncate(self._watched_file, 8 * WATCHED * layout.processes)
         self._watched = memoryview(mmap.mmap(self._watched_file, 0)).cast("q")
 
-    def start(self, task: Task, meeting: Path, interrupt: Interrupt) -> None:
+    def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         config, layout = self._config, self._layout
         started = torchrun()
         mine = range(layout.processes) if started is None else (started.rank,)
-        rendezvous = None if layout.processes == 1 else f"file://{meeting}" if started is None else "env://"
         for process in mine:
             ours, theirs = Pipe()
             with theirs:

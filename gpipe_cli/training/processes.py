@@ -14,6 +14,7 @@ from gpipe_cli.interrupts import interruptible
 from gpipe_cli.pipeline.frozen import freeze
 from gpipe_cli.reporting.facts import show_error, show_line
 from gpipe_cli.torchrun import leads
+from gpipe_cli.training.agreement import Decision, agree
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.checkpoint import find_checkpoint
 from gpipe_cli.training.crew import perform
@@ -39,19 +40,24 @@ def launch(
     if isinstance(config, EvaluateConfig):
         training = _evaluated(config.training)
         layout = make_layout(training)
-        checkpoint = _find(training, layout, folder, config.checkpoint, "run", optimizer=False)
-        task = Evaluation(checkpoint, config.decode)
-        show = ShowEvaluation(training, checkpoint, folder) if leads() else ShowNothing()
+        find = partial(_find, training, layout, folder, config.checkpoint, "run", optimizer=False)
+        decision = agree(lambda: Decision(folder, None, find()))
+        assert decision.source is not None
+        task = Evaluation(decision.source, config.decode)
+        show = ShowEvaluation(training, decision.source, folder) if leads() else ShowNothing()
     else:
         prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
         training, layout, text = prepared.config, prepared.layout, to_yaml(prepared.config)
-        source = find_source(training, layout)
         if training.dry_run:
-            show_dry_run(prepared, text, folder)
+            if leads():
+                find_source(training, layout)
+                show_dry_run(prepared, text, folder)
             return 0
-        task = Training(text, folder, bench, source)
+        decision = agree(lambda: Decision(folder, config.resume, find_source(training, layout)))
+        training = replace(training, resume=decision.resume)
+        task = Training(text, decision.folder, bench, decision.source)
         show = Show(prepared, text, folder, bench) if leads() else ShowNothing()
-    return _run(training, layout, task, show, folder)
+    return _run(training, layout, task, show, folder, decision.start)
 
 
 def find_source(config: TrainConfig, layout: Layout) -> Path | None:
@@ -82,11 +88,16 @@ def _evaluated(config: TrainConfig) -> TrainConfig:
 
 
 def _run(
-    config: TrainConfig, layout: Layout, task: Task, show: Show | ShowEvaluation | ShowNothing, folder: Path
+    config: TrainConfig,
+    layout: Layout,
+    task: Task,
+    show: Show | ShowEvaluation | ShowNothing,
+    folder: Path,
+    start: str,
 ) -> int:
     with interruptible() as interrupt:
         try:
-            failure = perform(config, layout, task, show.hear, interrupt)
+            failure = perform(config, layout, task, show.hear, interrupt, start)
         except KeyboardInterrupt:
             if not show.started:
                 raise

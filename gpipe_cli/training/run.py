@@ -69,7 +69,6 @@ def train(
     data = Data(config, layout, process, start, None if source is None else source.parent.parent)
     team, groups = join()
     _refuse_other_cuts(team, layout)
-    folder = Path(team.collect(str(folder))[0])  # under torchrun every process guessed its own
     training, test = data.training_set(team), data.test_set(team)
     if only_steps:
         test.close()  # what loads it would take time from the steps

@@ -96,7 +96,7 @@ class Work:
     layout: "Layout"
     task: Task
     process: int
-    rendezvous: str | None
+    rendezvous: str  # a file for those of this machine; under torchrun, the name of this start
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from gpipe_cli.pipeline.executor import ActionFailedError
 from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.transport import PeerLostError
+from gpipe_cli.torchrun import torchrun
+from gpipe_cli.training.agreement import store
 from gpipe_cli.training.checkpoint import CheckpointError
 from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.layout import Layout
@@ -143,7 +145,7 @@ def _join(job: Work, waits: Callable[[Awaited], contextlib.AbstractContextManage
         return Team(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
     # that it does not see; that one's own parent is to speak first.
-    here = job.rendezvous != "env://"
+    here = torchrun() is None
     timeout = _PREPARING if here else datetime.timedelta(seconds=job.config.timeout_seconds + _LONGER_SECONDS)
     device = torch.device(layout.devices[job.process])
     if device.type == "cuda":
@@ -151,9 +153,9 @@ def _join(job: Work, waits: Callable[[Awaited], contextlib.AbstractContextManage
     elif here:
         # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    dist.init_process_group(
-        "gloo", init_method=job.rendezvous, rank=job.process, world_size=layout.processes, timeout=_PREPARING
-    )
+    # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
+    meeting = dist.FileStore(job.rendezvous, layout.processes) if here else dist.PrefixStore(job.rendezvous, store())
+    dist.init_process_group("gloo", store=meeting, rank=job.process, world_size=layout.processes, timeout=_PREPARING)
     backend = "nccl" if device.type == "cuda" else "gloo"
     control = dist.new_group(backend="gloo", timeout=timeout)
     forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
