@@ -40,12 +40,25 @@ def test_the_command_line_wins_over_what_a_model_brings() -> None:
     assert config.preset == "small"  # of which the rest holds
 
 
-@pytest.mark.parametrize("overrides", ["dataset=synthetic_text", "~presets", "dataset=text_files dataset.root=x"])
+@pytest.mark.parametrize(
+    "overrides", ["dataset=synthetic_text", "~presets", "~presets dataset=text_files dataset.root=x"]
+)
 def test_without_a_preset_sizes_are_the_papers(overrides: str) -> None:
     config = train("model=transformer_lm", *overrides.split())
     assert config.preset is None
     assert isinstance(config.model, TransformerLMConfig)
     assert (config.model.width, config.model.hidden, config.model.heads, config.model.length) == (2048, 8192, 32, 1024)
+
+
+@pytest.mark.parametrize(
+    "overrides", ["model=transformer_lm dataset=text_files", "model=transformer_nmt dataset=parallel_text"]
+)
+def test_text_of_ones_own_begins_small(overrides: str) -> None:
+    """A newcomer's text file was given the paper's 184 million parameters."""
+    config = train(*overrides.split(), "dataset.root=x")
+    assert (config.preset, config.max_steps) == ("small", 400)
+    assert config.model.width == 128  # type: ignore[union-attr]  # a Transformer
+    assert config.dataset.vocabulary == 4000  # type: ignore[union-attr]  # of text
 
 
 @pytest.mark.parametrize("rate", ["paper", "inverse_sqrt", "cosine", "constant"])

@@ -61,12 +61,13 @@ def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
 
 def read_text_files(root: Path) -> tuple[Documents, Documents]:
     """Every *.txt below root/train and root/test; where root has neither folder, every *.txt below root, of which the
-    last tenth is test text, from the next line on. Each file is a document; order is by path; UTF-8.
+    last tenth is test text, from the next line on. Each file is a document; order is by path; UTF-8. root may be one
+    such file.
 
     Raises ValueError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
-    if not root.is_dir():
-        raise ValueError(f"dataset.root={root}: no such folder; set dataset.root to a folder with *.txt files")
+    if not root.is_dir() and not root.is_file():
+        raise ValueError(f"dataset.root={root}: no such file or folder; set it to a text file, or a folder of *.txt")
     train_folder, test_folder = root / "train", root / "test"
     if train_folder.is_dir() or test_folder.is_dir():
         for folder in (train_folder, test_folder):
@@ -84,8 +85,8 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
 
 
 def _read_folder(root: Path, folder: Path) -> Documents:
-    """The texts of all files that hold more than white space."""
-    paths = sorted(path for path in folder.rglob("*.txt") if path.is_file())
+    """The texts of all files that hold more than white space; `folder` may be a file itself."""
+    paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.txt") if path.is_file())
     texts = tuple(text for text in map(_read_file, paths) if text.strip())
     if not texts:
         found = f"{len(paths)} *.txt files without text" if paths else "no *.txt file"

@@ -113,12 +113,13 @@ class Candidates:
     """What the last stage makes of the logits (n, T, vocabulary): the end and `wanted` tokens that could follow each
     row.
 
-    Only the last position counts. `forbidden` tokens (int64, where the logits are) have a log-probability of minus
-    infinity; of equally probable tokens the lower come first.
+    Only the last position counts, and of the tokens those below `vocabulary`: a model may be made for more than its
+    text has. `forbidden` tokens (int64, where the logits are) have a log-probability of minus infinity; of equally
+    probable tokens the lower come first.
     """
 
-    def __init__(self, forbidden: torch.Tensor, wanted: int) -> None:
-        self._forbidden, self._wanted = forbidden, wanted
+    def __init__(self, forbidden: torch.Tensor, wanted: int, vocabulary: int) -> None:
+        self._forbidden, self._wanted, self._vocabulary = forbidden, wanted, vocabulary
         self._found: list[torch.Tensor] = []
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
@@ -127,7 +128,8 @@ class Candidates:
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
         assert micro_batch == len(self._found), "micro-batches come in order"
-        scores = outputs[0][:, -1].float().log_softmax(dim=1).index_fill_(1, self._forbidden, -math.inf)
+        logits = outputs[0][:, -1, : self._vocabulary].float()
+        scores = logits.log_softmax(dim=1).index_fill_(1, self._forbidden, -math.inf)
         tokens, values = [torch.full_like(scores[:, END], END, dtype=torch.int64)], [scores[:, END].clone()]
         scores[:, END] = -math.inf
         for _ in range(self._wanted):
@@ -182,7 +184,7 @@ def decode(
             sources = split.sources.padded(where, lengths[chosen[0]], PAD).to(engine.first_device)
         beams = [Beam(search, min(limit, 2 * lengths[at] + 10)) for at in chosen]
         while growing := [at for at, beam in enumerate(beams) if not beam.over]:
-            objective = None if forbidden is None else Candidates(forbidden, wanted)
+            objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
             _run(engine, rows, longest, sources, objective, micro_batches)

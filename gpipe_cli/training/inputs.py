@@ -20,7 +20,7 @@ from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.files import write_whole
-from gpipe_cli.training.build import open_data
+from gpipe_cli.training.build import open_data, outputs_of
 from gpipe_cli.training.checkpoint import Progress
 from gpipe_cli.training.layout import Layout, usable_cores
 from gpipe_cli.training.shapes import refuse_single_samples
@@ -106,14 +106,19 @@ class Data:
         assert self._splits is not None
         train, test = self._splits
         facts: dict[str, Any] = {"train_samples": len(train), "test_samples": len(test)}
+        notes: tuple[tuple[str, str], ...] = ()
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
-            facts |= {"vocabulary": train.vocabulary_size, "unigram_perplexity": unigram_perplexity(train, test)}
+            size, asked = train.vocabulary_size, outputs_of(self._config)
+            facts |= {"vocabulary": size, "unigram_perplexity": unigram_perplexity(train, test)}
+            if size < asked:
+                fewer = f"dataset.vocabulary={asked} is more than this text has; {size} makes the model smaller"
+                notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
             facts["languages"] = languages_of(train.languages)
             if train.dropped or test.dropped:
                 left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
-                facts["notes"] = (("left out", left_out),)
-        return facts
+                notes += (("left out", left_out),)
+        return facts | {"notes": notes}
 
     def save_vocabulary(self, folder: Path) -> None:
         """Leave in the run's folder what its tokens mean; asked where the first stage lives."""

@@ -101,5 +101,5 @@ def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | byt
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^dataset\.root=\S+/none: no such folder; [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^dataset\.root=\S+/none: no such file or folder; [^\n]*$"):
         read_text_files(tmp_path / "none")

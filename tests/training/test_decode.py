@@ -259,17 +259,18 @@ def test_a_search_is_over_once_nothing_can_beat_the_best(penalty: float, grows: 
 
 
 def test_candidates_rank_equal_tokens_by_their_number_and_leave_out_what_is_forbidden() -> None:
-    logits = torch.zeros(2, 3, 400)
+    logits = torch.zeros(2, 3, 450)
     logits[1, -1, [9, 300]] = 1.0
-    logits[1, 0] = torch.arange(400.0)  # an earlier position
-    candidates = Candidates(torch.tensor(FORBIDDEN), 4)
+    logits[:, :, 400:] = 2.0  # what the text has no token for
+    logits[1, 0] = torch.arange(450.0)  # an earlier position
+    candidates = Candidates(torch.tensor(FORBIDDEN), 4, 400)
     for m in range(2):
         outputs = (logits[m : m + 1],)
         candidates.observe(m, outputs, candidates.loss(m, outputs))
     table = candidates.table()
     assert table.shape == (2, 5, 2)
     assert table[:, :, 0].tolist() == [[END, 5, 6, 7, 8], [END, 9, 300, 5, 6]]
-    expected = torch.log_softmax(logits[:, -1], dim=1)
+    expected = torch.log_softmax(logits[:, -1, :400], dim=1)
     for row in range(2):
         found = table[row, :, 1]
         assert torch.equal(found, expected[row, table[row, :, 0].long()].double())
@@ -278,6 +279,6 @@ def test_candidates_rank_equal_tokens_by_their_number_and_leave_out_what_is_forb
 def test_more_candidates_than_tokens() -> None:
     """The rest of the row is no candidate."""
     logits = torch.zeros(1, 1, 6)
-    candidates = Candidates(torch.tensor(FORBIDDEN), 3)
+    candidates = Candidates(torch.tensor(FORBIDDEN), 3, 6)
     candidates.observe(0, (logits,), candidates.loss(0, (logits,)))
     assert torch.isfinite(candidates.table()[0, :, 1]).tolist() == [True, True, False, False]
