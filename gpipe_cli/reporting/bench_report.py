@@ -42,7 +42,7 @@ class BenchConsole:
         self._bar = progress_bar(self.console, "step {task.completed:.0f}/{task.total:.0f}")
         if self._bar is None:
             return
-        self._bar.add_task("", total=self._run.total_steps, state="waiting for the first step")
+        self._bar.add_task("", total=self._run.total_steps, state=("waiting", "for the first step"))
         self._bar.start()
 
     def step(self, message: StepMessage, speed: float | None) -> None:
@@ -50,7 +50,7 @@ class BenchConsole:
         warm = message["step"] > self._run.warm_up_steps
         state = f"{rate(speed)} {self._unit}" if warm else "warm-up"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=message["step"], state=state)
+            self._bar.update(self._bar.task_ids[0], completed=message["step"], state=(state,))
         elif time.monotonic() - self._last_line >= self._line_seconds:
             show_line(self.console, f"step {message['step']:,} of {self._run.total_steps:,}, {state}")
             self._last_line = time.monotonic()

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.reporting.facts import show_facts, show_line
+from gpipe_cli.reporting.parts import show_in_parts
 from gpipe_cli.reporting.result import write_result
 from gpipe_cli.reporting.units import loss, plural
 
@@ -115,7 +116,7 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     for rows in _folded([row for row in report.rows if row.micro_batches == report.rows[0].micro_batches]):
         table.add_row(*(Text(cell) for cell in _cells(rows)))
     console.print()
-    console.print(table)
+    show_in_parts(console, table)
     console.print()
     usual = report.rows[0].micro_batches
     others = [row for row in report.rows if row.micro_batches != usual]

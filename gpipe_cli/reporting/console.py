@@ -19,6 +19,7 @@ from gpipe_cli.reporting.progress_bar import progress_bar
 from gpipe_cli.reporting.task import scores, words_of
 from gpipe_cli.reporting.units import learning_rate, loss, percent, perplexity, rate
 
+LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what is left ends with the test's own score
 LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as steps are done
 
 
@@ -55,7 +56,7 @@ class RunConsole:
             total=self._run.total_steps,
             completed=self._run.first_step,
             epoch=self._of_epochs(epoch),
-            state="waiting for the first step",
+            state=("waiting", "for the first step"),
         )
         self._bar.start()
 
@@ -104,9 +105,13 @@ class RunConsole:
         self._line_waits = False
 
     def _advance(self, bar: Progress, step: int) -> None:
-        means = f"loss {loss(self._means.loss)} {self._words.accuracy} {percent(self._means.top1)}"
-        speed = f"{rate(self._speed)} {self._words.speed} lr {learning_rate(self._learning_rate)}"
-        bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=f"{means} {speed}")
+        state = (
+            f"loss {loss(self._means.loss)}",
+            f"{self._words.accuracy} {percent(self._means.top1)}",
+            f"{rate(self._speed)} {self._words.speed}",
+            f"lr {learning_rate(self._learning_rate)}",
+        )
+        bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=state)
 
     def _line(self, epoch: str, test: EvaluationMessage | None = None) -> None:
         if not self._header_shown:
@@ -131,7 +136,14 @@ class RunConsole:
 
     def _columns(self, *cells: str) -> str:
         """One line; a cell that is too long takes its room from the blanks of the next ones."""
-        line = cells[0]
-        for cell, (_, end) in zip(cells[1:], self._words.columns[1:], strict=True):
-            line += f" {cell}".rjust(end - len(line))
+        ends = [end for _, end in self._words.columns]
+        widths = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
+        shown = list(range(len(widths)))
+        for column in LEFT_OUT:
+            if sum(widths[at] for at in shown) + len(" best") > self.console.width:
+                shown.remove(column)
+        line, end = cells[0], widths[0]
+        for at in shown[1:]:
+            end += widths[at]
+            line += f" {cells[at]}".rjust(end - len(line))
         return line

@@ -8,6 +8,7 @@ without UTF-8, where the sentences of a translation are shown as escapes.
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from rich.text import Text
 
 from gpipe_cli.reporting.breakdown import STAGES_SHOWN, share_facts
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription, TranslationResult
+from gpipe_cli.reporting.parts import show_in_parts
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, perplexity, plural, rate, size
 
 LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `global batch 32 = 1 replica x ...`
 MEMORY_PER_LINE = 3
 TIMELINE_PAGE = "timeline.html"
+COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
@@ -41,9 +44,16 @@ def show_error(text: str) -> None:
 
 
 def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
-    """Prints labelled lines."""
+    """Prints labelled lines; in a terminal that is narrower than one, it goes on below the fact, at a blank."""
     for label, fact in facts:
-        show_line(console, f"{label:<{LABEL_WIDTH}} {fact}")
+        lines = [f"{label:<{LABEL_WIDTH}} {fact}"]
+        if console.is_terminal and not fact.startswith(COMMANDS):
+            indent = " " * (LABEL_WIDTH + 1)
+            lines = textwrap.wrap(
+                lines[0], console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        for line in lines:
+            show_line(console, line)
 
 
 def show_banner(console: Console, description: RunDescription, folder: Path) -> None:
@@ -57,7 +67,7 @@ def show_banner(console: Console, description: RunDescription, folder: Path) -> 
         cells = (str(stage), partition.device, _layers(partition), count(partition.parameters), share)
         table.add_row(*(Text(cell) for cell in cells))
     console.print()
-    console.print(table)
+    show_in_parts(console, table)
     console.print()
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from gpipe_cli.reporting.breakdown import ideal_bubble_line, share_lines
 from gpipe_cli.reporting.facts import show_facts, show_line
+from gpipe_cli.reporting.parts import show_in_parts
 from gpipe_cli.reporting.plan_view import Comparison, LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.result import write_result
 from gpipe_cli.reporting.units import count, duration, operations, percent, plural, rate, size
@@ -198,7 +199,7 @@ def _print(console: Console, table: Table, rows: Sequence[Sequence[str]]) -> Non
             table.add_row(*map(Text, row))
         elif number == half:
             table.add_row(*map(Text, ["...", f"{len(rows) - 2 * half} more in {PLAN}"][: len(row)]))
-    console.print(table)
+    show_in_parts(console, table)
     console.print()
 
 

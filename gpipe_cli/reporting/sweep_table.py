@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.reporting.facts import show_line
+from gpipe_cli.reporting.parts import show_in_parts
 from gpipe_cli.reporting.units import duration, percent, perplexity, rate
 
 INTERRUPTED = 130
@@ -67,7 +68,7 @@ def show_table(runs: Sequence[Run]) -> None:
         )
     console = Console()
     console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
-    console.print(table)
+    show_in_parts(console, table)
     for run in runs:
         if run.failed and run.error:
             show_line(console, f"run {run.number}: {run.error}")

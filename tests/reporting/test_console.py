@@ -230,6 +230,28 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_breaks_no_word_and_shows_the_time_left(width: int) -> None:
+    console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
+    names = tuple(f"layer_{number:03d}" for number in range(36))
+    partitions = (PartitionDescription(names, 155_300_000, 0.5, "cuda:7"),) * 2
+    screen = RunConsole(console, description(epochs=100, partitions=partitions))
+    screen.banner(Path("outputs/run"))
+    screen.start()
+    for number in range(1, 5):
+        screen.step(step(number), 512.0)
+    screen.evaluated(evaluation(4))
+    screen.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert max(map(len, frames)) <= width
+    for word in ("micro-batches", "parameters", "layer_000", "layer_035", "samples", "learning", "155.3"):
+        assert any(word in frame.split() for frame in frames), (word, frames)
+    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
+    assert re.search(r"loss \d\.\d{4} .*(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
+    assert "…" not in file.getvalue()
+    assert any(frame.split()[:1] == ["1/100"] and "87.5 %" in frame and frame.endswith("best") for frame in frames)
+
+
 def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
     console, file = log()
     screen = RunConsole(console, description(), line_seconds=0)
