@@ -22,7 +22,18 @@ from gpipe_cli.reporting.breakdown import STAGES_SHOWN, share_facts
 from gpipe_cli.reporting.description import PartitionDescription, RunDescription, TranslationResult
 from gpipe_cli.reporting.parts import show_in_parts
 from gpipe_cli.reporting.task import words_of
-from gpipe_cli.reporting.units import count, duration, learning_rate, loss, percent, perplexity, plural, rate, size
+from gpipe_cli.reporting.units import (
+    count,
+    duration,
+    learning_rate,
+    loss,
+    percent,
+    perplexity,
+    plural,
+    rate,
+    rounded,
+    size,
+)
 
 LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `global batch 32 = 1 replica x ...`
 MEMORY_PER_LINE = 3
@@ -258,10 +269,9 @@ def memory_table(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield f"memory, {name}", line(parts, "peak")
     fullest = max(stages, key=lambda stage: int(stage["peak"]))
     for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
-        tenths = {key: round(10 * stage[key] / unit) for key in (*parts, "peak")}
-        tenths["other"] += tenths["peak"] - sum(tenths[part] for part in parts)  # the sum is right as it is shown
+        shown = rounded({part: stage[part] / unit for part in parts})
         label = "all stages" if stage["stage"] is None else f"stage {stage['stage']}"
-        yield label, line([f"{tenths[part] / 10:,.1f}" for part in parts], f"{tenths['peak'] / 10:,.1f}")
+        yield label, line([f"{value:,.1f}" for value in shown.values()], f"{sum(shown.values()):,.1f}")
 
 
 def memory_facts(label: str, sizes: Sequence[int]) -> Iterable[tuple[str, str]]:

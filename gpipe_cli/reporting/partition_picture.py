@@ -30,7 +30,7 @@ SHOWN_STAGES = 16  # of more than these only some are named
 FONT, LEAST_FONT = 8.0, 6.0
 CHARACTER_INCHES, LINE_INCHES = 0.068, 0.13  # of a layer's name in the larger font
 LEAST_GAP_PIXELS = 4  # smaller layers touch each other
-PARAMETERS_AT, MEMORY_AT = 0.9, 2.15  # inches right of the bars, where the numbers end
+PARAMETERS_AT, MEMORY_AT = 0.85, 2.15  # inches right of the bars, where the numbers end
 
 
 def known(run: RunDescription) -> bool:
@@ -111,25 +111,26 @@ def _layers(axes: "Axes", partitions: Sequence[PartitionDescription], scale: flo
             layers.append(_corners(stage, left, right))
             lines.append(0.9 if min((right - left) * inches, row) * DPI >= LEAST_GAP_PIXELS else 0.0)
             if forward > backward:
-                _name(axes, name, (left + middle) / 2, stage, (middle - left) * inches, row, INK)
+                _name(axes, name, (left + middle) / 2, stage, (middle - left) * inches, row, (INK, faces[-2]))
             else:
-                _name(axes, name, (middle + right) / 2, stage, (right - middle) * inches, row, "white")
+                _name(axes, name, (middle + right) / 2, stage, (right - middle) * inches, row, ("white", faces[-1]))
             left = right
             position += 1
     axes.add_collection(PolyCollection(parts, facecolors=faces, linewidths=0.0))
     axes.add_collection(PolyCollection(layers, facecolors="none", edgecolors="white", linewidths=lines))
 
 
-def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: float, ink: str) -> None:
-    """The name of a layer, across or upwards, where there is room for it; sizes in inches."""
+def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: float, colours: tuple[str, str]) -> None:
+    """The name of a layer, across or upwards, where there is room for it, above the line of the mean; sizes in inches,
+    colours of the name and of its bar."""
     needed, height = CHARACTER_INCHES * len(name), BAR_HEIGHT * row
     across, upwards = (FONT * (room - 0.06) / needed for room in (width, height))
+    box = {"facecolor": colours[1], "edgecolor": "none", "pad": 0.8}
+    style: dict[str, Any] = {"ha": "center", "color": colours[0], "zorder": 4, "bbox": box}
     if across >= LEAST_FONT and height >= LINE_INCHES:
-        axes.text(x, stage, name, ha="center", va="center_baseline", fontsize=min(FONT, across), color=ink, zorder=4)
+        axes.text(x, stage, name, va="center_baseline", fontsize=min(FONT, across), **style)
     elif upwards >= LEAST_FONT and width >= LINE_INCHES:
-        axes.text(
-            x, stage, name, ha="center", va="center", fontsize=min(FONT, upwards), color=ink, zorder=4, rotation=90
-        )
+        axes.text(x, stage, name, va="center", fontsize=min(FONT, upwards), rotation=90, **style)
 
 
 def _numbers(axes: "Axes", run: RunDescription, shown: Sequence[int], width: float, room: float) -> None:

@@ -6,7 +6,7 @@ Everything in here is predicted and says so. Layers and stages that are alike sh
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.parts import show_in_parts
 from gpipe_cli.reporting.plan_view import Comparison, LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.result import write_result
-from gpipe_cli.reporting.units import count, duration, operations, percent, plural, rate, size
+from gpipe_cli.reporting.units import count, duration, operations, percent, plural, rate, rounded, size
 
 PLAN = "plan.json"
 MOST_ROWS = 40  # of a table; of more the first and the last are shown
@@ -144,9 +144,10 @@ def _show_memory(console: Console, view: PlanView) -> None:
     headings = ["weights", "gradients", "optimizer", "activations", "workspace", "total"]
 
     def cells(stage: StageView) -> list[str]:
-        values = [*astuple(stage.memory), stage.memory.total_bytes]
+        parts = rounded({part: value / unit for part, value in asdict(stage.memory).items()})
+        values = [*parts.values(), sum(parts.values())]
         shares = [] if limit is None else [percent(stage.memory.total_bytes / limit)]
-        return [f"{value / unit:,.1f}" for value in values] + shares
+        return [f"{value:,.1f}" for value in values] + shares
 
     rows = [[_numbers(same), *cells(view.stages[same[0]])] for same in _alike(view.stages, cells)]
     table = _table("stage", *headings, *([] if limit is None else ["of limit"]), left=1)

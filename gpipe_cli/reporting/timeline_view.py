@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from gpipe_cli.reporting.units import rounded
+
 BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
 
@@ -78,13 +80,8 @@ def idle(breakdown: Mapping[str, float]) -> float:
 
 def in_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
     """Shares as they are shown: percent with one decimal that still add up to 100, and the idle ones to `idle`."""
-    exact = {name: 1000 * breakdown[name] for name in SHARES}
-    tenths = {name: math.floor(value) for name, value in exact.items()}
-    missing = round(sum(exact.values())) - sum(tenths.values())
-    for name in sorted(SHARES, key=lambda name: tenths[name] - exact[name])[:missing]:
-        tenths[name] += 1
-    tenths["idle"] = sum(tenths[name] for name in IDLE)
-    return {name: value / 10 for name, value in tenths.items()}
+    shown = rounded({name: 100 * breakdown[name] for name in SHARES})
+    return shown | {"idle": idle(shown)}
 
 
 def axis_unit(end_seconds: float) -> tuple[str, float]:

@@ -1,5 +1,8 @@
 """Numbers as people read them; ASCII, because logs are read in places without UTF-8."""
 
+import math
+from collections.abc import Mapping
+
 
 def count(number: int) -> str:
     """`1.2 M`; small numbers as they are."""
@@ -32,13 +35,24 @@ def size(number_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`62.5 ms`, `12.3 s`, `2 min 13 s`, `3 h 05 min`."""
+    """`34.1 us`, `62.5 ms`, `12.3 s`, `2 min 13 s`, `3 h 05 min`."""
+    if 0 < seconds < 0.99995e-4:
+        return f"{1e6 * seconds:.1f} us"
     if seconds < 0.9995:
         return f"{1000 * seconds:.1f} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def rounded(parts: Mapping[str, float]) -> dict[str, float]:
+    """To one decimal, and so that what is shown adds up: to the sum of all parts, rounded."""
+    tenths = {name: math.floor(10 * value) for name, value in parts.items()}
+    missing = round(10 * sum(parts.values())) - sum(tenths.values())
+    for name in sorted(parts, key=lambda name: tenths[name] - 10 * parts[name])[:missing]:
+        tenths[name] += 1
+    return {name: value / 10 for name, value in tenths.items()}
 
 
 def rate(per_second: float | None) -> str:

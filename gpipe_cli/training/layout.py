@@ -58,11 +58,10 @@ class Layout:
 
     @property
     def one_device(self) -> bool:
-        """True if several stages take turns on one device or on too few cores: what is measured then is not a
+        """True if several stages take turns on one device, or threads on too few cores: what is measured then is not a
         pipeline's speed."""
-        if self.distributed:
-            return self.short_of_cores
-        return self.partitions > 1 and len(set(self.devices)) == 1
+        in_turns = not self.distributed and self.partitions > 1 and len(set(self.devices)) == 1
+        return in_turns or self.short_of_cores
 
     @property
     def short_of_cores(self) -> bool:

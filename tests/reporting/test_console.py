@@ -284,7 +284,7 @@ def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
     stage = {"stage": 0, **parts, "libraries": 1535.24 * 2**20, "peak": 1535.44 * 2**20}
     lines = summary(memory=[stage, stage | {"stage": 1}]).splitlines()
     first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =  peak")
-    assert lines[first + 1] == "stage 0        1,535.2     0.0       0.0       0.0         0.0     0.2 = 1,535.4"
+    assert lines[first + 1] == "stage 0        1,535.2     0.1       0.1       0.0         0.0     0.0 = 1,535.4"
     assert max(map(len, lines[first : first + 3])) <= 80
     many = [stage | {"stage": k, "peak": stage["peak"] + k} for k in range(9)]
     assert [line[:12].strip() for line in summary(memory=many).splitlines() if line.startswith("stage ")] == ["stage 8"]

@@ -27,6 +27,9 @@ def test_size(number: float, words: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
+        (0.0, "0.0 ms"),
+        (2e-7, "0.2 us"),
+        (3.41e-5, "34.1 us"),
         (0.0625, "62.5 ms"),
         (0.9999, "1.0 s"),
         (59.96, "1 min 00 s"),
@@ -36,6 +39,13 @@ def test_size(number: float, words: str) -> None:
 )
 def test_duration(seconds: float, words: str) -> None:
     assert units.duration(seconds) == words
+
+
+def test_rounded_parts_add_up() -> None:
+    """Each of them by itself would be rounded down, to 0.2 of 0.4 in all; a part may be below 0."""
+    assert units.rounded({"a": 0.14, "b": 0.13, "c": 0.13}) == {"a": 0.2, "b": 0.1, "c": 0.1}
+    assert units.rounded({"a": 10.16, "b": -0.06}) == {"a": 10.2, "b": -0.1}
+    assert units.rounded({}) == {}
 
 
 def test_what_is_not_known_is_a_dash_and_what_is_not_a_number_says_so() -> None:

@@ -73,7 +73,9 @@ def test_more_stages_than_cores_are_said_before_the_run(
 ) -> None:
     for module in ("layout", "prepare"):
         monkeypatch.setattr(f"gpipe_cli.training.{module}.usable_cores", lambda: 2)
-    assert [label for label, _ in prepare(configure(*TINY, *settings.split()), (), print).notes] == said
+    prepared = prepare(configure(*TINY, *settings.split()), (), print)
+    assert [label for label, _ in prepared.notes] == said
+    assert prepared.layout.one_device == bool(said)
 
 
 @pytest.mark.parametrize(
