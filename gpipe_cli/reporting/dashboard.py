@@ -182,8 +182,8 @@ class Dashboard:
         self._events.add(image(PARTITIONS, picture, dataformats="HWC"), self._first_step)
         self._events.flush()
 
-    def close(self) -> None:
-        """Writes what is left; harmless when repeated."""
+    def flush(self) -> None:
+        """Writes what waits."""
         self._events.flush()
 
     def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:

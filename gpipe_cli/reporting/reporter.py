@@ -167,6 +167,8 @@ class Reporter:
 
     def checkpointed(self, step: int, kind: str, path: Path | None = None) -> None:
         """A checkpoint is complete on disk; ``kind`` is last or best, and only from the last one a run is resumed."""
+        with self.optional():
+            self._dashboard.flush()  # what came before it is not done again, should the run be killed
         if kind == "last":
             self._checkpoint = f"{path or self._folder}, after step {step:,}"
 

@@ -39,8 +39,8 @@ def test_every_curve_of_the_issue_can_be_read_back(tmp_path: Path) -> None:
     board.step(step(1))
     board.step(step(2))
     board.evaluated(evaluation(2))
-    board.close()
-    board.close()
+    board.flush()
+    board.flush()
     expected = {
         "train/loss": [(1, 2.9), (2, 2.8)],
         "train/cross_entropy": [(1, 1.9), (2, 1.8)],
@@ -66,7 +66,7 @@ def test_every_curve_of_text_can_be_read_back(tmp_path: Path, task: Task) -> Non
     board = Dashboard(tmp_path, task=task)
     board.step(text_step(1, cross_entropy=math.log(64), loss=5.0))
     board.evaluated(text_evaluation(1))
-    board.close()
+    board.flush()
     expected = {
         "train/loss": 5.0,
         "train/cross_entropy": math.log(64),
@@ -96,7 +96,7 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
     lines = {"pair": "fr-en", "source": "a\nb\tc", "reference": "& &amp; \\", "translation": ""}
     board = Dashboard(tmp_path, task="translation")
     board.evaluated(text_evaluation(4, translations=[*TRANSLATIONS, lines]))
-    board.close()
+    board.flush()
     (event,) = events(tmp_path).Tensors("translations/text_summary")
     assert event.step == 4
     shown = markdown_to_safe_html(event.tensor_proto.string_val[0])  # what TensorBoard itself makes of it
@@ -112,7 +112,7 @@ def test_a_perplexity_beyond_all_floats_is_no_error(tmp_path: Path) -> None:
     board = Dashboard(tmp_path, task="language_model")
     board.step(text_step(1, cross_entropy=1e4))
     board.step(text_step(2, cross_entropy=200.0))  # fits Python's floats, not those of an event
-    board.close()
+    board.flush()
     assert [event.value for event in events(tmp_path).Scalars("train/perplexity")] == [math.inf, math.inf]
 
 
@@ -120,7 +120,7 @@ def test_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.step(step(1, top5=None, gradient_norm=None, memory_bytes=[]))
     board.evaluated(evaluation(1, top5=None))
-    board.close()
+    board.flush()
     missing = {dashboard.TRAIN_TOP5, dashboard.GRADIENT_NORM, dashboard.TEST_TOP5, dashboard.memory_tag(0)}
     assert not missing & set(events(tmp_path).Tags()["scalars"])
 
@@ -128,7 +128,7 @@ def test_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_is_no_error(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.step(step(1, loss=float("nan")))
-    board.close()
+    board.flush()
     (event,) = events(tmp_path).Scalars(dashboard.TRAIN_LOSS)
     assert event.value != event.value
 
@@ -139,12 +139,12 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     for number in range(1, 7):
         first.step(step(number, loss=1.0))
     first.evaluated(evaluation(4))
-    first.close()
+    first.flush()
     age(tmp_path)
     second = Dashboard(tmp_path, first_step=4)
     for number in range(5, 8):
         second.step(step(number, loss=2.0))
-    second.close()
+    second.flush()
     assert curve(tmp_path, dashboard.TRAIN_LOSS) == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
     assert curve(tmp_path, dashboard.TEST_LOSS) == [(4, 1.25)]
 
@@ -152,7 +152,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
 def test_configuration_and_banner_stand_beside_the_curves(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.describe("model:\n  filters: 16", "stage  device")
-    board.close()
+    board.flush()
     texts = {tag: events(tmp_path).Tensors(f"{tag}/text_summary")[0] for tag in (dashboard.CONFIG, dashboard.BANNER)}
     content = {tag: text.tensor_proto.string_val[0].decode() for tag, text in texts.items()}
     assert content == {dashboard.CONFIG: "    model:\n      filters: 16", dashboard.BANNER: "    stage  device"}
@@ -164,7 +164,7 @@ def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) 
     board.recorded(recorded(1))
     board.step(step(2))  # nothing was recorded of it
     board.recorded(recorded(3, bubble=0.14))
-    board.close()
+    board.flush()
     assert curve(tmp_path, "idle/measured") == [(1, 0.18), (3, 0.22)]
     assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
     assert curve(tmp_path, "bubble/measured") == [(1, 0.1), (3, 0.14)]
@@ -194,7 +194,7 @@ def charts(folder: Path) -> dict[str, dict[str, list[str]]]:
 def test_measured_and_predicted_share_a_chart(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.predict(prediction(), 0.2)
-    board.close()
+    board.flush()
     tags = charts(tmp_path)["measured and predicted"]
     assert tags["bubble"] == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
     assert tags["step seconds"] == ["speed/step_seconds", "speed/predicted_step_seconds"]
@@ -214,7 +214,7 @@ def test_runs_stand_side_by_side_in_charts(
     board = Dashboard(tmp_path, task=task)
     board.predict(None, 0.2)
     board.step(text_step(1, memory_bytes=[2**30] * 12) if task != "classification" else step(1, memory_bytes=[1] * 12))
-    board.close()
+    board.flush()
     (memory,) = charts(tmp_path)["runs side by side"].pop("memory of every stage, GiB")
     assert charts(tmp_path) == {  # and nothing predicted
         "runs side by side": {
@@ -232,7 +232,7 @@ def test_without_a_prediction_the_bubble_stands_beside_the_ideal_one(tmp_path: P
     board = Dashboard(tmp_path)
     board.predict(None, 0.2)
     board.recorded(recorded(1))
-    board.close()
+    board.flush()
     tags = set(events(tmp_path).Tags()["scalars"])
     assert {tag for tag in tags if tag.startswith("bubble")} == {"bubble/measured", "bubble/ideal"}
     assert dashboard.PREDICTED_STEP_SECONDS not in tags
@@ -244,6 +244,6 @@ def test_pictures_of_timelines_are_images(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.timeline(45, picture)
     board.timeline(90, picture)
-    board.close()
+    board.flush()
     images = events(tmp_path).Images("timeline")
     assert [(image.step, image.height, image.width) for image in images] == [(45, 6, 9), (90, 6, 9)]

@@ -141,6 +141,18 @@ def test_interrupted_after_a_checkpoint_says_where_it_is(tmp_path: Path) -> None
     assert read_result(tmp_path)["steps"] == 5
 
 
+def test_curves_reach_as_far_as_the_last_checkpoint_when_a_run_is_killed(tmp_path: Path) -> None:
+    """Events waited ten seconds, and of steps before a checkpoint they were lost for good: nothing does those again."""
+    reporter = Reporter(tmp_path, description(), log()[0])
+    for number in (1, 2, 3):
+        reporter.step(step(number))
+        if number == 2:
+            reporter.checkpointed(number, "last")
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+
+
 def test_a_failed_run_keeps_its_error(tmp_path: Path) -> None:
     console, file = log()
     reporter = Reporter(tmp_path, description(), console)
