@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # The libraries of the default job too: what is not imported here, every worker imports for itself.
 _IMPORTED = ("gpipe_cli.training.worker", "timm.optim.rmsprop_tf", "sklearn.datasets", "sklearn.model_selection")
+_PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.training.fork_server import serve; serve()"
 
 
@@ -94,6 +95,7 @@ class ForkServer:
                     [sys.executable, "-c", _SERVE, *sys.path],
                     stdin=theirs.fileno(),
                     env=os.environ | {"TMPDIR": str(temporary_folder())},
+                    pass_fds=[_temporary()[1]],
                     preexec_fn=settle,
                 )
         return self._process.pid, self._control
@@ -119,24 +121,40 @@ class ForkServer:
 fork_server = ForkServer()  # of this process
 
 
-@cache
 def temporary_folder() -> Path:
-    """A folder for all that the processes of this command leave in the temporary directory; it goes when they do.
+    """A folder for all that the processes of this command leave in the temporary directory; it goes when the last of
+    them does."""
+    return _temporary()[0]
 
-    A parent that is killed cannot remove anything, and what it started ends with it: so a shell waits for its end.
+
+@cache
+def _temporary() -> tuple[Path, int]:
+    """The folder, and the descriptor that each of the processes has.
+
+    A parent that is killed cannot remove anything, so a shell does: it waits until nobody has the descriptor any more.
+    A loader that is about to end may look for its sockets in the folder when the parent is gone already.
     """
     # Loaders have sockets in it, whose whole path is 107 characters at most.
     folder = tempfile.mkdtemp(prefix="gpipe_", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
     nothing = subprocess.DEVNULL
+    ending, held = os.pipe()
     remover = subprocess.Popen(
         ["sh", "-c", 'read -r _; rm -rf "$0"', folder],
-        stdin=subprocess.PIPE,
+        stdin=ending,
         stdout=nothing,
         stderr=nothing,
         start_new_session=True,  # whoever kills the group of this process does not mean it
     )
-    atexit.register(remover.communicate)  # ends its input, and waits for it
-    return Path(folder)
+    os.close(ending)
+
+    def remove() -> None:
+        fork_server.kill()
+        os.close(held)
+        with suppress(subprocess.TimeoutExpired):  # a process that someone's own layer has started may live on
+            remover.wait(_PATIENCE_SECONDS)
+
+    atexit.register(remove)
+    return Path(folder), held
 
 
 def serve() -> None:

@@ -30,6 +30,7 @@ from training_runs import (
 from gpipe_cli.pipeline.executor import ActionFailedError
 from gpipe_cli.reporting.result import read_result
 from gpipe_cli.training import run
+from gpipe_cli.training.fork_server import fork_server, temporary_folder
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
 ENDLESS = [*TINY, "epochs=10000", "partitions=3", "executor=distributed", "checkpoint.every_steps=1"]
@@ -181,6 +182,18 @@ def _kill_parent(program: "subprocess.Popen[str]", temporary: Path) -> None:
     program.wait()
     wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
     wait_until(lambda: not list(temporary.glob("[!t]*")), BOUND, "an empty folder")  # torchinductor_* is torch's cache
+
+
+@linux
+def test_the_temporary_folder_stays_until_the_last_process_has_ended() -> None:
+    """It went with the parent; a data loader that ended a moment later did not find its sockets: two tracebacks."""
+    number, _ = fork_server.start()
+
+    def pipes(folder: Path) -> set[str]:
+        return {link for file in folder.iterdir() if (link := os.readlink(file)).startswith("pipe:")}
+
+    (remover,) = children(os.getpid(), str(temporary_folder()))
+    assert os.readlink(f"/proc/{remover}/fd/0") in pipes(Path(f"/proc/{number}/fd"))
 
 
 @linux
