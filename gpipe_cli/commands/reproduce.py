@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from rich import box
 from rich.console import Console
@@ -14,6 +15,7 @@ from gpipe_cli.commands import arranged, read
 from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.folders import make_new
 from gpipe_cli.reporting.facts import show_facts, show_line
+from gpipe_cli.reporting.progress_bar import following
 from gpipe_cli.reporting.recipe_report import show_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
@@ -102,8 +104,13 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
     if chosen == "desk":
         without = " without what was given" if given else ""
         show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores{without}")])
+
+    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
+        with following(console, Path(log.name)):
+            return run_process(command, log)
+
     try:
-        found = reproduce(name, recipe, chosen, why, here, given, folder, run_process, say)
+        found = reproduce(name, recipe, chosen, why, here, given, folder, perform, say)
     except KeyboardInterrupt:
         show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
         return INTERRUPTED

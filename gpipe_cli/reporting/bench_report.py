@@ -15,11 +15,9 @@ from rich.progress import Progress
 from gpipe_cli.reporting.breakdown import share_facts
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
 from gpipe_cli.reporting.facts import TIMELINE_PAGE, memory_table, show_banner, show_facts, show_line, speed_kind
-from gpipe_cli.reporting.progress_bar import progress_bar
+from gpipe_cli.reporting.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.task import words_of
 from gpipe_cli.reporting.units import duration, operations, percent, plural, rate
-
-LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as steps are done
 
 
 class BenchConsole:

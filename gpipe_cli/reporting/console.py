@@ -15,12 +15,11 @@ from rich.progress import Progress
 from gpipe_cli.reporting.description import EvaluationMessage, RunDescription, StepMessage
 from gpipe_cli.reporting.facts import show_banner, show_facts, show_line
 from gpipe_cli.reporting.measurement import EpochMeans
-from gpipe_cli.reporting.progress_bar import progress_bar
+from gpipe_cli.reporting.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.task import scores, words_of
 from gpipe_cli.reporting.units import learning_rate, loss, percent, perplexity, rate
 
 LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what is left ends with the test's own score
-LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as steps are done
 
 
 class RunConsole:

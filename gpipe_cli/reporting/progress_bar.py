@@ -1,10 +1,18 @@
-"""The bar at the foot of a terminal while something runs, the same for a training and for a measurement."""
+"""The line at the foot of a terminal while something runs, the same for a training and for a measurement."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as something is done
+_READ_BYTES = 4096
 _SHORTEST_BAR = 4
 _TIME = len("1:02:03")
 
@@ -26,6 +34,36 @@ def progress_bar(console: Console, counted: str) -> Progress | None:
         expand=True,
         transient=True,
     )
+
+
+@contextmanager
+def following(console: Console, log: Path, line_seconds: float = LINE_SECONDS) -> Iterator[None]:
+    """Inside, show the newest line of a file to which a command writes: at the foot of a terminal, or now and then."""
+    begin = log.stat().st_size
+
+    def newest() -> Text:
+        with log.open("rb") as file:
+            file.seek(max(begin, log.stat().st_size - _READ_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return Text(next((line for line in reversed(lines) if line.strip()), ""), no_wrap=True, overflow="ellipsis")
+
+    if console.is_terminal:
+        with Live(console=console, get_renderable=newest, transient=True):
+            yield
+        return
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(line_seconds):
+            console.print(newest())
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class _State(ProgressColumn):

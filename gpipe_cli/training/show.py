@@ -23,11 +23,11 @@ from gpipe_cli.pipeline.breakdown import breakdown
 from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.recording import measured_timeline
 from gpipe_cli.pipeline.simulator import ideal_bubble
-from gpipe_cli.reporting.console import LINE_SECONDS
 from gpipe_cli.reporting.description import WARM_UP_STEPS, PartitionDescription, RunDescription
 from gpipe_cli.reporting.evaluation_result import EvaluationResult, show_evaluation
 from gpipe_cli.reporting.facts import show_error, show_line
 from gpipe_cli.reporting.hyperparameters import settings_of
+from gpipe_cli.reporting.progress_bar import LINE_SECONDS
 from gpipe_cli.reporting.reporter import Reporter
 from gpipe_cli.reporting.run_record import CONFIG
 from gpipe_cli.reporting.timeline_view import StepPicture

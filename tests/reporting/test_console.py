@@ -1,6 +1,7 @@
 import io
 import re
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.console import Console
 from gpipe_cli.reporting.console import RunConsole
 from gpipe_cli.reporting.description import PartitionDescription
 from gpipe_cli.reporting.facts import show_banner, show_line, show_summary
+from gpipe_cli.reporting.progress_bar import following
 
 SUMMARY = {
     "status": "completed",
@@ -327,3 +329,20 @@ def test_what_a_place_without_utf_8_cannot_write_is_escaped() -> None:
     file.flush()
     escaped = rb"\xd6sterreich [b] \u0420\u043e\u0441\u0441\u0438\u044f"
     assert file.buffer.getvalue().rstrip() == escaped  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_command_writes_to_a_log_is_followed(terminal: bool, tmp_path: Path) -> None:
+    """A recipe's measurements take minutes, and nothing was seen of them."""
+    file = tmp_path / "log.txt"
+    file.write_text("of an earlier command\n")
+    console, shown = log(force_terminal=terminal, _environ={"TERM": "xterm"})
+    with following(console, file, line_seconds=0.01), file.open("a") as written:
+        written.write(f"step 3 of 20, {'9' * 90}\n\n")
+        written.flush()
+        deadline = time.monotonic() + 10
+        while "step 3 of 20" not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "step 3 of 20" in shown.getvalue()
+    assert "earlier" not in shown.getvalue()
+    assert max(map(len, re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())))) <= 80
