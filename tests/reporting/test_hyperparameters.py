@@ -106,7 +106,7 @@ def test_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
     config = {"seed": 3, "max_steps": 20, "partitions": 2, "micro_batches": 4, "model": {"name": "resnet"}, "epochs": 1}
     board = Dashboard(folder)
     board.begin(description(config=config, settings=settings_of(TrainConfig)))
-    board.close()
+    board.flush()
     columns = {info.name: info for info in of_hparams(folder)[1].hparam_infos}
     first = {name for name, info in columns.items() if info.differs}
     assert first == {"seed", "max_steps", "model.name", "partitions", "micro_batches"}
