@@ -91,7 +91,7 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
         resume: the run folder to go on from; None if there is no checkpoint.
     """
     steps = result["steps"]
-    done = f"{plural(result['epochs'], 'epoch')}, {plural(steps, 'step')}"
+    done = f"{plural(result['epochs'], 'epoch')}, " * (result["epochs"] > 0) + plural(steps, "step")
     stopped = f"after {duration(result['seconds'])}: {done} done" if steps else "before the first step was done"
     if result["status"] != "dry_run":  # whose banner ends with an empty line and is all that came before
         console.print()
@@ -234,8 +234,10 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     elif best is not None:
         yield "", f"the best of the run, after epoch {best['epoch']}"
     if result["samples_per_second"] is not None:
-        warm_up = "warm-up included" if result["speed_includes_warm_up"] else "warm-up excluded"
-        yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step (medians, {warm_up})"
+        steps = f"medians after the first {plural(result['warm_up_steps'], 'step')}"
+        if result["speed_includes_warm_up"]:
+            steps = f"medians of the first {plural(result['speed_steps'], 'step')}, which are slow"
+        yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step ({steps})"
         yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
     yield from share_facts(result)
     yield from memory_table(result)

@@ -24,7 +24,7 @@ from gpipe_cli.reporting.description import (
     Status,
     StepMessage,
 )
-from gpipe_cli.reporting.facts import TIMELINE_PAGE, show_banner, show_error, show_summary
+from gpipe_cli.reporting.facts import TIMELINE_PAGE, show_banner, show_error, show_summary, speed_kind
 from gpipe_cli.reporting.measurement import (
     Throughput,
     flops_result,
@@ -229,6 +229,9 @@ class Reporter:
             return
         self._compared = True
         self._console.facts(comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
+        kind, share = self._throughput.kind(self._run.speed_kind), self._throughput.without_core
+        if kind is not None and kind != "measured":  # whatever was predicted, it was not this
+            self._console.facts([("", speed_kind(kind, share))])
 
     def _write(self) -> None:
         write_result(self._folder, self._result())

@@ -37,6 +37,8 @@ SUMMARY = {
     "samples_per_second_kind": "measured",
     "without_core": 0.01,
     "speed_includes_warm_up": False,
+    "speed_steps": 9,
+    "warm_up_steps": 3,
     "step_seconds": 0.0625,
     "memory_bytes": [3 * 2**20, 2**29],
 }
@@ -266,7 +268,7 @@ def test_the_summary_of_a_completed_run() -> None:
     assert "completed in 2 min 13 s: 3 epochs, 12 steps" in lines
     assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
     assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
-    assert "speed        512.0 samples/s, 62.5 ms per step (medians, warm-up excluded)" in lines
+    assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
     assert "peak memory  stage 0 3.0 MiB, stage 1 512.0 MiB" in lines  # of parts nothing is known
     assert "curves       tensorboard --logdir outputs/run" in lines
     assert not [line for line in lines if "checkpoint" in line or "resume" in line]
@@ -277,7 +279,8 @@ def test_the_summary_says_what_kind_of_number_the_speed_is() -> None:
     assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
     contended = {"samples_per_second_kind": "measured_contended", "without_core": 0.34}
     assert "measured_contended: other programs had the cores 34.0 % of the time\n" in summary(**contended)
-    assert "warm-up included" in summary(speed_includes_warm_up=True)
+    assert "(medians of the first 2 steps, which are slow)" in summary(speed_includes_warm_up=True, speed_steps=2)
+    assert summary(epochs=0, steps=3).startswith("\ncompleted in 2 min 13 s: 3 steps\n")
 
 
 def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
@@ -317,7 +320,7 @@ def test_the_summary_of_text() -> None:
     assert f"test         {scores} (averaged weights)" in lines
     best = "perplexity 40.4, token accuracy 32.0 %, loss 3.7000 nats per token (averaged weights), after epoch 2"
     assert f"best         {best}" in lines
-    assert "speed        12,345 tokens/s, 96.4 sentences/s, 62.5 ms per step (medians, warm-up excluded)" in lines
+    assert "speed        12,345 tokens/s, 96.4 sentences/s, 62.5 ms per step (medians after the first 3 steps)" in lines
     assert not [line for line in lines if "top-" in line or "samples" in line]
     assert "12,345 tokens/s, 96.4 sequences/s" in summary(**TEXT_SUMMARY | {"task": "language_model"})
     assert "perplexity 41.3, token" in summary(**TEXT_SUMMARY | {"unigram_perplexity": None})

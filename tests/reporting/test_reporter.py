@@ -352,12 +352,13 @@ def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> Non
     figures = prediction(source="hardware=cpu figures", step_seconds=0.125)
     reporter = Reporter(tmp_path, description(prediction=figures), console)
     for number in range(1, 20):
-        reporter.step(step(number))
+        reporter.step(step(number, without_core=[0.0, 0.4]))
     assert "predicted" not in file.getvalue()
     reporter.step(step(20))
     lines = file.getvalue().splitlines()
     assert "predicted    125.0 ms a step, measured 62.5 ms (0.50 times as long)" in lines
     assert "             from hardware=cpu figures; cost=measured predicts from this machine" in lines
+    assert "             measured_contended: other programs had the cores 40.0 % of the time" in lines
     reporter.step(step(21))
     reporter.finish("completed")
     assert file.getvalue().count("predicted ") == 1  # nothing else was measured
