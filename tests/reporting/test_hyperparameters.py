@@ -170,7 +170,6 @@ def test_a_run_resumed_into_its_folder_shows_what_it_is_now(tmp_path: Path) -> N
     for number in range(1, 5):
         first.step(step(number))
     first.end("interrupted", 4, RESULT)
-    first.close()
     with age(tmp_path).open("ab") as events:
         events.write(b"\x40\0\0\0\0\0\0\0\0\0")  # a record that was cut short when the process was killed
     before = stored(tmp_path)
