@@ -177,7 +177,7 @@ def test_a_run_resumed_into_its_folder_shows_what_it_is_now(tmp_path: Path) -> N
 
     second = Dashboard(tmp_path, first_step=4)
     second.begin(description(config={"partitions": 4}))
-    second.close()
+    second.flush()
     values, _, status = of_hparams(tmp_path)
     assert (values, status) == ({"partitions": 4.0}, None)
     after = stored(tmp_path)
