@@ -1,5 +1,6 @@
-"""What the measurements here share: `gpipe` as a user calls it, and the model that they are about."""
+"""What the measurements here share: `gpipe` as a user calls it, the model that they are about, their command line."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,6 +14,13 @@ AMOEBANET = [
     "dataset.num_classes=1000", "dataset.train_samples=512", "dataset.test_samples=8", "batch_size=32",
     "data_workers=0", "epochs=9",
 ]  # fmt: skip
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """The options of a measurement, to which it adds its own; settings change what is measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="of gpipe, after those of the measurement")
+    return parser
 
 
 def gpipe(command: str, *settings: str) -> dict[str, Any]:

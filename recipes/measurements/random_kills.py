@@ -1,0 +1,176 @@
+"""Random kills: a run that loses processes ends with the bits of one that was left alone.
+
+A training of the default job begins at K = 2. At a random moment a random process of it (the parent, a stage, a data
+loader, the fork server) is killed by SIGKILL. Nothing may be left of it then: no process, no temporary file. The run
+goes on in its folder, with K = 1, 2 or 3, from its last checkpoint or, if it had none yet, anew. When it is complete,
+its weights, their averages, the optimizer's state, its results and its curves are compared with those of an undisturbed
+run, bit for bit, and another run begins, until there were as many kills as asked for. Nothing is set but how long to
+train and how often to write a checkpoint: the threads, on which bits depend, are those of K = 2, and resuming keeps
+them.
+
+Which process, when and which K follow from the seed; what the process was doing at that moment does not.
+
+Usage: python recipes/measurements/random_kills.py [--kills 20] [--seed 0] [setting=value ...]
+       Linux; 10 minutes on 2 cores
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date
+from logging import ERROR, getLogger
+from pathlib import Path
+from random import Random
+
+import torch
+from runs import command_line
+
+from gpipe_cli.reporting.curves import read_curves
+from gpipe_cli.reporting.measurement import hardware, versions
+from gpipe_cli.reporting.result import read_result
+from gpipe_cli.training.checkpoint import checkpoints_in, find_checkpoint, read_index, read_tensors
+
+SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
+CURVES = ("train/", "test/", "learning_rate", "gradient_norm")
+NOTHING = "nothing"
+ROW = "{:>3}{:>3}  {:<10}{:>4}{:>8}  {:<16}{:<9}{:>9}"
+PATIENCE_SECONDS = 60.0  # until nothing is left of a run that has lost a process
+
+
+class Trial:
+    """A folder with a run that is never left alone, the log of all its commands and their temporary files."""
+
+    def __init__(self, base: Path, name: str, settings: Sequence[str]) -> None:
+        self.folder, self._log, self._temporary = base / name, base / f"{name}.log", base / "tmp"
+        self._settings = settings
+        self._temporary.mkdir(exist_ok=True)
+
+    def start(self, partitions: int | None = None) -> "subprocess.Popen[bytes]":
+        """Begins, or goes on from the last checkpoint with so many partitions."""
+        settings = [*SETTINGS, *self._settings]
+        if partitions is not None:
+            settings = [f"resume={self.folder}", f"partitions={partitions}"]
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        line = [sys.executable, "-m", "gpipe_cli", "train", *settings, f"run_folder={self.folder}"]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                line, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(self._temporary)}, start_new_session=True
+            )
+
+    def processes(self) -> dict[int, tuple[int, str]]:
+        """Parent and command line of all that lives and has our temporary folder, be its parent dead or not."""
+        mine, found = f"TMPDIR={self._temporary}".encode(), {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                state, parent = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+                if state not in "ZX" and mine in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = int(parent), (folder / "cmdline").read_text(encoding="utf-8")
+        return found
+
+    def targets(self, parent: int) -> dict[str, list[int]]:
+        """The processes of a run, by what they are."""
+        living = self.processes()
+        servers = [number for number, (above, line) in living.items() if above == parent and "fork_server" in line]
+        stages = sorted(number for number, (above, _) in living.items() if above in servers)
+        loaders = sorted(number for number, (above, _) in living.items() if above in stages)
+        found = {"parent": [parent], "fork server": servers, "data loader": loaders}
+        found |= {f"process {rank} of {len(stages)}": [number] for rank, number in enumerate(stages)}
+        return {name: numbers for name, numbers in found.items() if numbers}
+
+    def refuse_remains(self) -> None:
+        """Ends the program if a command that has ended left processes, temporary files or a traceback."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while left := [*self.processes().values(), *self._temporary.glob("[!t]*")]:  # torchinductor_* is torch's cache
+            if time.monotonic() > until:
+                raise SystemExit(f"{self.folder.name}: left behind: {left}")
+            time.sleep(0.1)
+        if "Traceback" in (said := self._log.read_text(encoding="utf-8")):
+            raise SystemExit(f"{self.folder.name}: {said}")
+
+    def refuse_failure(self, code: int) -> None:
+        if code != 0:
+            raise SystemExit(f"{self.folder.name}: exit code {code}\n{self._log.read_text(encoding='utf-8')}")
+
+    def done(self) -> str:
+        """What the next command goes on from."""
+        found = checkpoints_in(self.folder)
+        return f"step {int(found[-1].name.rpartition('_')[2])}" if found else NOTHING
+
+
+def compare(one: Path, other: Path) -> str:
+    """What was compared, and is the same. Ends the program if anything differs."""
+    tensors, curves, results = [], [], []
+    for folder in (one, other):
+        checkpoint = find_checkpoint(folder, "last", "run")
+        tensors.append(read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema")))
+        found = {tag: curve for tag, curve in read_curves(folder).items() if tag.startswith(CURVES)}
+        points = {tag: zip(curve.steps, curve.values, strict=True) for tag, curve in found.items()}
+        curves.append({f"{tag}, step {step}": value for tag in found for step, value in points[tag]})
+        results.append(read_result(folder))
+    names = tensors[0].keys() | tensors[1].keys()
+    different = [name for name in names if not _same(*(part.get(name) for part in tensors))]
+    different += [point for point in curves[0].keys() & curves[1].keys() if curves[0][point] != curves[1][point]]
+    if results[0]["status"] == "completed":  # and was not killed between its last checkpoint and its end
+        different += [key for key in ("steps", "test", "best") if results[0][key] != results[1][key]]
+    if different:
+        raise SystemExit(f"{one.name} and {other.name}: {len(different)} differ: {sorted(different)[:9]}")
+    missing = len(curves[1].keys() - curves[0].keys())
+    return f"{len(names)} tensors and {len(curves[0])} points of curves ({missing} missing), all the same bits"
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def main(kills: int, seed: int, settings: Sequence[str]) -> None:
+    getLogger("tensorboard").setLevel(ERROR)  # it warns of what a resumed run repeated
+    random = Random(seed)
+    with tempfile.TemporaryDirectory(prefix="kills_") as base:
+        undisturbed = Trial(Path(base), "undisturbed", settings)
+        began = time.monotonic()
+        undisturbed.refuse_failure(undisturbed.start().wait())
+        seconds, last = time.monotonic() - began, undisturbed.done()
+        machine, packages = hardware((), 0), versions()
+        print(f"{machine['cores']} cores of {machine['cpu']}, torch {packages['torch']}, Python {packages['python']}")
+        print(f"{date.today()}, seed {seed}; undisturbed: {last} after {seconds:.0f} s")
+        print(ROW.format("run", "K", "began at", "kill", "after", "of process", "left", "exit code"))
+        killed = runs = 0
+        while killed < kills:
+            runs += 1
+            trial, partitions, code = Trial(Path(base), f"run_{runs}", settings), None, 1
+            while code != 0 and trial.done() != last:
+                begins = trial.done()
+                partitions = None if begins == NOTHING else random.randint(1, 3)
+                program, moment = trial.start(partitions), random.uniform(0, seconds / 2)
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(moment if killed < kills else None)
+                kill = ("", "", "none")
+                if program.poll() is None:
+                    name, numbers = random.choice(sorted(trial.targets(program.pid).items()))
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.kill(random.choice(numbers), signal.SIGKILL)
+                    killed += 1
+                    kill = (str(killed), f"{moment:.1f} s", name)
+                    code = program.wait()
+                else:
+                    code = program.returncode
+                    trial.refuse_failure(code)
+                trial.refuse_remains()
+                print(ROW.format(runs, partitions or 2, begins, *kill, trial.done(), code), flush=True)
+            print(f"{'':<9}{trial.folder.name}: {compare(trial.folder, undisturbed.folder)}", flush=True)
+        print(f"{killed} kills, {runs} runs: nothing left behind, no bit that differs")
+
+
+if __name__ == "__main__":
+    parser = command_line(__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    main(options.kills, options.seed, options.settings)
