@@ -5,6 +5,7 @@ write instead. Values arrive as YAML and the command line read them: nothing is 
 where a fraction is wanted.
 """
 
+import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -159,7 +160,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
         if value and not any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
             return value
         allowed = "must be a text of one line that is not empty; give another, or leave it out"
-    elif kind is float and type(value) in (int, float) and abs(value) < float("inf"):  # also false for NaN
+    elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # also false for NaN
         return float(value)
     elif kind is not float and type(value) is kind:  # not isinstance: True is an int
         return value

@@ -231,8 +231,9 @@ def bomb() -> str:
         ("output: gr\udcfc\udcdfe", "table.yaml: is not written in UTF-8"),
         ("", "partitions: the setting is missing"),
         ("partitions: 2", "micro_batches: the setting is missing"),
+        ("3", "table.yaml: holds no settings"),
     ],
-    ids=["itself", "deep", "aliases", "latin1", "empty", "partial"],
+    ids=["itself", "deep", "aliases", "latin1", "empty", "partial", "number"],
 )
 @pytest.mark.parametrize("options", ["", "-m"])
 def test_a_file_that_is_no_configuration_is_one_line(
@@ -242,6 +243,30 @@ def test_a_file_that_is_no_configuration_is_one_line(
     folder = tmp_path_factory.mktemp("given")
     (folder / "table.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     assert line in refused(capsys, "train", "-cd", str(folder), "-cn", "table", *options.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("train +=output", "+=output: a value without a setting; write SETTING=output"),
+        ("train presets=x", "presets=x: the model and the data set choose it; leave it out, or give ~presets"),
+        (f"plan learning_rate.decay={'9' * 400}", "must be a finite number"),
+        ("bench +dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
+        ("bench -m seed=range(0,-5)", "seed=range(0,-5): has no values; give one or more"),
+        ("compare outputs --output=", "argument --output: must not be empty; give the name of a folder"),
+        ("reproduce breakdown output=", "output=: must be a text of one line that is not empty"),
+        ("reproduce breakdown scale=desk model.filters=x", "model.filters=x: must be a whole number"),
+    ],
+)
+def test_what_random_command_lines_found_is_one_line(
+    arguments: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tracebacks, trainings that began, folders that were left."""
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+    assert list(Path().iterdir()) == [], "nothing is left behind"
 
 
 def test_a_value_that_is_nested_without_end_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

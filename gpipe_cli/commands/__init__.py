@@ -65,6 +65,13 @@ def read(command: str, arguments: Sequence[str]) -> CommandLine:
         raise ValueError(f"{line}; see gpipe {command} --hydra-help") from None
     try:
         overrides = OverridesParser.create().parse_overrides(options["overrides"])
+        for o in overrides:
+            if not o.key_or_group:
+                raise ValueError(
+                    f"{o.input_line}: a value without a setting; write SETTING={str(o.input_line).lstrip('+=')}"
+                )
+            if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
+                raise ValueError(f"{o.input_line}: has no values; give one or more")
         values: dict[str, object] = {
             o.key_or_group: str(o.input_line).partition("=")[2] if o.is_sweep_override() else o.value()
             for o in overrides

@@ -105,7 +105,7 @@ def _refuse(line: CommandLine) -> None:
     refuse_groups(line)
     for key, value in line.overrides.items():
         remedy = REFUSED.get(key) or REFUSED.get(key.partition(".")[0])
-        if remedy is not None and value not in (None, False):
+        if remedy is not None and ("." in key or value not in (None, False)):
             raise ValueError(f"{key}={show(value)}: {remedy}")
     if "rounds" in line.swept:
         raise ValueError(

@@ -58,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["-sc"]:  # tab completion asks for settings; runs are folders, which shells know by themselves
         return 0
     parser = _Parser(prog="gpipe compare", add_help=False, allow_abbrev=False)
-    parser.add_argument("runs", nargs="*", metavar="RUN", type=Path)
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=_folder)
     parser.add_argument("--csv", action="store_true")
-    parser.add_argument("--output", metavar="FOLDER", type=Path)
+    parser.add_argument("--output", metavar="FOLDER", type=_folder)
     parser.add_argument("-h", "--help", action="store_true")
     given = parser.parse_intermixed_args(list(arguments))
     if given.help:
@@ -71,6 +71,12 @@ def main(arguments: Sequence[str]) -> int:
     if given.csv and given.output is not None:
         raise ValueError(f"--output {given.output}: --csv writes no files; leave one of them out")
     return _compare(given.runs, given.csv, given.output)
+
+
+def _folder(given: str) -> Path:
+    if not given:  # which Path makes the one in which we are
+        raise argparse.ArgumentTypeError("must not be empty; give the name of a folder")
+    return Path(given)
 
 
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:

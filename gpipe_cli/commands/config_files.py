@@ -8,6 +8,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
 from gpipe_cli.config import check_yaml
+from gpipe_cli.typed import one_line
 
 
 class CheckedFiles(FileConfigSource):
@@ -17,7 +18,10 @@ class CheckedFiles(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         if file.is_file():  # or else Hydra says so
             check_yaml(file)
-        return super().load_config(config_path)
+        try:
+            return super().load_config(config_path)
+        except OSError as error:  # it says so of a file that holds a number
+            raise ValueError(f"{file}: holds no settings ({one_line(error)}); write lines key: value") from error
 
 
 def check_config_files() -> None:

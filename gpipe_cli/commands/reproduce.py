@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gpipe_cli.commands import arranged, read
 from gpipe_cli.commands.child import INTERRUPTED, run_process
-from gpipe_cli.commands.folders import make_new
+from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
 from gpipe_cli.reporting.facts import show_facts, show_line
 from gpipe_cli.reporting.progress_bar import following
 from gpipe_cli.reporting.recipe_report import show_reproduction
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     if scale not in SCALES:
         raise ValueError(f"scale={scale}: must be one of {', '.join(SCALES)}")
     output = settings.pop("output", "output=outputs").partition("=")[2].strip("'\"")
+    if not output:
+        raise ValueError("output=: must be a text of one line that is not empty; give another, or leave it out")
     for key in ("run_folder", "resume", "hydra.sweep.dir"):
         if key in settings:
             raise ValueError(f"{settings[key]}: a recipe makes its own folders; give output=FOLDER")
@@ -94,6 +96,7 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         chosen, why = "desk", "device=cpu uses no GPU"
     else:
         chosen, why = fitting_scale(recipe.needs, here)
+    above = absent_above(Path(output, name))
     folder = _make_folder(Path(output), name)
 
     def say(line: str) -> None:
@@ -119,6 +122,7 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         return 1
     except ValueError as error:
         _remove_empty(folder)
+        remove_empty(*above)
         kept = f"; what was run before is in {folder}" if folder.exists() else ""
         raise ValueError(f"{_with_remedy(str(error), recipe, chosen)}{kept}") from error
     show_reproduction(console, found, folder)

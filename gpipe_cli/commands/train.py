@@ -68,6 +68,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def refuse_groups(line: CommandLine) -> None:
     """Raises ValueError for a group that is set to something else than the name of a choice."""
+    if (preset := line.overrides.get("presets")) is not None:  # which is optional: Hydra leaves out what is not there
+        raise ValueError(
+            f"presets={show(preset)}: the model and the data set choose it; leave it out, or give ~presets"
+        )
     for group in GROUPS:
         if not isinstance(choice := line.overrides.get(group, ""), str):
             number = isinstance(choice, int | float) and group == "learning_rate"
