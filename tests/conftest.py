@@ -1,5 +1,16 @@
-"""One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one."""
+"""What holds for all tests."""
 
+import pytest
 import torch
 
+from gpipe_cli.training import timing
+
+# One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def machine_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
+    each of them. `training/test_timing.py` and the processes that tests start do time it."""
+    monkeypatch.setattr(timing, "speeds_here", lambda config, say=None: None)

@@ -4,8 +4,9 @@ They come from shapes alone (`tracing.py`), so that every process arrives at the
 hold for micro-batches of any size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from math import prod
 
 import torch
@@ -73,26 +74,68 @@ class Saved:
 NOTHING_SAVED = Saved()
 
 
+class OperationKind(StrEnum):
+    """Kernels by what their speed depends on: a device has a rate for each."""
+
+    PRODUCT = "product"  # of matrices, attention among them
+    CONVOLUTION = "convolution"
+    NARROW = "narrow convolution"  # of fewer than 16 channels, which fill no vector register
+    DEPTHWISE = "depthwise"  # a convolution of each channel alone
+    NORMALIZATION = "normalization"
+    POOLING = "pooling"
+    RANDOM = "random"  # numbers drawn, as for dropout
+    ELEMENTWISE = "elementwise"  # all others
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Kernels of one kind: `count` for a micro-batch of any size, `flops * n` and `bytes * n + fixed_bytes` for one of
+    n samples. A multiplication and an addition count as two; weights are fixed bytes."""
+
+    count: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a layer does in one direction."""
+
+    by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
+
+    @property
+    def operations(self) -> int:
+        return sum(each.count for each in self.by_kind.values())
+
+    @property
+    def flops(self) -> float:
+        """Of one sample."""
+        return sum(each.flops for each in self.by_kind.values())
+
+    @property
+    def bytes(self) -> float:
+        """Of one sample, weights not counted."""
+        return sum(each.bytes for each in self.by_kind.values())
+
+
+NO_WORK = Work()
+
+
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer. FLOPs and bytes moved are those of one sample; a multiplication and an addition count as two.
-
-    `forward_operations` and `backward_operations` are the kernels that a micro-batch takes, whatever its size;
-    `trained` is how many of the parameters are. `saved` says what autograd keeps between forward and backward.
-    """
+    """One layer. `trained` is how many of the parameters are; `saved` says what autograd keeps between forward and
+    backward."""
 
     name: str
     parameters: int
-    forward_flops: float
-    backward_flops: float
-    forward_bytes: float
-    backward_bytes: float
+    forward: Work
+    backward: Work
     outputs: Boundary
-    forward_operations: int = 0
-    backward_operations: int = 0
     trained: int = 0
     saved: Saved = NOTHING_SAVED
 
     @property
     def flops(self) -> float:
-        return self.forward_flops + self.backward_flops
+        """Of one sample, forward and backward."""
+        return self.forward.flops + self.backward.flops

@@ -1,10 +1,12 @@
-"""What is done while layers run on the meta device: operations, their FLOPs and the bytes that they move.
+"""What is done while layers run on the meta device: operations by kind, their FLOPs and the bytes that they move.
 
 FLOPs are those of torch's own formulas. Shapes alone do not say which kernels a device will choose: where that changes
 what is computed or kept for the backward, the choice is made here as a CPU makes it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,6 +16,17 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from gpipe_cli.pipeline.layer_cost import OperationKind
+
+
+@dataclass
+class Counted:
+    """Operations of one kind."""
+
+    count: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
 
 
 class OperationCounter(TorchDispatchMode):
@@ -25,9 +38,7 @@ class OperationCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0.0
-        self.moved_bytes = 0.0
-        self.operations = 0
+        self.by_kind: dict[OperationKind, Counted] = defaultdict(Counted)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,13 +46,31 @@ class OperationCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         shortcut = _SHORTCUTS.get(func)
         result = func(*args, **kwargs) if shortcut is None else shortcut(*args)
+        if func.is_view or func in _MOVES_NOTHING:
+            return result
         formula = _FORMULAS.get(func) or flop_registry.get(func._overloadpacket)
+        counted = self.by_kind[_kind_of(func, args, formula is not None)]
         if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
-        if not func.is_view and func not in _MOVES_NOTHING:
-            self.moved_bytes += _bytes_of(args) + _bytes_of(result)
-            self.operations += 1
+            counted.flops += formula(*args, **kwargs, out_val=result)
+        counted.bytes += _bytes_of(args) + _bytes_of(result)
+        counted.count += 1
         return result
+
+
+def _kind_of(func: Any, args: tuple[Any, ...], has_flops: bool) -> OperationKind:
+    name = func._overloadpacket.__name__
+    if "convolution" in name:
+        weight, groups = (args[2], args[9]) if "backward" in name else (args[1], args[8])
+        if groups > 1 and weight.shape[1] == 1:
+            return OperationKind.DEPTHWISE
+        return OperationKind.NARROW if min(weight.shape[:2]) < _VECTOR else OperationKind.CONVOLUTION
+    if has_flops:
+        return OperationKind.PRODUCT
+    if "_norm" in name and "native" in name:
+        return OperationKind.NORMALIZATION
+    if "_pool" in name:
+        return OperationKind.POOLING
+    return OperationKind.RANDOM if torch.Tag.nondeterministic_seeded in func.tags else OperationKind.ELEMENTWISE
 
 
 class KernelsOfCpu(TorchFunctionMode):
@@ -131,6 +160,7 @@ def _convolution_backward_flops(
 
 # Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
 _aten = torch.ops.aten
+_VECTOR = 16  # numbers of 32 bits in a vector register of 512
 _MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default)
 _FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {

@@ -6,7 +6,7 @@ figures without a handshake. FLOPs are counted forward and backward, as Lingvo's
 any other size follows. Of layers that are equal and get equal inputs one is traced for all.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -18,11 +18,20 @@ from gpipe_cli.pipeline.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.equal_layers import signature
 from gpipe_cli.pipeline.frozen import set_training
 from gpipe_cli.pipeline.layer_call import describable_call
-from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor, LayerCost, Saved
+from gpipe_cli.pipeline.layer_cost import (
+    NO_WORK,
+    Boundary,
+    BoundaryTensor,
+    LayerCost,
+    OperationKind,
+    Operations,
+    Saved,
+    Work,
+)
 from gpipe_cli.pipeline.memory_extents import Extents, extent_of, storage_of
 from gpipe_cli.pipeline.memory_layout import in_layout
 from gpipe_cli.pipeline.micro_batch import Tensors, as_tuple
-from gpipe_cli.pipeline.operation_counter import KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.operation_counter import Counted, KernelsOfCpu, OperationCounter
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 
@@ -56,9 +65,11 @@ def trace_layers(
     first, second = _TRACED_SIZES
     with deferring(model):
         small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
-        nowhere = [((False,) * len(run.outputs), _Backward()) for run in small]
-        gradients = _trace_backward(small) if training else nowhere
         large = _trace(layers, inputs, second, lengths, training, loss, memory_format)
+        gradients, gradients_of_large = (
+            _trace_backward(runs) if training else [((False,) * len(run.outputs), _Backward()) for run in runs]
+            for runs in (small, large)
+        )
         shorter = [
             _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None, memory_format)
             for at in range(len(lengths))
@@ -70,7 +81,8 @@ def trace_layers(
         returning, backward = gradients[at]
         key = (id(run), *map(id, others), returning)
         if key not in counted:
-            counted[key] = _cost(layer, run, others, lengths, returning, backward)
+            both = backward, gradients_of_large[at][1]
+            counted[key] = _cost(layer, run, others, lengths, returning, both)
         costs.append(_named(counted[key], layer.name))
     return tuple(costs)
 
@@ -102,9 +114,7 @@ class _Backward:
     """Of one layer, for one choice of outputs that gradients come back for."""
 
     wanted: tuple[bool, ...] = ()  # the inputs that gradients go on to
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    operations: int = 0
+    by_kind: Mapping[OperationKind, Counted] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -236,7 +246,11 @@ def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
         results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
     got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
     reached = tuple(id(tensor) in got for tensor in run.inputs)
-    return _Backward(reached, counter.flops, counter.moved_bytes, counter.operations)
+    # what the micro-batches before have left in `.grad` is read, added to and written
+    added = counter.by_kind[OperationKind.ELEMENTWISE]
+    added.count += len(weights)
+    added.bytes += 3 * sum(weight.nbytes for weight in weights)
+    return _Backward(reached, counter.by_kind)
 
 
 def _cost(
@@ -245,7 +259,7 @@ def _cost(
     others: Sequence[_Run],
     lengths: Sequence[int],
     returning: Sequence[bool],
-    backward: _Backward,
+    backwards: tuple[_Backward, _Backward],
 ) -> LayerCost:
     """From runs of the first size, of the second, and of the first with one of each length less."""
     first, second = _TRACED_SIZES
@@ -253,10 +267,8 @@ def _cost(
     return LayerCost(
         layer.name,
         sum(parameter.numel() for parameter in layer.module.parameters()),
-        forward_flops=run.counter.flops / first,
-        backward_flops=backward.flops / first,
-        forward_bytes=run.counter.moved_bytes / first,
-        backward_bytes=backward.moved_bytes / first,
+        forward=_work(run.counter.by_kind, others[0].counter.by_kind),
+        backward=_work(backwards[0].by_kind, backwards[1].by_kind),
         outputs=tuple(
             replace(
                 _affine(tensor, [other.outputs[position] for other in others], lengths, returning[position]),
@@ -264,8 +276,6 @@ def _cost(
             )
             for position, tensor in enumerate(run.outputs)
         ),
-        forward_operations=run.counter.operations,
-        backward_operations=backward.operations,
         trained=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
         saved=Saved(
             run.saved_inputs,
@@ -275,6 +285,18 @@ def _cost(
             run.origins,
         ),
     )
+
+
+def _work(small: Mapping[OperationKind, Counted], large: Mapping[OperationKind, Counted]) -> Work:
+    """From what was counted at the first size and at the second: the bytes that do not grow are those of weights."""
+    first, second = _TRACED_SIZES
+    by_kind = {}
+    for kind, counted in small.items():
+        grown = (large[kind].bytes - counted.bytes) / (second - first) if kind in large else 0.0
+        per_sample = min(grown, counted.bytes / first)
+        fixed = counted.bytes - per_sample * first
+        by_kind[kind] = Operations(counted.count, counted.flops / first, per_sample, fixed)
+    return Work(by_kind) if by_kind else NO_WORK
 
 
 def _named(cost: LayerCost, name: str) -> LayerCost:

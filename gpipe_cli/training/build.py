@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -151,7 +152,7 @@ def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
     return (length,) * (2 if config.task == "translation" else 1)
 
 
-def memory_format_of(config: TrainConfig) -> str:
+def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_last"]:
     """How images, and the weights of a model that sees them, lie in memory: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format

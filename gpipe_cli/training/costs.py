@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from gpipe_cli.config import load_hardware
-from gpipe_cli.hardware_settings import HardwareConfig
+from gpipe_cli.pipeline.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.simulator import EdgeCost
 from gpipe_cli.reporting.units import plural
 from gpipe_cli.training.shapes import Shapes
-
-_GIGA = 1e9
+from gpipe_cli.training.speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +39,26 @@ class StepCosts:
     known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
-def figured(
-    shapes: Shapes, hardware: HardwareConfig, samples: float, *, threads: int, at_once: int, linked: bool
-) -> StepCosts:
+def figured(shapes: Shapes, speeds: Speeds, samples: float, *, at_once: int, linked: bool) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
     `at_once` stages can compute at the same time, others take turns with them; `linked`: what they send goes over
     links.
     """
-    known = hardware.tflops is not None and hardware.memory_gb_per_second is not None
-    hardware = hardware if known else load_hardware("h200")
-    speed = threads if hardware.name == "cpu" else 1  # the figures are those of one thread
-    assert hardware.tflops is not None
-    assert hardware.memory_gb_per_second is not None
-    per_flop, per_byte = 1 / (hardware.tflops * 1e12 * speed), 1 / (hardware.memory_gb_per_second * _GIGA * speed)
-    each = (hardware.operation_microseconds or 0.0) * 1e-6
     layers = []
     updates = []
     for cost, weights in zip(shapes.costs, shapes.weights, strict=True):
-        forward = cost.forward_flops * samples * per_flop + cost.forward_bytes * samples * per_byte
-        backward = cost.backward_flops * samples * per_flop + cost.backward_bytes * samples * per_byte
-        forward += cost.forward_operations * each
-        layers.append(LayerSeconds(forward, forward, backward + cost.backward_operations * each))
+        forward, graph = (rates.seconds(cost.forward, samples) for rates in (speeds.forward, speeds.graph))
+        layers.append(LayerSeconds(forward, graph, speeds.backward.seconds(cost.backward, samples)))
         # weights, gradients and state are read, weights and state written
         moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
-        updates.append(moved * per_byte + weights.tensors * each if weights.trained else 0.0)
-    latency = (hardware.link_microseconds or 0.0) * 1e-6
-    per_sent = 0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * _GIGA)
-    edges = edge_costs(shapes, samples, latency if linked else 0.0, per_sent if linked else 0.0)
-    source = f"hardware={hardware.name} figures"
-    return StepCosts(source, False, tuple(layers), tuple(updates), edges, turns(at_once, len(layers)), known=known)
+        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
+        updates.append(speeds.update.seconds(update, 1) if weights.trained else 0.0)
+    edges = edge_costs(
+        shapes, samples, speeds.link_seconds if linked else 0.0, speeds.link_byte_seconds if linked else 0.0
+    )
+    slowdown = turns(at_once, len(layers), speeds.slowdown, speeds.together)
+    return StepCosts(speeds.source, False, tuple(layers), tuple(updates), edges, slowdown, known=speeds.known)
 
 
 def shared_out(costs: StepCosts, given: Sequence[float], whose: str) -> StepCosts:
@@ -80,9 +68,15 @@ def shared_out(costs: StepCosts, given: Sequence[float], whose: str) -> StepCost
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {whose}", whose=whose)
 
 
-def turns(at_once: int, stages: int) -> tuple[float, ...]:
-    """How much slower each of 1, 2, ... stages is if only `at_once` of them can compute at the same time."""
-    return tuple(max(1.0, n / at_once) for n in range(1, stages + 1)) if at_once < stages else ()
+def turns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -> tuple[float, ...]:
+    """How much slower each of 1, 2, ... stages is if only `at_once` of them can compute at the same time, and
+    `together` of them slow each other down by `slowdown`, as they share memory: in proportion, if they are fewer."""
+    if at_once >= stages and slowdown == 1.0:
+        return ()
+    others = max(1, together - 1)
+    return tuple(
+        (1 + (slowdown - 1) * min(n - 1, others) / others) * max(1.0, n / at_once) for n in range(1, stages + 1)
+    )
 
 
 def edge_costs(shapes: Shapes, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
@@ -104,23 +98,19 @@ def measured_costs(
     `in_process`: all stages are in one process, and so many of them compute at the same time.
     """
     alone = [LayerSeconds(*layer) for layer in found["alone"]]
-    slowdown: tuple[float, ...] = ()
-    if found["together"]:
-        together = [LayerSeconds(*layer) for layer in found["together"]]
-        ratio = max(1.0, sum(map(_all, together)) / sum(map(_all, alone)))
-        # between one process and all of them, in proportion: what slows them down is each other's use of memory
-        others = max(1, processes - 1)
-        slowdown = tuple(1 + (ratio - 1) * n / others for n in range(others + 1))
-    if in_process is not None:
-        slowdown = turns(in_process, len(alone))
+    ratio = slowdown_of(found)
+    slowdown = turns(processes, processes, ratio, processes) if in_process is None else turns(in_process, len(alone))
     latency, bandwidth = found["link"] or (0.0, 0.0)
     edges = edge_costs(shapes, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(samples, 'sample')} at a time"
     return StepCosts(source, True, tuple(alone), tuple(found["updates"]), edges, slowdown, found["set_up"])
 
 
-def _all(seconds: LayerSeconds) -> float:
-    return seconds.forward + seconds.graph + seconds.backward
+def slowdown_of(found: Mapping[str, Any]) -> float:
+    """How much longer layers take while all processes compute than while one of them does."""
+    if not found["together"]:
+        return 1.0
+    return max(1.0, sum(map(sum, found["together"])) / sum(map(sum, found["alone"])))
 
 
 def scaled(costs: StepCosts, share: float) -> StepCosts:

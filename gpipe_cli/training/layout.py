@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.pipeline.frozen import Frozen
 from gpipe_cli.pipeline.layer_cost import Boundary
 from gpipe_cli.pipeline.schedule import Recompute
@@ -21,6 +21,7 @@ from gpipe_cli.training.costs import StepCosts, figured, shared_out
 from gpipe_cli.training.hardware import physical_memory_bytes, resolved
 from gpipe_cli.training.planning import Plan, make_plan, micro_batches_of
 from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.training.speeds import Speeds, by_sheet
 from gpipe_cli.typed import show
 
 
@@ -113,9 +114,18 @@ def plan_by_figures(config: TrainConfig, shapes: Shapes) -> Plan:
     return make_plan(config, shapes, costs_by_figures(config, shapes), memory_limit(config))
 
 
-def costs_by_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
-    """Seconds of each layer by the figures of the hardware; how they differ from each other may be the user's word."""
-    costs, given = _own_figures(config, shapes), config.partition.costs
+def costs_by_figures(config: TrainConfig, shapes: Shapes, speeds: Speeds | None = None) -> StepCosts:
+    """Seconds of each layer by `speeds`, or else by the figures of the hardware; how layers differ from each other may
+    be the user's word."""
+    devices, distributed = place(config)
+    costs = figured(
+        shapes,
+        speeds or _by_sheet(config, devices[0]),
+        micro_batches_of(config, shapes.lengths)[1],
+        at_once=stages_at_once(config),
+        linked=distributed or len(set(devices)) > 1 or config.hardware.name != "auto",
+    )
+    given = config.partition.costs
     if given is not None and len(given) != len(shapes.costs):
         raise ValueError(
             f"partition.costs={show(given)}: there are {len(given)} for {len(shapes.costs)} layers; give one for each, "
@@ -126,17 +136,10 @@ def costs_by_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
     return costs if shapes.own_costs is None else shared_out(costs, shapes.own_costs, "gpipe_cost of the layers")
 
 
-def _own_figures(config: TrainConfig, shapes: Shapes) -> StepCosts:
-    devices, distributed = place(config)
-    hardware = resolved(config.hardware, devices[0])
-    return figured(
-        shapes,
-        hardware,
-        micro_batches_of(config, shapes.lengths)[1],
-        threads=threads_of(config),
-        at_once=stages_at_once(config),
-        linked=distributed or len(set(devices)) > 1 or config.hardware.name != "auto",
-    )
+def _by_sheet(config: TrainConfig, device: str) -> Speeds:
+    hardware = resolved(config.hardware, device)
+    known = hardware.tflops is not None and hardware.memory_gb_per_second is not None
+    return by_sheet(hardware if known else load_hardware("h200"), threads_of(config), known)
 
 
 def stages_at_once(config: TrainConfig) -> int:

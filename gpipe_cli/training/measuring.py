@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from gpipe_cli.training.optimizer import build_optimizer, gradients_of
 from gpipe_cli.training.team import Team
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
-_SECONDS = 2.5  # of passes: as many as fit into it, but at least _LEAST
 _LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
 _LINK_ROUNDS = 15
 
@@ -45,6 +44,7 @@ def measure(
     layout: Layout,
     segments: Layout,
     samples: int,
+    seconds: float,
     process: int,
     join: Callable[[], tuple[Team, Groups | None]],
     report: Callable[[str, dict[str, Any]], None],
@@ -52,7 +52,9 @@ def measure(
     """Time every layer for a micro-batch of `samples`, as process number `process` of those that `layout` has.
 
     Process 0 reports the seconds of each layer, alone and among all, those of its update, those of what is done once a
-    step, and the link. `segments` cuts the model into parts that fit the device one after another.
+    step, and the link; and how far its passes lie apart (quartiles over the median), and the share of the time that it
+    had a core to itself. `segments` cuts the model into parts that fit the device one after another; each is timed for
+    about `seconds`.
     """
     team, groups = join()
     segments = replace(segments, devices=(layout.devices[process],) * segments.partitions)  # each on its own
@@ -61,10 +63,10 @@ def measure(
     alone: Pass = []
     together: Pass = []
     updates: list[float] = []
-    set_up = 0.0
+    set_up, spread, share = 0.0, 0.0, 1.0
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, model, whole)
-        timer = _Timer(config, segments, stage, samples)
+        timer = _Timer(config, segments, stage, samples, seconds)
         if team.leads:
             alone += timer.passes()
         team.barrier()
@@ -73,13 +75,22 @@ def measure(
         if team.leads:
             updates += timer.updates()
             set_up += timer.set_up()
+            spread, share = max(spread, timer.spread), min(share, timer.share_of_core)
         team.barrier()
         model = build_model(config) if index + 1 < segments.partitions else model  # its layers have left it
     link = _time_link(layout, process, groups) if groups is not None else None
     if team.leads:
         report(
             "measured",
-            {"alone": alone, "together": together or None, "updates": updates, "set_up": set_up, "link": link},
+            {
+                "alone": alone,
+                "together": together or None,
+                "updates": updates,
+                "set_up": set_up,
+                "link": link,
+                "spread": spread,
+                "share_of_core": share,
+            },
         )
     team.barrier()
 
@@ -87,8 +98,9 @@ def measure(
 class _Timer:
     """Runs one segment over and over and looks at the clock at every boundary between layers."""
 
-    def __init__(self, config: TrainConfig, layout: Layout, stage: Stage, samples: int) -> None:
-        self._config, self._stage = config, stage
+    def __init__(self, config: TrainConfig, layout: Layout, stage: Stage, samples: int, seconds: float) -> None:
+        self._config, self._stage, self._seconds = config, stage, seconds
+        self.spread, self.share_of_core = 0.0, 1.0  # the worst of all that was timed
         self._layers = list(stage.module.children())
         self._last = stage.index == layout.partitions - 1
         device = stage.device
@@ -142,16 +154,17 @@ class _Timer:
 
     def passes(self) -> Pass:
         """The median seconds of each layer over as many passes as there is time for."""
+        for _ in range(_WARM_UP):
+            self._one_pass()
         taken: list[Pass] = []
-        began = time.perf_counter()
-        for count in range(_WARM_UP + _MOST):
-            one = self._one_pass()
-            if count >= _WARM_UP:
-                taken.append(one)
-            else:
-                began = time.perf_counter()
-            if len(taken) >= _LEAST and time.perf_counter() - began > _SECONDS:
-                break
+        began, computed = time.perf_counter(), time.thread_time()
+        while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - began < self._seconds):
+            taken.append(self._one_pass())
+        if self._stage.device.type == "cpu":
+            share = (time.thread_time() - computed) / (time.perf_counter() - began)
+            self.share_of_core = min(self.share_of_core, share)
+        first, middle, third = quantiles([sum(map(sum, one)) for one in taken], n=4)
+        self.spread = max(self.spread, (third - first) / middle)
         return [
             (median(p[0] for p in layer), median(p[1] for p in layer), median(p[2] for p in layer))
             for layer in zip(*taken, strict=True)

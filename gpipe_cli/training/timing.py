@@ -1,46 +1,75 @@
-"""What layers cost on the machine at hand: measured by workers that start like those of a run, and remembered.
+"""How fast the machine at hand is: its layers timed (`cost=measured`), or the machine itself (`hardware=auto`).
 
-A file's name is a digest of all that the seconds depend on, so what was measured for other settings, on another device
-or with another version of torch is never taken for it.
+Workers that start like those of a run do the timing, and it is remembered. A file's name is a digest of all that the
+seconds depend on, so what was timed for other settings, on another machine or with another version of torch is never
+taken for it. The machine is timed with a few layers of each kind (`reference_layers.py`), in a second or two, and again
+when a short probe shows that it has become faster or slower since.
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import lru_cache
 from importlib import metadata
 from math import ceil
 from pathlib import Path
+from statistics import median
+from threading import Thread
 from typing import Any
 
-from gpipe_cli.config import TrainConfig
+import torch
+
+from gpipe_cli.config import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.data.cache import cache_folder, digest_of
+from gpipe_cli.dataset_settings import AugmentationConfig, ImagesConfig
 from gpipe_cli.files import write_whole
 from gpipe_cli.interrupts import interruptible
+from gpipe_cli.model_settings import CustomConfig
+from gpipe_cli.optimizer_settings import ConstantLearningRateConfig, SGDConfig
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
 from gpipe_cli.reporting.measurement import hardware
+from gpipe_cli.reporting.units import duration, percent
 from gpipe_cli.torchrun import torchrun
-from gpipe_cli.training.costs import StepCosts, measured_costs, scaled
+from gpipe_cli.training import reference_layers
+from gpipe_cli.training.build import memory_format_of
+from gpipe_cli.training.costs import StepCosts, measured_costs, scaled, slowdown_of
 from gpipe_cli.training.crew import perform
 from gpipe_cli.training.hardware import gpu_model, physical_memory_bytes, resolved
-from gpipe_cli.training.layout import Layout, costs_by_figures, make_layout, stages_at_once
+from gpipe_cli.training.layout import (
+    Layout,
+    costs_by_figures,
+    make_layout,
+    place,
+    stages_at_once,
+    threads_of,
+    usable_cores,
+)
 from gpipe_cli.training.measuring import segment_layers
 from gpipe_cli.training.planning import micro_batches_of
-from gpipe_cli.training.shapes import Shapes
+from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.training.speeds import Speeds, fitted
 from gpipe_cli.training.work import Measuring
 from gpipe_cli.typed import one_line
 
-_VERSION = 3  # of what is remembered, and of how it is measured
+Say = Callable[[str], None]
+
+_VERSION = 5  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for what the layout says.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
+_LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
+_PROBE_SECONDS = 0.02
+_DRIFT = 0.2  # of the probe: more says that the machine is not as it was
+_OWN_SHARE = 0.9  # of a core: with less the machine is busy, and what was timed is not remembered
 
 
-def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] = lambda line: None) -> StepCosts:
+def step_costs(config: TrainConfig, shapes: Shapes, say: Say = lambda line: None) -> StepCosts:
     """What the layers cost for the micro-batches of `config`: by figures, or measured if it says so.
 
     `say` is told before seconds go by. Raises ValueError for what cannot be placed, or measured.
     """
     if config.cost == "figures":
-        return costs_by_figures(config, shapes)
+        return costs_by_figures(config, shapes, None if config.dry_run else speeds_here(config, say))
     _, mean = micro_batches_of(config, shapes.lengths)
     samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
@@ -55,18 +84,121 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Callable[[str], None] =
                 "same cut; use cost=figures, or partition.balance=[...] as gpipe plan finds it"
             )
         say(f"timing each of {len(shapes.costs)} layers for micro-batches of {samples} (cost={config.cost}) ...")
-        found = _measure(config, shapes, layout, samples)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(found))
-        except OSError as error:
-            say(f"not remembered for the next time: {one_line(error)}")
+        found = _measure(config, shapes, layout, samples, _LAYER_SECONDS)
+        _remember(file, found, say)
     in_process = None if layout.distributed else stages_at_once(config)
     costs = measured_costs(shapes, samples, layout.processes_here, found, in_process=in_process)
     return scaled(costs, mean / samples)
 
 
-def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int) -> dict[str, Any]:
+def speeds_here(config: TrainConfig, say: Say = lambda line: None) -> Speeds | None:
+    """How fast the processes of `config` compute on this machine; None where figures are given or known otherwise.
+
+    Departs from the paper: its estimate of a layer is FLOPs alone.
+    """
+    figures, (devices, distributed) = config.hardware, place(config)
+    given = figures.tflops or figures.memory_gb_per_second or figures.operation_microseconds
+    if figures.name != "auto" or given or devices[0] != "cpu" or torchrun() is not None:
+        return None
+    speeds = _timed(_reference(config, distributed), say)
+    if speeds is None:
+        return None
+    if figures.link_microseconds is not None:
+        speeds = replace(speeds, link_seconds=figures.link_microseconds * 1e-6)
+    if figures.link_gb_per_second is not None:
+        speeds = replace(speeds, link_byte_seconds=1e-9 / figures.link_gb_per_second)
+    return speeds
+
+
+@lru_cache
+def _timed(reference: TrainConfig, say: Say) -> Speeds | None:
+    """How fast the processes of `reference` are, if that can be timed; known once for each command."""
+    shapes = read_shapes(reference)
+    layout = make_layout(reference, shapes)
+    file = cache_folder(None) / "hardware" / f"{_digest(reference, layout, shapes, reference_layers.SAMPLES)}.json"
+    found = _remembered(file)
+    if found is None or abs(_probe() / found["probe_seconds"] - 1) > _DRIFT:
+        say("timing this machine for two seconds (hardware=auto; remembered) ...")
+        probed = _probe()
+        try:
+            found = _measure(reference, shapes, layout, reference_layers.SAMPLES, _REFERENCE_SECONDS)
+        except ValueError as error:  # what cannot be timed may still be trained
+            say(f"predicting by the figures of hardware=cpu: {one_line(error)}")
+            return None
+        found |= {"probe_seconds": (probed + _probe()) / 2, "at": time.time()}
+        _remember(file, found, say)
+    age = time.time() - found["at"]
+    when = "just now" if age < 60 else f"{duration(age)} ago"
+    busy = "" if found["share_of_core"] >= _OWN_SHARE else ", while it was busy"
+    forward, graph, backward = (
+        fitted(
+            [cost.forward if direction < 2 else cost.backward for cost in shapes.costs],
+            [layer[direction] for layer in found["alone"]],
+            reference_layers.SAMPLES,
+        )
+        for direction in range(3)
+    )
+    latency, bandwidth = found["link"] or (0.0, 0.0)
+    return Speeds(
+        f"hardware=auto: this machine, timed {when}{busy} (spread {percent(found['spread'])})",
+        forward,
+        graph,
+        backward,
+        backward,
+        latency,
+        1 / bandwidth if bandwidth else 0.0,
+        slowdown_of(found),
+        layout.processes,
+    )
+
+
+def _reference(config: TrainConfig, distributed: bool) -> TrainConfig:
+    """As many processes as those of `config` that compute at the same time, of as many threads; all else is the same
+    for any configuration."""
+    threads = threads_of(config)
+    layers = CustomConfig("custom", f"{reference_layers.__name__}:layers", None, None)
+    augmentation = AugmentationConfig(None, False, 0, 0)
+    images = ImagesConfig(
+        "synthetic_images", reference_layers.IMAGE_SIZE, reference_layers.CLASSES, augmentation,
+        train_samples=reference_layers.SAMPLES, test_samples=1,
+    )  # fmt: skip
+    return replace(
+        config,
+        partitions=min(config.partitions, max(1, usable_cores() // threads)) if distributed else 1,
+        micro_batches=1, schedule="gpipe", recompute="never", executor="auto", partition=PartitionConfig(None),
+        preset=None, batch_size=reference_layers.SAMPLES, batch_tokens=None, epochs=1, max_steps=None, seed=0,
+        gradient_clipping=0.0, label_smoothing=0.0, ema_decay=0.0, init_from=None, init_head="auto", freeze=None,
+        evaluate_every_epochs=1, memory_format=memory_format_of(config), threads=threads, data_workers=0, resume=None,
+        cost="figures", hardware=load_hardware("cpu"), model=layers, dataset=images,
+        optimizer=SGDConfig("sgd", 0.0, False, 0.0), learning_rate=ConstantLearningRateConfig("constant", 1.0, 0.0),
+    )  # fmt: skip
+
+
+def _probe() -> float:
+    """Seconds of a small product, while as many run as there are cores: larger if other programs take them."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    matrix = torch.ones(96, 96)
+    seconds: list[float] = []
+
+    def work() -> None:
+        taken = []
+        began = time.perf_counter()
+        while (now := time.perf_counter()) - began < _PROBE_SECONDS:
+            torch.mm(matrix, matrix)
+            taken.append(time.perf_counter() - now)
+        seconds.append(sum(taken) / len(taken))
+
+    threads = [Thread(target=work) for _ in range(usable_cores())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(threads_before)
+    return median(seconds)
+
+
+def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int, seconds: float) -> dict[str, Any]:
     parts = _segments(config, shapes, samples, layout)
     one = replace(
         config,
@@ -88,7 +220,7 @@ def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int) 
         found.update(message)
 
     with interruptible() as interrupt:
-        failure = perform(config, layout, Measuring(segments, samples), hear, interrupt)
+        failure = perform(config, layout, Measuring(segments, samples, seconds), hear, interrupt)
     if failure is not None:
         raise ValueError(
             f"cost={config.cost}: the layers cannot be timed: {failure.text}; use cost=figures, or more micro_batches"
@@ -126,7 +258,7 @@ def _digest(config: TrainConfig, layout: Layout, shapes: Shapes, samples: int) -
         "processes": layout.processes,
         "threads": layout.threads,
         "memory_format": layout.memory_format,
-        "layers": [[cost.name, cost.parameters, cost.forward_flops, cost.backward_flops] for cost in shapes.costs],
+        "layers": [[cost.name, cost.parameters, cost.forward.flops, cost.backward.flops] for cost in shapes.costs],
     }
     return digest_of("layer seconds", facts)
 
@@ -137,3 +269,14 @@ def _remembered(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):  # not there, or damaged: measured again
         return None
     return found
+
+
+def _remember(file: Path, found: dict[str, Any], say: Say) -> None:
+    """For the next command; not what was timed on a busy machine."""
+    if found["share_of_core"] < _OWN_SHARE:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(found))
+    except OSError as error:
+        say(f"not remembered for the next time: {one_line(error)}")

@@ -138,7 +138,7 @@ def plan_view(
             StageView(
                 layers=tuple(cost.name for cost in costs[first:end]),
                 parameters=sum(cost.parameters for cost in costs[first:end]),
-                forward_flops=round(sum(cost.forward_flops for cost in costs[first:end]) * sizes),
+                forward_flops=round(sum(cost.forward.flops for cost in costs[first:end]) * sizes),
                 boundary_bytes=sent[end - 1] if end < len(costs) else None,
                 forward_seconds=plan.stages[k].graph_seconds,
                 backward_seconds=plan.stages[k].backward_seconds,
@@ -152,7 +152,7 @@ def plan_view(
             name=cost.name,
             stage=stage_of[at],
             parameters=cost.parameters,
-            forward_flops=round(cost.forward_flops * sizes),
+            forward_flops=round(cost.forward.flops * sizes),
             saved_bytes=memory.graph_bytes(at, at + 1),
             boundary_bytes=sent[at],
             forward_seconds=plan.costs.layers[at].graph,
@@ -161,7 +161,7 @@ def plan_view(
         for at, cost in enumerate(costs)
     )
     again = sum(
-        plan.recomputed[k] * sum(cost.forward_flops for cost in costs[first:end]) * samples / plan.micro_batches
+        plan.recomputed[k] * sum(cost.forward.flops for cost in costs[first:end]) * samples / plan.micro_batches
         for k, (first, end) in enumerate(plan.bounds)
     )
     drawable = len(plan.schedule) <= _GRID_STAGES and max(map(len, plan.schedule)) <= _GRID_TICKS

@@ -66,10 +66,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Time the layers for a micro-batch of `samples`, in `segments` that fit a device one after another."""
+    """Time the layers for a micro-batch of `samples`, in `segments` that fit a device one after another, each for about
+    so many `seconds`."""
 
     segments: "Layout"
     samples: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,10 @@ def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
                 )  # fmt: skip
             case Evaluation(checkpoint, decode):
                 score(job.config, decode, checkpoint, job.layout, job.process, join, report, watch)
-            case Measuring(segments, samples):
+            case Measuring(segments, samples, seconds):
                 from gpipe_cli.training.measuring import measure
 
-                measure(job.config, job.layout, segments, samples, job.process, join, report)
+                measure(job.config, job.layout, segments, samples, seconds, job.process, join, report)
             case Checking() as task:
                 from gpipe_cli.training.check_variants import check
 
@@ -110,7 +110,7 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
 
 
 def _settle(layout: Layout) -> None:
-    _keep_freed_memory()
+    keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(layout.threads)
     # the same bits again on a GPU: no algorithm that depends on timing
@@ -122,7 +122,7 @@ def _settle(layout: Layout) -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Ask glibc to keep what is freed instead of giving it back to the system after every tensor.
 
     A step frees and allocates the same tensors again; each return costs the page faults of touching new memory.

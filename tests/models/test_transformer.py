@@ -277,9 +277,9 @@ def test_costs_come_from_shapes(build: Callable[..., nn.Sequential], count: int,
         if "embedding" in cost.name or "norm" in cost.name:
             assert cost.flops == 0
         else:
-            assert cost.forward_flops == expected[kind], cost.name
+            assert cost.forward.flops == expected[kind], cost.name
             # Fused attention computes its scores a second time in the backward.
-            assert 2 * cost.forward_flops <= cost.backward_flops <= 2.3 * cost.forward_flops, cost.name
+            assert 2 * cost.forward.flops <= cost.backward.flops <= 2.3 * cost.forward.flops, cost.name
     floats = [[tensor.has_gradient for tensor in cost.outputs] for cost in costs[:-1]]
     dtypes = [[tensor.dtype for tensor in cost.outputs] for cost in costs[:-1]]
     for gradients, kinds in zip(floats, dtypes, strict=True):

@@ -8,7 +8,7 @@ import torch
 from memory_runs import SAMPLES
 
 from gpipe_cli.pipeline.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor, LayerCost, Saved
+from gpipe_cli.pipeline.layer_cost import NO_WORK, Boundary, BoundaryTensor, LayerCost, Saved
 
 
 def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
@@ -16,7 +16,7 @@ def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
 
 
 def layer(outputs: Boundary, saved: Saved, trained: int = 1) -> LayerCost:
-    return LayerCost("layer", 1, 0.0, 0.0, 0.0, 0.0, outputs, trained=trained, saved=saved)
+    return LayerCost("layer", 1, NO_WORK, NO_WORK, outputs, trained=trained, saved=saved)
 
 
 def counted(costs: list[LayerCost], inputs: Boundary, samples: int, first: int, end: int) -> int:

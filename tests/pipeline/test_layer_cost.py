@@ -2,7 +2,15 @@
 
 import torch
 
-from gpipe_cli.pipeline.layer_cost import BoundaryTensor, LayerCost, Saved, as_boundary
+from gpipe_cli.pipeline.layer_cost import (
+    BoundaryTensor,
+    LayerCost,
+    OperationKind,
+    Operations,
+    Saved,
+    Work,
+    as_boundary,
+)
 
 
 def test_a_shape_follows_samples_and_lengths() -> None:
@@ -19,7 +27,10 @@ def test_examples_vary_in_their_first_dimension_only() -> None:
 
 
 def test_work_is_flops_and_moved_bytes_forward_and_backward() -> None:
-    cost = LayerCost("a", 7, 100.0, 200.0, 3.0, 5.0, ())
+    product, other = Operations(2, 100.0, 8.0, 40.0), Operations(3, 0.0, 5.0)
+    forward = Work({OperationKind.PRODUCT: product, OperationKind.ELEMENTWISE: other})
+    cost = LayerCost("a", 7, forward, Work({OperationKind.PRODUCT: Operations(4, 200.0)}), ())
+    assert (forward.operations, forward.flops, forward.bytes) == (5, 100, 13)
     assert cost.flops == 300
     assert cost.saved == Saved()
 

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from gpipe_cli.pipeline.layer_cost import OperationKind
 from gpipe_cli.pipeline.memory_extents import Extents
-from gpipe_cli.pipeline.operation_counter import KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.operation_counter import Counted, KernelsOfCpu, OperationCounter
 
 
 def test_views_are_no_operations() -> None:
@@ -15,10 +16,37 @@ def test_views_are_no_operations() -> None:
     with OperationCounter() as counter:
         y = (x.t() @ x).view(16)[2:].relu() + 1
         torch.empty_like(y)
-    assert counter.operations == 3, "product, relu, sum"
-    assert counter.flops == 2 * 4 * 3 * 4
-    # each reads and writes: the product 12 + 12 and 16, the others 14 and 14
-    assert counter.moved_bytes == 4 * (12 + 12 + 16 + 14 + 14 + 14 + 14)
+    # each reads and writes: the product 12 + 12 and 16, the relu and the sum 14 and 14
+    assert counter.by_kind == {
+        OperationKind.PRODUCT: Counted(1, 2 * 4 * 3 * 4, 4 * (12 + 12 + 16)),
+        OperationKind.ELEMENTWISE: Counted(2, 0, 4 * (14 + 14 + 14 + 14)),
+    }
+
+
+def test_each_kind_of_layer_is_counted_as_its_kind() -> None:
+    """Forwards and backwards: what follows from it is the time that a device is said to take."""
+    kinds = OperationKind
+    for layer, kind in (
+        (nn.Conv2d(32, 16, 3, bias=False), kinds.CONVOLUTION),
+        (nn.Conv2d(32, 15, 3, bias=False), kinds.NARROW),
+        (nn.Conv2d(32, 32, 3, groups=32, bias=False), kinds.DEPTHWISE),
+        (nn.Conv2d(32, 32, 3, groups=2, bias=False), kinds.CONVOLUTION),
+        (nn.Conv2d(32, 32, 3, groups=4, bias=False), kinds.NARROW),
+        (nn.BatchNorm2d(32), kinds.NORMALIZATION),
+        (nn.GroupNorm(2, 32), kinds.NORMALIZATION),
+        (nn.LayerNorm(8), kinds.NORMALIZATION),
+        (nn.MaxPool2d(2), kinds.POOLING),
+        (nn.AvgPool2d(2), kinds.POOLING),
+        (nn.Linear(8, 8, bias=False), kinds.PRODUCT),
+        (nn.Dropout(0.5), kinds.RANDOM),
+        (nn.GELU(), kinds.ELEMENTWISE),
+    ):
+        x = torch.empty(2, 32, 8, 8, device="meta", requires_grad=True)
+        for work in (lambda: layer.to("meta")(x), lambda: torch.autograd.grad(y.sum(), x)):  # noqa: B023
+            with OperationCounter() as counter:
+                y = work()
+            if kind is not kinds.RANDOM or isinstance(y, Tensor):  # the backward of a dropout is a multiplication
+                assert kind in counter.by_kind, layer
 
 
 def attention(device: str, mask: bool, causal: bool, dropout: float, width: int = 16) -> int:

@@ -8,7 +8,7 @@ from memory_runs import SAMPLES
 from torch import nn
 
 from gpipe_cli.pipeline.layer_call import ChangedInputError
-from gpipe_cli.pipeline.layer_cost import BoundaryTensor, LayerCost, Saved, as_boundary
+from gpipe_cli.pipeline.layer_cost import BoundaryTensor, LayerCost, OperationKind, Saved, as_boundary
 from gpipe_cli.pipeline.tracing import run_shapes, trace_layers
 
 
@@ -22,10 +22,10 @@ def trace(example: tuple[int, ...], *, training: bool = True, **layers: nn.Modul
 def test_a_linear_layer(bias: bool) -> None:
     """2 m n a sample forwards; backwards the same for the weights, and again for the inputs where they need it."""
     costs = trace((20,), first=nn.Linear(20, 30, bias=bias), second=nn.Linear(30, 7, bias=bias))
-    assert costs["first"].forward_flops == 2 * 20 * 30
-    assert costs["first"].backward_flops == 2 * 20 * 30
-    assert costs["second"].forward_flops == 2 * 30 * 7
-    assert costs["second"].backward_flops == 2 * 2 * 30 * 7
+    assert costs["first"].forward.flops == 2 * 20 * 30
+    assert costs["first"].backward.flops == 2 * 20 * 30
+    assert costs["second"].forward.flops == 2 * 30 * 7
+    assert costs["second"].backward.flops == 2 * 2 * 30 * 7
     assert costs["first"].flops == 4 * 20 * 30
     assert [cost.parameters for cost in costs.values()] == [20 * 30 + bias * 30, 30 * 7 + bias * 7]
 
@@ -37,19 +37,19 @@ def test_a_convolution(stride: int, groups: int) -> None:
     costs = trace((3, 10, 10), **layers)
     side = 10 // stride
     flops = 2 * side * side * 12 * 9 * 8 // groups
-    assert costs["second"].forward_flops == flops
-    assert costs["second"].backward_flops == 2 * flops
+    assert costs["second"].forward.flops == flops
+    assert costs["second"].backward.flops == 2 * flops
     assert costs["second"].outputs[0].shape(5) == (5, 12, side, side)
 
 
 def test_a_depthwise_and_a_transposed_convolution() -> None:
     layers = {"stem": nn.Conv2d(3, 6, 1), "depth": nn.Conv2d(6, 6, 5, padding=2, groups=6)}
     costs = trace((3, 7, 7), **layers, up=nn.ConvTranspose2d(6, 4, 2, stride=2))
-    assert costs["depth"].forward_flops == 2 * 7 * 7 * 6 * 25
-    assert costs["up"].forward_flops == 2 * 7 * 7 * 6 * 4 * 4
+    assert costs["depth"].forward.flops == 2 * 7 * 7 * 6 * 25
+    assert costs["up"].forward.flops == 2 * 7 * 7 * 6 * 4 * 4
     for name in ("depth", "up"):
-        assert costs[name].backward_flops == 2 * costs[name].forward_flops
-    assert costs["stem"].backward_flops == costs["stem"].forward_flops, "images need no gradient"
+        assert costs[name].backward.flops == 2 * costs[name].forward.flops
+    assert costs["stem"].backward.flops == costs["stem"].forward.flops, "images need no gradient"
 
 
 def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
@@ -59,7 +59,7 @@ def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
         model = nn.Sequential(layers).to("meta")
         *_, flat, head = trace_layers(model, inputs, training=True, memory_format=memory_format)
         assert flat.saved.origins == (origin,)
-        assert (flat.forward_bytes > 0) == (origin is None)
+        assert (flat.forward.bytes > 0) == (origin is None)
         assert head.saved.inputs == (0,)
 
 
@@ -67,14 +67,14 @@ def test_work_grows_with_bytes_where_there_are_no_flops() -> None:
     small, large = (trace((4, side, side), norm=nn.BatchNorm2d(4), relu=nn.ReLU()) for side in (8, 16))
     for name in ("norm", "relu"):
         assert small[name].flops == 0
-        assert small[name].forward_bytes >= 2 * 4 * 4 * 8 * 8  # read once, written once, float32
-        assert large[name].forward_flops == pytest.approx(4 * small[name].forward_flops, rel=0.05)
+        assert small[name].forward.bytes >= 2 * 4 * 4 * 8 * 8  # read once, written once, float32
+        assert large[name].forward.flops == pytest.approx(4 * small[name].forward.flops, rel=0.05)
 
 
 def test_an_evaluation_has_no_backward() -> None:
     costs = trace((3, 8, 8), training=False, conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU())
-    assert costs["conv"].forward_flops > 0
-    assert all(cost.backward_flops == cost.backward_bytes == 0 for cost in costs.values())
+    assert costs["conv"].forward.flops > 0
+    assert all(cost.backward.flops == cost.backward.bytes == 0 for cost in costs.values())
     assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
 
 
@@ -229,10 +229,10 @@ def test_a_layer_is_traced_again_where_it_or_its_inputs_differ() -> None:
     assert runs_of(*(Counted(1) for _ in range(9)))[0] == 2 * 2
     runs, costs = runs_of(Counted(1), Counted(1), Counted(2), Counted(1), Counted(2))
     assert runs == 2 * 3, "one of them differs in a plain attribute"
-    assert [cost.forward_flops for cost in costs] == [72, 72, 144, 72, 144]
+    assert [cost.forward.flops for cost in costs] == [72, 72, 144, 72, 144]
     assert [cost.name for cost in costs] == ["0", "1", "2", "3", "4"]
-    assert costs[0].backward_flops == 72
-    assert costs[1].backward_flops == 144
+    assert costs[0].backward.flops == 72
+    assert costs[1].backward.flops == 144
 
 
 def test_a_parameter_of_two_layers_is_a_parameter_of_each() -> None:
@@ -241,7 +241,7 @@ def test_a_parameter_of_two_layers_is_a_parameter_of_each() -> None:
     runs, costs = runs_of(*layers)
     assert runs == 4
     assert costs[2].parameters == costs[2].trained == 42
-    assert costs[2].backward_flops == costs[1].backward_flops
+    assert costs[2].backward.flops == costs[1].backward.flops
 
 
 def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
@@ -261,16 +261,25 @@ def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
             return inputs[1], inputs[1].detach()
 
     costs = trace((6,), zero=Two(), one=Two(), pick=Second(), two=Two(), three=Two())
-    assert [cost.backward_flops for cost in costs.values()] == [72, 144, 0, 72 + 144, 288]
+    assert [cost.backward.flops for cost in costs.values()] == [72, 144, 0, 72 + 144, 288]
     assert [tensor.has_gradient for tensor in costs["zero"].outputs] == [False, True]
     assert [tensor.has_gradient for tensor in costs["one"].outputs] == [False, True]
 
 
 def test_kernels_are_those_of_a_micro_batch() -> None:
     costs = trace((20,), first=nn.Linear(20, 30), relu=nn.ReLU(), flat=nn.Flatten(), second=nn.Linear(30, 7))
-    assert [cost.forward_operations for cost in costs.values()] == [1, 1, 0, 1]
-    # of weights and biases; of the ReLU; of inputs, weights and biases
-    assert [cost.backward_operations for cost in costs.values()] == [2, 1, 0, 3]
+    assert [cost.forward.operations for cost in costs.values()] == [1, 1, 0, 1]
+    # of weights and biases, each added to what is there; of the ReLU; of inputs too
+    assert [cost.backward.operations for cost in costs.values()] == [2 + 2, 1, 0, 3 + 2]
+
+
+def test_weights_are_moved_once_for_a_micro_batch_of_any_size() -> None:
+    (cost,) = trace((20,), only=nn.Linear(20, 30, bias=False)).values()
+    forward, backward = (work.by_kind[OperationKind.PRODUCT] for work in (cost.forward, cost.backward))
+    assert (forward.bytes, forward.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30)
+    assert (backward.bytes, backward.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30), "the image needs no gradient"
+    added = cost.backward.by_kind[OperationKind.ELEMENTWISE]
+    assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
 
 
 def saved(name: str, costs: dict[str, LayerCost]) -> Saved:
@@ -328,7 +337,7 @@ def test_the_loss_belongs_to_the_last_layer() -> None:
     closed = trace_layers(model, inputs, training=True, loss=loss)
     assert closed[0] == plain[0]
     assert closed[1].saved == Saved(inputs=(0,), base_bytes=4, per_sample_bytes=7 * 4, origins=(None,))
-    assert closed[1].forward_operations == plain[1].forward_operations + 2
-    assert closed[1].backward_operations > plain[1].backward_operations
-    assert closed[1].backward_flops == plain[1].backward_flops
+    assert closed[1].forward.operations == plain[1].forward.operations + 2
+    assert closed[1].backward.operations > plain[1].backward.operations
+    assert closed[1].backward.flops == plain[1].backward.flops
     assert closed[1].outputs == plain[1].outputs

@@ -11,12 +11,14 @@ from training_runs import TINY, configure, train_here
 from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.pipeline.schedule import Kind
 from gpipe_cli.pipeline.simulator import EdgeCost
+from gpipe_cli.training import layout
 from gpipe_cli.training.build import build_model
 from gpipe_cli.training.costs import LayerSeconds, StepCosts, figured, measured_costs, scaled, turns
 from gpipe_cli.training.layout import costs_by_figures, make_layout, memory_limit, stages_at_once
 from gpipe_cli.training.optimizer import build_optimizer
 from gpipe_cli.training.planning import Plan, TooLargeError, make_plan
 from gpipe_cli.training.shapes import Shapes, read_shapes
+from gpipe_cli.training.speeds import by_sheet
 from gpipe_cli.typed import show
 
 EVEN = [*TINY, "batch_size=8", "micro_batches=4"]
@@ -63,22 +65,23 @@ def test_figures_are_seconds_of_flops_bytes_and_operations(shapes: Shapes) -> No
         load_hardware("h200"), tflops=2.0, memory_gb_per_second=4.0, operation_microseconds=3.0,
         link_gb_per_second=8.0, link_microseconds=100.0,
     )  # fmt: skip
-    costs = figured(shapes, hardware, 2, threads=8, at_once=9, linked=True)
+    costs = figured(shapes, by_sheet(hardware, threads=8), 2, at_once=9, linked=True)
     for cost, seconds in zip(shapes.costs, costs.layers, strict=True):
-        expected = 2 * cost.forward_flops / 2e12 + 2 * cost.forward_bytes / 4e9 + cost.forward_operations * 3e-6
+        moved = 2 * cost.forward.bytes + sum(each.fixed_bytes for each in cost.forward.by_kind.values())
+        expected = 2 * cost.forward.flops / 2e12 + moved / 4e9 + cost.forward.operations * 3e-6
         assert seconds.forward == seconds.graph == pytest.approx(expected)
     for cost, edge in zip(shapes.costs, costs.edges, strict=False):
         sent = sum(tensor.bytes(2) for tensor in cost.outputs)
         returned = sum(tensor.bytes(2) for tensor in cost.outputs if tensor.has_gradient)
         assert edge.forward_seconds == pytest.approx(1e-4 + sent / 8e9)
         assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
-    alone = figured(shapes, hardware, 2, threads=8, at_once=9, linked=False)
+    alone = figured(shapes, by_sheet(hardware, threads=8), 2, at_once=9, linked=False)
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
 
 
 def test_a_cpus_figures_are_those_of_one_thread(shapes: Shapes) -> None:
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
-    one, four = (figured(shapes, cpu, 2, threads=threads, at_once=9, linked=False) for threads in (1, 4))
+    one, four = (figured(shapes, by_sheet(cpu, threads), 2, at_once=9, linked=False) for threads in (1, 4))
     for slow, fast in zip(one.layers, four.layers, strict=True):
         assert slow.backward == pytest.approx(4 * fast.backward)
 
@@ -94,11 +97,16 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     assert stages_at_once(configure(*settings, "partitions=2", "hardware=tpu_v2")) == 2
     assert turns(2, 4) == (1.0, 1.0, 1.5, 2.0)
     assert turns(4, 4) == ()
+    # four processes at once slow each other down by half, two by a sixth; twice as many take turns besides
+    assert turns(4, 8, 1.5, 4) == pytest.approx((1, 7 / 6, 4 / 3, 1.5, 1.5 * 5 / 4, 1.5 * 6 / 4, 1.5 * 7 / 4, 3.0))
 
 
-def test_an_unknown_gpu_is_cut_all_the_same_but_nothing_is_predicted(shapes: Shapes) -> None:
-    unknown = configure(*EVEN).hardware
-    costs = figured(shapes, unknown, 2, threads=1, at_once=9, linked=True)
+def test_an_unknown_gpu_is_cut_all_the_same_but_nothing_is_predicted(
+    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(*EVEN)
+    monkeypatch.setattr(layout, "resolved", lambda hardware, device: hardware)
+    costs = costs_by_figures(config, shapes)
     assert not costs.known
     assert min(seconds.backward for seconds in costs.layers) > 0
 
@@ -273,9 +281,9 @@ def test_what_no_cut_fits_is_said_with_stage_and_bytes(shapes: Shapes) -> None:
 def test_a_layout_is_the_plans(shapes: Shapes) -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
     plan = make_plan(config, shapes, costs_by_figures(config, shapes), memory_limit(config))
-    layout = make_layout(config, shapes, plan)
-    assert tuple(len(names) for names in layout.layer_names) == plan.balance
-    assert layout.recompute == plan.recompute
+    made = make_layout(config, shapes, plan)
+    assert tuple(len(names) for names in made.layer_names) == plan.balance
+    assert made.recompute == plan.recompute
     assert not isinstance(plan.recompute, str)
     assert [len(stage) for stage in plan.recompute] == [
         sum(action.kind is Kind.R for action in actions) for actions in plan.schedule

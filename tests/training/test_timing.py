@@ -21,7 +21,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
     return tmp_path / "gpipe" / "costs"
+
+
+@pytest.fixture(autouse=True)
+def machine_is_timed() -> None:
+    """Here it is."""
 
 
 def timed(config: TrainConfig, shapes: Shapes) -> tuple[StepCosts, list[str]]:
@@ -121,3 +127,36 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
     config = configure(*TINY, "cost=measured", "partitions=2")
     with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
         step_costs(config, read_shapes(config))
+
+
+def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hardware=auto: remembered for as long as a probe takes as long as it did, and never for other processes."""
+    monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_probe", lambda: 1.0)
+    config = configure(*TINY, "partitions=2")
+    shapes = read_shapes(config)
+    remembered = cache.parent / "hardware"
+    costs, said = timed(config, shapes)
+    assert costs.source.startswith("hardware=auto: this machine, timed just now")
+    assert not costs.measured
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
+    assert min(edge.forward_seconds for edge in costs.edges) > 0
+    assert len(said) == len(list(remembered.iterdir())) == 1
+    assert timed(replace(config, micro_batches=1), shapes)[1] == []
+    monkeypatch.setattr(timing, "_probe", lambda: 1.5)
+    assert len(timed(config, shapes)[1]) == 1, "it has become slower"
+    assert len(list(remembered.iterdir())) == 1
+    assert len(timed(replace(config, partitions=1), shapes)[1]) == 1
+    assert len(list(remembered.iterdir())) == 2, "one process alone is another machine"
+    monkeypatch.setattr(timing, "_OWN_SHARE", 2.0)  # busy, whatever else runs
+    costs, _ = timed(replace(config, partitions=1, memory_format="contiguous"), shapes)
+    assert "while it was busy" in costs.source
+    assert len(list(remembered.iterdir())) == 2
+
+
+@pytest.mark.parametrize("settings", ["hardware=cpu", "hardware=h200", "hardware.tflops=1", "dry_run=true"])
+def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
+    config = configure(*TINY, settings)
+    _, said = timed(config, read_shapes(config))
+    assert said == []
+    assert not cache.parent.exists()
