@@ -4,35 +4,31 @@ Each cut is run beside the one that `gpipe plan cost=measured_anew` chooses, one
 speed of a shared machine changes within minutes; what counts is the ratio of the two. All cuts have one round, those
 that come within 15 % of the chosen one have more, and their median counts.
 
-Usage: python recipes/measurements/all_cuts.py [--rounds 5]      3 minutes for the first round on 2 CPU cores
+Usage: python recipes/measurements/all_cuts.py [--rounds 5] [setting=value ...]      3 minutes for the first round on 2
+CPU cores
 """
 
-import argparse
+from collections.abc import Sequence
 from statistics import median
 
-from runs import AMOEBANET, gpipe
+from runs import AMOEBANET, command_line, gpipe
 
 SETTINGS = [*AMOEBANET, "partitions=2", "micro_batches=4"]
-LAYERS = 12
 NEAR = 1.15
 
 
-def chosen(cost: str) -> int:
-    return len(gpipe("plan", *SETTINGS, f"cost={cost}")["stages"][0]["layers"])
+def main(rounds: int, steps: int, cuts: int | None, settings: Sequence[str]) -> None:
+    plans = {cost: gpipe("plan", *SETTINGS, *settings, f"cost={cost}") for cost in ("measured_anew", "figures")}
+    picked = {cost: len(plan["stages"][0]["layers"]) for cost, plan in plans.items()}
+    layers, best = len(plans["figures"]["layers"]), picked["measured_anew"]
 
+    def step_seconds(first: int) -> float:
+        cut = f"partition.balance=[{first},{layers - first}]"
+        seconds: float = gpipe("train", *SETTINGS, *settings, cut, f"max_steps={steps}")["step_seconds"]
+        return seconds
 
-def step_seconds(first: int) -> float:
-    seconds: float = gpipe("train", *SETTINGS, f"partition.balance=[{first},{LAYERS - first}]", "max_steps=10")[
-        "step_seconds"
-    ]
-    return seconds
-
-
-def main(rounds: int) -> None:
-    picked = {cost: chosen(cost) for cost in ("measured_anew", "figures")}
-    best = picked["measured_anew"]
     ratios: dict[int, list[float]] = {best: [1.0]}
-    others = [first for first in range(1, LAYERS) if first != best]
+    others = [first for first in range(1, layers) if first != best][:cuts]
     for turn in range(rounds):
         for first in others:
             if turn == 0 or median(ratios[first]) < NEAR:
@@ -43,11 +39,14 @@ def main(rounds: int) -> None:
     for first, found in sorted(ratios.items()):
         marks = ", ".join(f"chosen by cost={cost}" for cost, cut in picked.items() if cut == first)
         each = "" if first == best else " ".join(f"{ratio:.3f}" for ratio in found)
-        print(f"{f'[{first},{LAYERS - first}]':<10}{median(found):>7.3f}  {marks or each}")
+        print(f"{f'[{first},{layers - first}]':<10}{median(found):>7.3f}  {marks or each}")
     print(f"the chosen cut is {100 * (1 / min(median(found) for found in ratios.values()) - 1):.1f} % behind the best")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    main(parser.parse_args().rounds)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cuts", type=int, help="the first so many of the other cuts; all, if not given")
+    options = parser.parse_args()
+    main(options.rounds, options.steps, options.cuts, options.settings)

@@ -4,18 +4,20 @@ One process, all stages of the default job in it, so that nothing waits for anyt
 step with recording makes its marks, reads them and makes the timeline and the breakdown of them, which in a run the
 parent process does beside the training. Then the same for the looks at clocks alone.
 
-Usage: python recipes/measurements/recording_overhead.py [--steps 200]      two minutes
+Usage: python recipes/measurements/recording_overhead.py [--steps 200] [setting=value ...]      two minutes
 """
 
-import argparse
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import torch
 from hydra import compose, initialize_config_module
+from runs import command_line
 
 from gpipe_cli.config import TrainConfig, from_tree
 from gpipe_cli.pipeline.breakdown import breakdown
+from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.recording import measured_timeline
 from gpipe_cli.pipeline.schedule import Schedule
 from gpipe_cli.training.build import build_model
@@ -44,16 +46,18 @@ class Silent:
         pass
 
 
-def main(steps: int) -> None:
+def main(steps: int, settings: Sequence[str]) -> None:
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = from_tree(TrainConfig, compose("train", ["executor=in_process", "threads=1", "device=cpu"]))
+        tree = compose("train", ["executor=in_process", "threads=1", "device=cpu", *settings])
+    config = from_tree(TrainConfig, tree)
     layout = make_layout(config)
     torch.set_num_threads(1)
     engine = build_engine(config, layout, 0, None, build_model(config), lambda *a: None, begins=True)
     schedule = checked_schedule(config.schedule, layout.partitions, config.micro_batches, layout.recompute)
-    sizes = [8] * config.micro_batches
-    images = torch.randn(32, 3, config.dataset.image_size, config.dataset.image_size)
-    targets = torch.randint(10, (32,))
+    assert config.batch_size is not None
+    sizes = micro_batch_sizes(config.batch_size, config.micro_batches)
+    images = torch.randn(config.batch_size, 3, config.dataset.image_size, config.dataset.image_size)
+    targets = torch.randint(config.dataset.num_classes, (config.batch_size,))
     loud, silent = engine.executor.recorder, Silent(layout.partitions)
     taken: dict[str, list[float]] = {"without": [], "with": [], "reading": []}
     for step in range(2 * steps + 10):
@@ -85,6 +89,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    main(parser.parse_args().steps)
+    options = parser.parse_args()
+    main(options.steps, options.settings)

@@ -63,8 +63,8 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_cli.config import RMSPropConfig
 from gpipe_cli.models.amoebanet import amoebanet
+from gpipe_cli.optimizer_settings import RMSPropConfig
 from gpipe_cli.pipeline import layer_cost, schedule, tracing
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.links import Links
@@ -75,9 +75,9 @@ from gpipe_cli.pipeline.schedule import Action, Kind
 from gpipe_cli.pipeline.stage import Stage
 from gpipe_cli.pipeline.transport import Gradients, HandOver, Transport
 from gpipe_cli.training.layout import usable_cores
-from gpipe_cli.training.loss import Classification
+from gpipe_cli.training.loss import CrossEntropy
 from gpipe_cli.training.optimizer import build_optimizer, set_learning_rate
-from gpipe_cli.training.worker import _keep_freed_memory
+from gpipe_cli.training.worker import keep_freed_memory
 
 CPU = torch.device("cpu")
 CLASSES, SEED, LEARNING_RATE, WARM_UP, TIMEOUT_SECONDS = 10, 0, 1e-4, 2, 600
@@ -341,12 +341,12 @@ def ours(
     def step() -> float | None:
         objective = None
         if process == partitions - 1:
-            objective = Classification(targets, sizes, label_smoothing=0.0, auxiliary_weight=0.0)
+            objective = CrossEntropy(targets, sizes, label_smoothing=0.0, auxiliary_weight=0.0)
         executor.run(order, next(numbers), sizes, (images,) if process == 0 else None, objective)
         if objective is None:
             return None
         totals = objective.totals()
-        return totals.loss / totals.samples
+        return totals.means[0]
 
     return module, step
 
@@ -364,7 +364,7 @@ def compete(contestant: Contestant, settings: Settings, process: int, meeting: s
 def _compete(contestant: Contestant, settings: Settings, process: int, meeting: str) -> Measured:
     torch.set_num_threads(contestant.threads)
     if settings.allocator == "same" or contestant.engine == "gpipe":
-        _keep_freed_memory()
+        keep_freed_memory()
     if contestant.processes > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
         limit = datetime.timedelta(seconds=TIMEOUT_SECONDS)
@@ -633,7 +633,7 @@ def prepare(options: argparse.Namespace) -> Settings:
     costs = tracing.trace_layers(settings.model(), layer_cost.as_boundary((image,)), training=True)
     balance = tuple(
         options.balance
-        or partition([cost.flops + 10 * (cost.forward_bytes + cost.backward_bytes) for cost in costs], 2)
+        or partition([cost.flops + 10 * (cost.forward.bytes + cost.backward.bytes) for cost in costs], 2)
     )
     check_balance(balance, len(costs), 2)
     inner = tuple(costs[end - 1].outputs for end in list(accumulate(balance))[:-1])
