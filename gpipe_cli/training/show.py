@@ -53,6 +53,7 @@ from gpipe_cli.typed import one_line
 
 TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
 _SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
+_DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
 
 Ending = Literal["completed", "failed", "interrupted"]
 
@@ -65,8 +66,8 @@ class Show:
         self._reporter: Reporter | None = None
         self._last: dict[str, Any] | None = None  # the step whose recording comes next
         self._shown_position = 1
-        self._drawn = False
-        self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # drawn at the end, if no other was
+        self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
+        self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # the last one, drawn at the end
 
     @property
     def started(self) -> bool:
@@ -130,14 +131,15 @@ class Show:
     def _recorded(
         self, reporter: Reporter, step: dict[str, Any], seconds: list[list[float]], began_seconds: float
     ) -> None:
-        """When the stages did what in a step, and once an epoch a picture of it."""
+        """When the stages did what in a step, and at most once an epoch a picture of it."""
         config, plan, layout = self._prepared.config, self._prepared.plan, self._prepared.layout
         micro_batches = len(micro_batch_sizes(step["samples"], config.micro_batches))
         schedule = checked_schedule(config.schedule, layout.partitions, micro_batches, layout.recompute)
         timeline = measured_timeline(schedule, seconds, began_seconds)
         shares = breakdown(timeline, micro_batches, step["seconds"])
         reporter.recorded({"step": step["step"], "breakdown": asdict(shares)})
-        if self._drawn and step["position"] != self._shown_position:
+        shown = step["position"] == self._shown_position
+        if self._next_drawing and not shown:
             return
         if self._bench is not None and step["step"] < self._bench.warm_up_steps + self._bench.steps:
             return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
@@ -152,16 +154,18 @@ class Show:
         traces = [timeline.chrome_trace(name="measured", pid=0)]
         traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
         trace = [event for events in traces for event in events]
-        if step["position"] == self._shown_position or self._bench is not None:
+        self._undrawn = picture, trace
+        if (shown or self._bench is not None) and time.monotonic() >= self._next_drawing:
             self._draw(reporter, picture, trace)
-        elif not self._drawn:
-            self._undrawn = picture, trace
 
     def _draw(self, reporter: Reporter, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
-        self._drawn, self._undrawn = True, None
+        self._undrawn = None
+        began = time.monotonic()
         reporter.timeline(picture)
         with reporter.optional():
             write_whole(self._folder / TRACE, json.dumps(trace))
+        ended = time.monotonic()
+        self._next_drawing = ended + _DRAWING_APART * (ended - began)
 
 
 class ShowEvaluation:
