@@ -4,6 +4,7 @@ Only the command that runs is imported, and no command imports torch before it k
 help must answer at once.
 """
 
+import errno
 import importlib
 import os
 import signal
@@ -101,7 +102,8 @@ def _main(given: list[str]) -> int:
             time.sleep(SPEAKS_FIRST_SECONDS)
             name += f": process {os.environ['RANK']}"
         sys.stderr.write(f"{name}: {one_line(error)}\n")
-        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # the name of a file
+        return BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED
 
 
 def _run(command: str, arguments: list[str]) -> int:

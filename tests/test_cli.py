@@ -235,14 +235,14 @@ def bomb() -> str:
     ],
     ids=["itself", "deep", "aliases", "latin1", "empty", "partial", "number"],
 )
-@pytest.mark.parametrize("options", ["", "-m"])
+@pytest.mark.parametrize("command", ["train", "train -m", "bench"])
 def test_a_file_that_is_no_configuration_is_one_line(
-    text: str, line: str, options: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    text: str, line: str, command: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One without our own settings of Hydra left folders and logs of Hydra's; others ended in 3,000 lines."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "table.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
-    assert line in refused(capsys, "train", "-cd", str(folder), "-cn", "table", *options.split())
+    assert line in refused(capsys, *command.split(), "-cd", str(folder), "-cn", "table")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,8 @@ def test_a_file_that_is_no_configuration_is_one_line(
         (f"plan learning_rate.decay={'9' * 400}", "must be a finite number"),
         ("bench +dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
         ("bench -m seed=range(0,-5)", "seed=range(0,-5): has no values; give one or more"),
+        ("reproduce scale=desk", "scale=desk: of which recipe? gpipe reproduce lists them"),
+        (f"compare {'a' * 300}", "File name too long"),
         ("compare outputs --output=", "argument --output: must not be empty; give the name of a folder"),
         ("reproduce breakdown output=", "output=: must be a text of one line that is not empty"),
         ("reproduce breakdown scale=desk model.filters=x", "model.filters=x: must be a whole number"),

@@ -154,7 +154,7 @@ def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
     preset's or a run's; if both are, both stay."""
     for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
         if given.get(key) is not None and given.get(other) is None:
-            OmegaConf.update(tree, other, None)
+            OmegaConf.update(tree, other, None, force_add=True)
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def _configured(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainCon
     steps = settings.warm_up_steps + settings.steps
     # An epoch has at least one step: there are enough of them.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
-        OmegaConf.update(tree, key, value)
+        OmegaConf.update(tree, key, value, force_add=True)
     replace_batch_size(tree, given)
     auto = take_auto(tree)
     return from_tree(TrainConfig, tree), auto

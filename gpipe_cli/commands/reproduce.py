@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from rich import box
 from rich.console import Console
@@ -21,6 +22,7 @@ from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
 from gpipe_cli.torchrun import torchrun
+from gpipe_cli.typed import typed
 
 HELP = """Reproduces a table, figure or result of the GPipe paper, and prints its numbers beside ours.
 
@@ -40,7 +42,14 @@ Examples
   gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
   gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
 """
-SCALES = ("auto", "desk", "paper")
+
+
+@dataclass(frozen=True, slots=True)
+class ReproduceSettings:
+    """What belongs to the recipe as a whole, and not to the commands that it runs."""
+
+    scale: Literal["auto", "desk", "paper"]
+    output: str
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,12 +70,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"{dashed[0]}: there is no such option; write NAME setting=value, see gpipe reproduce --help")
     if removed := [argument for argument in arguments if argument.startswith("~")]:
         raise ValueError(f"{removed[0]}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
-    scale = settings.pop("scale", "scale=auto").partition("=")[2]
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale}: must be one of {', '.join(SCALES)}")
-    output = settings.pop("output", "output=outputs").partition("=")[2].strip("'\"")
-    if not output:
-        raise ValueError("output=: must be a text of one line that is not empty; give another, or leave it out")
+    own = {"scale": "auto", "output": "outputs"}
+    given = {key: settings.pop(key) for key in own if key in settings}
+    own |= {key: argument.partition("=")[2].strip("'\"") for key, argument in given.items()}
+    whole = typed(ReproduceSettings, own)
     for key in ("run_folder", "resume", "hydra.sweep.dir"):
         if key in settings:
             raise ValueError(f"{settings[key]}: a recipe makes its own folders; give output=FOLDER")
@@ -77,14 +84,14 @@ def main(arguments: Sequence[str]) -> int:
     if torchrun() is not None:
         raise ValueError("torchrun: a recipe starts its own processes; call gpipe reproduce")
     if not rest:
-        if settings:
-            raise ValueError(f"{next(iter(settings.values()))}: of which recipe? gpipe reproduce lists them")
+        if given or settings:
+            raise ValueError(f"{next(iter((given | settings).values()))}: of which recipe? gpipe reproduce lists them")
         _list(Console())
         return 0
     if len(rest) > 1:
         raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
     check_settings(rest[0], tuple(settings.values()))
-    return _reproduce(rest[0], load(rest[0]), scale, tuple(settings.values()), output)
+    return _reproduce(rest[0], load(rest[0]), whole.scale, tuple(settings.values()), whole.output)
 
 
 def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], output: str) -> int:

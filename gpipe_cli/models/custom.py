@@ -45,7 +45,7 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     _check_arguments(target, function, arguments)
     try:
         model = function(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -106,7 +106,7 @@ def _import(target: str, module_name: str) -> ModuleType:
         raise ValueError(
             f"model.target={target}: {module_name} imports {error.name}, which is not installed; install it"
         ) from error
-    except Exception as error:  # the module's own code ran, and may raise anything
+    except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         reason = " ".join(str(error).split())
         raise ValueError(
             f"model.target={target}: {module_name} cannot be imported ({type(error).__name__}: {reason}); "

@@ -94,9 +94,9 @@ def furnish() -> FolderLock:
         "conf/tag.yaml": b"a: !!python/object/apply:os.getcwd []\n", "conf/other.yaml": b"other: 3\n",
         "conf/defaults.yaml": b"defaults: 3\n", "conf/missing.yaml": b"defaults: [nothing]\n",
         "conf/cut.yaml": b"a: [1,\n", "conf/twice.yaml": b"defaults: [train, _self_]\nseed: 1\nseed: abc\n",
-        "conf/wrong.yaml": b"defaults: [train, _self_]\nepochs: many\n",
-        "conf/interpolated.yaml": b"defaults: [train, _self_]\nepochs: ${nowhere}\n",
-        "conf/circle.yaml": b"defaults: [train, _self_]\nepochs: ${max_steps}\nmax_steps: ${epochs}\n",
+        "conf/wrong.yaml": b"defaults: [train, _self_]\nseed: many\n",
+        "conf/interpolated.yaml": b"defaults: [train, _self_]\nseed: ${nowhere}\n",
+        "conf/circle.yaml": b"defaults: [train, _self_]\nseed: ${batch_size}\nbatch_size: ${seed}\n",
     }.items():  # fmt: skip
         Path(name).write_bytes(content)
     os.mkfifo("conf/fifo.yaml")
@@ -501,12 +501,11 @@ def orphans() -> list[int]:
 
 
 def listing(*folders: Path) -> set[str]:
-    return {
-        os.path.join(at, name)
-        for folder in folders
-        for at, below, names in os.walk(folder)
-        for name in (*below, *names)
-    }
+    """All that lies in them, without the folder for compiled code that torch makes for each user."""
+    found = (
+        os.path.join(at, name) for folder in folders for at, below, names in os.walk(folder) for name in below + names
+    )
+    return {path for path in found if "/torchinductor_" not in path}
 
 
 def fault(line: Line, own: bool, place: Path, temporary: Path) -> str | None:

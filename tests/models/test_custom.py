@@ -63,6 +63,7 @@ def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
     (tmp_path / "broken_for_tests.py").write_text("def build(:\n")
     (tmp_path / "raising_for_tests.py").write_text("raise RuntimeError('two\\nlines')\n")
+    (tmp_path / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -112,6 +113,7 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
         ("zoo_for_tests.absent:build", {}, r"there is no module zoo_for_tests\.absent"),
         ("lacking_for_tests:build", {}, "lacking_for_tests imports a_module_that_nobody_has, which is not installed"),
         ("broken_for_tests:build", {}, r"broken_for_tests cannot be imported \(SyntaxError: "),
+        ("leaving_for_tests:build", {}, r"cannot be imported \(SystemExit: 7\)"),
         ("raising_for_tests:build", {}, r"cannot be imported \(RuntimeError: two lines\)"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no bild"),
         ("zoo_for_tests.nets:NUMBER", {}, "NUMBER is not a function but of type int"),
