@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def machine_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
     each of them. `training/test_timing.py` and the processes that tests start do time it."""
     monkeypatch.setattr(timing, "speeds_here", lambda config, say=None: None)

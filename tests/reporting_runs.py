@@ -113,6 +113,7 @@ def prediction(**changes: Any) -> Prediction:
     """Of 60 ms a step."""
     values: dict[str, Any] = {
         "source": "measured layers",
+        "measured": True,
         "step_seconds": 0.06,
         "breakdown": shares(0.12),
         "memory_bytes": (5 * 2**20, 2**29),

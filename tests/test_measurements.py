@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
-SMALL = ["model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "dataset.num_classes=4", "batch_size=4"]
+SMALL = [
+    "model.normal_cells=3",
+    "model.filters=4",
+    "dataset.image_size=16",
+    "dataset.num_classes=4",
+    "batch_size=4",
+    "hardware=cpu",
+]
 NOISE = [*SMALL, "dataset.train_samples=16", "dataset.test_samples=4", "micro_batches=2"]
 PROGRAMS = {
     "all_cuts": ["--rounds", "1", "--steps", "1", "--cuts", "1", *NOISE],

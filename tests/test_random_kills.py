@@ -10,6 +10,7 @@ PROGRAM = Path(__file__).parent.parent / "recipes" / "measurements" / "random_ki
 SETTINGS = [
     "model.normal_cells=3", "model.filters=4", "dataset=synthetic_images", "dataset.image_size=16",
     "dataset.num_classes=4", "dataset.train_samples=96", "dataset.test_samples=8", "checkpoint.every_steps=1",
+    "hardware=cpu",
 ]  # fmt: skip
 
 

@@ -58,14 +58,15 @@ class OperationCounter(TorchDispatchMode):
 
 
 def _kind_of(func: Any, args: tuple[Any, ...], has_flops: bool) -> OperationKind:
-    name = func._overloadpacket.__name__
-    if "convolution" in name:
-        weight, groups = (args[2], args[9]) if "backward" in name else (args[1], args[8])
+    packet = func._overloadpacket
+    if packet in (_aten.convolution, _aten.convolution_backward):
+        weight, groups = (args[2], args[9]) if packet is _aten.convolution_backward else (args[1], args[8])
         if groups > 1 and weight.shape[1] == 1:
             return OperationKind.DEPTHWISE
         return OperationKind.NARROW if min(weight.shape[:2]) < _VECTOR else OperationKind.CONVOLUTION
     if has_flops:
         return OperationKind.PRODUCT
+    name = packet.__name__
     if "_norm" in name and "native" in name:
         return OperationKind.NORMALIZATION
     if "_pool" in name:

@@ -118,8 +118,8 @@ def comparison(
             predicted, counted = predicted_bytes[stage], counted_bytes[stage]
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
-    if prediction.from_figures:
-        yield "", f"from {prediction.source}; cost=measured predicts from this machine"
+    if not prediction.measured:
+        yield "", f"from {prediction.source}; cost=measured times the layers themselves"
 
 
 def difference(predicted: float, found: float, times: str = "as much") -> str:

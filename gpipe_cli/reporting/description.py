@@ -47,15 +47,11 @@ class Prediction:
     """What a run was said to take before it began; of one optimizer step."""
 
     source: str  # of the seconds, one phrase: `hardware=cpu figures`, `measured layers`
+    measured: bool  # of the layers themselves
     step_seconds: float
     breakdown: Mapping[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
     memory_bytes: tuple[int, ...]  # per stage, in all
     activation_bytes: tuple[int, ...]  # per stage, of all micro-batches in flight
-
-    @property
-    def from_figures(self) -> bool:
-        """Whether the seconds follow from the figures of some hardware, which need not be this machine."""
-        return self.source.startswith("hardware=")
 
 
 @dataclass(frozen=True)

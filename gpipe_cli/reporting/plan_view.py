@@ -16,7 +16,7 @@ class HardwareView:
     """One device and one link of the machine that is planned for; None: the figure is not known."""
 
     name: str  # of the preset: `h200`
-    source: str  # of the seconds, one phrase: `figures of hardware=h200`, `layers measured on this machine`
+    source: str  # of the seconds, one phrase: `hardware=h200 figures`, `layers measured on this machine`
     flops_per_second: float | None  # peak of one device; the base of the utilisation
     memory_bytes: int | None  # of one device; what a stage must stay below
     link_bytes_per_second: float | None

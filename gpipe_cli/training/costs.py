@@ -1,4 +1,4 @@
-"""What the layers of a model cost on a machine: by the figures of a data sheet, or measured (paper section 2.1: c_i).
+"""What the layers of a model cost on a machine: by the rates of a device, or measured (paper section 2.1: c_i).
 
 Everything that predicts (the cut, `gpipe plan`, the line after 20 steps) reads a `StepCosts`, wherever it comes from.
 """
@@ -28,7 +28,7 @@ class LayerSeconds:
 class StepCosts:
     """Seconds of every layer for one micro-batch, and what lies between them."""
 
-    source: str  # one phrase: `figures of hardware=cpu`
+    source: str  # one phrase: `hardware=cpu figures`
     measured: bool
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # of each layer, seconds per step
@@ -36,6 +36,7 @@ class StepCosts:
     slowdown: tuple[float, ...]  # of a stage while 1, 2, ... of them compute; empty: none
     set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
     whose: str = ""  # who said how layers differ, where that is the user's word: `partition.costs`
+    timed: bool = False  # the figures of `hardware` have no part in the seconds
     known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
@@ -58,7 +59,11 @@ def figured(shapes: Shapes, speeds: Speeds, samples: float, *, at_once: int, lin
         shapes, samples, speeds.link_seconds if linked else 0.0, speeds.link_byte_seconds if linked else 0.0
     )
     slowdown = turns(at_once, len(layers), speeds.slowdown, speeds.together)
-    return StepCosts(speeds.source, False, tuple(layers), tuple(updates), edges, slowdown, known=speeds.known)
+    set_up = speeds.tensor_seconds * sum(weights.tensors for weights in shapes.weights if weights.trained)
+    return StepCosts(
+        speeds.source, False, tuple(layers), tuple(updates), edges, slowdown, set_up,
+        timed=speeds.timed, known=speeds.known,
+    )  # fmt: skip
 
 
 def shared_out(costs: StepCosts, given: Sequence[float], whose: str) -> StepCosts:
@@ -103,7 +108,7 @@ def measured_costs(
     latency, bandwidth = found["link"] or (0.0, 0.0)
     edges = edge_costs(shapes, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(samples, 'sample')} at a time"
-    return StepCosts(source, True, tuple(alone), tuple(found["updates"]), edges, slowdown, found["set_up"])
+    return StepCosts(source, True, tuple(alone), tuple(found["updates"]), edges, slowdown, found["set_up"], timed=True)
 
 
 def slowdown_of(found: Mapping[str, Any]) -> float:

@@ -32,9 +32,8 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
             whole, single = ([name for name in names if fnmatchcase(name, pattern)] for names in every)
         if not whole and not single:
             names = [name for names in every for name in names]
-            raise ValueError(
-                f"freeze={show(patterns)}: no layer, module or parameter is called {pattern}{nearest(pattern, names)}"
-            )
+            hint = nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
+            raise ValueError(f"freeze={show(patterns)}: no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}
     outermost = tuple(name for name in every[0] if name in modules and not _is_inside(name, modules))

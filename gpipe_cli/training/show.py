@@ -96,7 +96,8 @@ class Show:
         if ending != "completed":
             remove_drafts(self._folder)  # there must be room for result.json
         if self._reporter is not None:
-            if self._undrawn is not None:
+            # interrupted, it is to end at once
+            if self._undrawn is not None and (ending == "completed" or not self._next_drawing):
                 self._draw(self._reporter, *self._undrawn)
             try:
                 self._reporter.finish(ending, error)

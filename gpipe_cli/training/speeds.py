@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import nnls
 
 from gpipe_cli.hardware_settings import HardwareConfig
 from gpipe_cli.pipeline.layer_cost import OperationKind, Operations, Work
@@ -45,15 +44,17 @@ class Rates:
 class Speeds:
     """A device, and the link to the next one."""
 
-    source: str  # one phrase: `figures of hardware=cpu`
+    source: str  # one phrase: `hardware=cpu figures`
     forward: Rates  # that keeps nothing
     graph: Rates  # that keeps what the backward needs
     backward: Rates
     update: Rates  # of weights
     link_seconds: float  # until the first byte of a message has arrived
     link_byte_seconds: float
+    tensor_seconds: float = 0.0  # once a step for each tensor that is trained, beside its update
     slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
     together: int = 1
+    timed: bool = False  # on this machine: no figure of a data sheet is in it
     known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
@@ -83,13 +84,16 @@ def by_sheet(hardware: HardwareConfig, threads: int, known: bool = True) -> Spee
 
 def fitted(works: Iterable[Work], seconds: Sequence[float], samples: int) -> Rates:
     """The rates that come closest to the seconds of layers; none is below zero."""
+    from scipy.optimize import nnls  # a fifth of a second that those who have no use for it save
+
     kinds = tuple(OperationKind)
     timed = [(_features(work, samples), taken) for work, taken in zip(works, seconds, strict=True) if taken > _TELLABLE]
     matrix, taken = (np.array(values) for values in zip(*timed, strict=True))
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0
     counts = taken**-_RELATIVE
-    found, _ = nnls(matrix / scale * counts[:, None], taken * counts)
+    found, _ = nnls(matrix / scale * counts[:, None], taken * counts, maxiter=100 * matrix.shape[1])
+    found *= taken.sum() / (matrix / scale @ found).sum()  # what minimises shares is too little on the whole
     values = iter((found / scale).tolist())
     layer = next(values)
     operation, flop, byte = (dict(zip(of, values, strict=False)) for of in (kinds, COMPUTING, kinds))
@@ -104,4 +108,4 @@ def _features(work: Work, samples: int) -> list[float]:
     moved = [each.bytes * samples + (0.0 if kind in COMPUTING else each.fixed_bytes) for kind, each in of.items()]
     weights = sum(of[kind].fixed_bytes for kind in CONVOLUTIONS), of[OperationKind.PRODUCT].fixed_bytes
     flops = [of[kind].flops * samples for kind in COMPUTING]
-    return [1.0, *(each.count for each in of.values()), *flops, *moved, *weights]
+    return [1.0 if work.by_kind else 0.0, *(each.count for each in of.values()), *flops, *moved, *weights]

@@ -23,7 +23,7 @@ import torch
 from gpipe_cli.config import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.dataset_settings import AugmentationConfig, ImagesConfig
-from gpipe_cli.files import write_whole
+from gpipe_cli.files import read_json, write_whole
 from gpipe_cli.interrupts import interruptible
 from gpipe_cli.model_settings import CustomConfig
 from gpipe_cli.optimizer_settings import ConstantLearningRateConfig, SGDConfig
@@ -48,18 +48,21 @@ from gpipe_cli.training.layout import (
 from gpipe_cli.training.measuring import segment_layers
 from gpipe_cli.training.planning import micro_batches_of
 from gpipe_cli.training.shapes import Shapes, read_shapes
-from gpipe_cli.training.speeds import Speeds, fitted
+from gpipe_cli.training.speeds import Speeds, by_sheet, fitted
 from gpipe_cli.training.work import Measuring
 from gpipe_cli.typed import one_line
 
 Say = Callable[[str], None]
 
-_VERSION = 5  # of what is remembered, and of how it is measured
+_VERSION = 6  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for what the layout says.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
 _PROBE_SECONDS = 0.02
 _DRIFT = 0.2  # of the probe: more says that the machine is not as it was
+_PROBES, _PROBES_APART_SECONDS = 3, 0.3  # before it is believed
+_MOST_PROCESSES = 16  # that are timed at once
+_DAY = 86400
 _OWN_SHARE = 0.9  # of a core: with less the machine is busy, and what was timed is not remembered
 
 
@@ -74,7 +77,7 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Say = lambda line: None
     samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
     layout = make_layout(replace(config, cost="figures", recompute="never", hardware=_unlimited(config)), shapes)
-    file = cache_folder(None) / "costs" / f"{_digest(config, layout, shapes, samples)}.json"
+    file = _file("costs", _digest(config, layout, shapes, samples))
     alone = torchrun() is None
     found = _remembered(file) if config.cost == "measured" and alone else None
     if found is None:
@@ -84,8 +87,14 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Say = lambda line: None
                 "same cut; use cost=figures, or partition.balance=[...] as gpipe plan finds it"
             )
         say(f"timing each of {len(shapes.costs)} layers for micro-batches of {samples} (cost={config.cost}) ...")
-        found = _measure(config, shapes, layout, samples, _LAYER_SECONDS)
-        _remember(file, found, say)
+        try:
+            found = _measure(config, shapes, layout, samples, _LAYER_SECONDS)
+        except ValueError as error:
+            raise ValueError(
+                f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
+                "micro_batches"
+            ) from None
+        _remember(file, found, layout, say)
     in_process = None if layout.distributed else stages_at_once(config)
     costs = measured_costs(shapes, samples, layout.processes_here, found, in_process=in_process)
     return scaled(costs, mean / samples)
@@ -97,7 +106,7 @@ def speeds_here(config: TrainConfig, say: Say = lambda line: None) -> Speeds | N
     Departs from the paper: its estimate of a layer is FLOPs alone.
     """
     figures, (devices, distributed) = config.hardware, place(config)
-    given = figures.tflops or figures.memory_gb_per_second or figures.operation_microseconds
+    given = {figures.tflops, figures.memory_gb_per_second, figures.operation_microseconds} != {None}
     if figures.name != "auto" or given or devices[0] != "cpu" or torchrun() is not None:
         return None
     speeds = _timed(_reference(config, distributed), say)
@@ -115,21 +124,21 @@ def _timed(reference: TrainConfig, say: Say) -> Speeds | None:
     """How fast the processes of `reference` are, if that can be timed; known once for each command."""
     shapes = read_shapes(reference)
     layout = make_layout(reference, shapes)
-    file = cache_folder(None) / "hardware" / f"{_digest(reference, layout, shapes, reference_layers.SAMPLES)}.json"
+    file = _file("hardware", _digest(reference, layout, shapes, reference_layers.SAMPLES))
     found = _remembered(file)
-    if found is None or abs(_probe() / found["probe_seconds"] - 1) > _DRIFT:
-        say("timing this machine for two seconds (hardware=auto; remembered) ...")
-        probed = _probe()
+    if found is None or _drifted(found["probe_seconds"]):
+        again = "" if found is None else ": its speed has changed"
+        say(f"timing this machine for a few seconds (hardware=auto){again} ...")
         try:
             found = _measure(reference, shapes, layout, reference_layers.SAMPLES, _REFERENCE_SECONDS)
-        except ValueError as error:  # what cannot be timed may still be trained
-            say(f"predicting by the figures of hardware=cpu: {one_line(error)}")
+        except (ValueError, OSError) as error:  # what cannot be timed may still be trained
+            say(f"this machine cannot be timed ({one_line(error)}); predicting by the figures of hardware=cpu")
             return None
-        found |= {"probe_seconds": (probed + _probe()) / 2, "at": time.time()}
-        _remember(file, found, say)
-    age = time.time() - found["at"]
-    when = "just now" if age < 60 else f"{duration(age)} ago"
-    busy = "" if found["share_of_core"] >= _OWN_SHARE else ", while it was busy"
+        found |= {"probe_seconds": _probe(), "at": time.time()}
+        _remember(file, found, layout, say)
+    age = abs(time.time() - found["at"])
+    when = "just now" if age < 60 else f"{duration(age)} ago" if age < 2 * _DAY else f"{age / _DAY:.0f} days ago"
+    busy = ", while it was busy" if _busy(found, layout) else ""
     forward, graph, backward = (
         fitted(
             [cost.forward if direction < 2 else cost.backward for cost in shapes.costs],
@@ -138,7 +147,8 @@ def _timed(reference: TrainConfig, say: Say) -> Speeds | None:
         )
         for direction in range(3)
     )
-    latency, bandwidth = found["link"] or (0.0, 0.0)
+    sheet = by_sheet(load_hardware("cpu"), 1)  # of the link, where one process was timed alone
+    latency, bandwidth = found["link"] or (sheet.link_seconds, 1 / sheet.link_byte_seconds)
     return Speeds(
         f"hardware=auto: this machine, timed {when}{busy} (spread {percent(found['spread'])})",
         forward,
@@ -146,16 +156,19 @@ def _timed(reference: TrainConfig, say: Say) -> Speeds | None:
         backward,
         backward,
         latency,
-        1 / bandwidth if bandwidth else 0.0,
+        1 / bandwidth,
+        found["set_up"] / sum(weights.tensors for weights in shapes.weights),
         slowdown_of(found),
         layout.processes,
+        timed=True,
     )
 
 
 def _reference(config: TrainConfig, distributed: bool) -> TrainConfig:
     """As many processes as those of `config` that compute at the same time, of as many threads; all else is the same
-    for any configuration."""
+    for any configuration. A power of two, at most 16 of them: how much others slow each other down lies between."""
     threads = threads_of(config)
+    at_once = min(config.partitions, max(1, usable_cores() // threads), _MOST_PROCESSES)
     layers = CustomConfig("custom", f"{reference_layers.__name__}:layers", None, None)
     augmentation = AugmentationConfig(None, False, 0, 0)
     images = ImagesConfig(
@@ -164,7 +177,7 @@ def _reference(config: TrainConfig, distributed: bool) -> TrainConfig:
     )  # fmt: skip
     return replace(
         config,
-        partitions=min(config.partitions, max(1, usable_cores() // threads)) if distributed else 1,
+        partitions=2 ** (at_once.bit_length() - 1) if distributed else 1,
         micro_batches=1, schedule="gpipe", recompute="never", executor="auto", partition=PartitionConfig(None),
         preset=None, batch_size=reference_layers.SAMPLES, batch_tokens=None, epochs=1, max_steps=None, seed=0,
         gradient_clipping=0.0, label_smoothing=0.0, ema_decay=0.0, init_from=None, init_head="auto", freeze=None,
@@ -174,11 +187,20 @@ def _reference(config: TrainConfig, distributed: bool) -> TrainConfig:
     )  # fmt: skip
 
 
+def _drifted(before: float) -> bool:
+    """Whether the probe differs from what it was, time and again: it may meet a process that is just starting."""
+    for _ in range(_PROBES):
+        if abs(_probe() / before - 1) <= _DRIFT:
+            return False
+        time.sleep(_PROBES_APART_SECONDS)
+    return True
+
+
 def _probe() -> float:
     """Seconds of a small product, while as many run as there are cores: larger if other programs take them."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
-    matrix = torch.ones(96, 96)
+    matrix = torch.ones(256, 256)
     seconds: list[float] = []
 
     def work() -> None:
@@ -189,7 +211,7 @@ def _probe() -> float:
             taken.append(time.perf_counter() - now)
         seconds.append(sum(taken) / len(taken))
 
-    threads = [Thread(target=work) for _ in range(usable_cores())]
+    threads = [Thread(target=work) for _ in range(min(usable_cores(), _MOST_PROCESSES))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -222,9 +244,7 @@ def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int, 
     with interruptible() as interrupt:
         failure = perform(config, layout, Measuring(segments, samples, seconds), hear, interrupt)
     if failure is not None:
-        raise ValueError(
-            f"cost={config.cost}: the layers cannot be timed: {failure.text}; use cost=figures, or more micro_batches"
-        )
+        raise ValueError(failure.text)
     return found
 
 
@@ -263,20 +283,37 @@ def _digest(config: TrainConfig, layout: Layout, shapes: Shapes, samples: int) -
     return digest_of("layer seconds", facts)
 
 
-def _remembered(file: Path) -> dict[str, Any] | None:
+def _file(kind: str, digest: str) -> Path | None:
+    """Where it is remembered; None: this user has no folder for it."""
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or damaged: measured again
+        return cache_folder(None) / kind / f"{digest}.json"
+    except ValueError:
         return None
-    return found
 
 
-def _remember(file: Path, found: dict[str, Any], say: Say) -> None:
+def _remembered(file: Path | None) -> dict[str, Any] | None:
+    try:
+        found, digest = read_json(file) if file is not None else (None, None)
+    except (OSError, ValueError, TypeError):  # not there, or damaged: measured again
+        return None
+    return found if digest == digest_of("what was timed", found) else None
+
+
+def _remember(file: Path | None, found: dict[str, Any], layout: Layout, say: Say) -> None:
     """For the next command; not what was timed on a busy machine."""
-    if found["share_of_core"] < _OWN_SHARE:
+    if file is None:
+        return
+    if _busy(found, layout):
+        say("not remembered for the next time: other programs had the cores")
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(found))
+        write_whole(file, json.dumps([found, digest_of("what was timed", found)]))
     except OSError as error:
         say(f"not remembered for the next time: {one_line(error)}")
+
+
+def _busy(found: dict[str, Any], layout: Layout) -> bool:
+    """Whether others had the cores; processes that take turns on too few of them get their share and no more."""
+    fair = min(1.0, usable_cores() / (layout.processes_here * layout.threads))
+    return bool(found["share_of_core"] < _OWN_SHARE * fair)

@@ -67,6 +67,7 @@ def predicted_view(title: str, plan: Plan) -> TimelineView:
 def prediction(plan: Plan) -> Prediction:
     return Prediction(
         source=plan.costs.source,
+        measured=plan.costs.measured,
         step_seconds=plan.step_seconds,
         breakdown=asdict(plan.breakdown),
         memory_bytes=tuple(stage.total for stage in plan.memory),
@@ -196,7 +197,7 @@ def _recompute(config: TrainConfig, plan: Plan) -> str:
 
 
 def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None, threads: int) -> HardwareView:
-    measured = plan.costs.measured
+    timed = plan.costs.timed
 
     def times(value: float | None, factor: float) -> float | None:
         return None if value is None else value * factor
@@ -204,12 +205,10 @@ def _hardware_view(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None
     return HardwareView(
         name=hardware.name,
         source=plan.costs.source,
-        flops_per_second=None
-        if measured
-        else times(hardware.tflops, 1e12 * (threads if hardware.name == "cpu" else 1)),
+        flops_per_second=None if timed else times(hardware.tflops, 1e12 * (threads if hardware.name == "cpu" else 1)),
         memory_bytes=limit_bytes,
-        link_bytes_per_second=None if measured else times(hardware.link_gb_per_second, 1e9),
-        link_latency_seconds=None if measured else times(hardware.link_microseconds, 1e-6),
+        link_bytes_per_second=None if timed else times(hardware.link_gb_per_second, 1e9),
+        link_latency_seconds=None if timed else times(hardware.link_microseconds, 1e-6),
     )
 
 

@@ -327,6 +327,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     assert result["bubble"] == {"measured": pytest.approx(0.11), "predicted": 0.12, "ideal": 0.2}
     assert result["prediction"] == {
         "source": "measured layers",
+        "measured": True,
         "step_seconds": 0.06,
         "memory_bytes": [5 * 2**20, 2**29],
         "activation_bytes": [2 * 2**20, 3 * 2**20],
@@ -349,7 +350,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
 
 def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> None:
     console, file = log()
-    figures = prediction(source="hardware=cpu figures", step_seconds=0.125)
+    figures = prediction(source="hardware=cpu figures", measured=False, step_seconds=0.125)
     reporter = Reporter(tmp_path, description(prediction=figures), console)
     for number in range(1, 20):
         reporter.step(step(number, without_core=[0.0, 0.4]))
@@ -357,7 +358,7 @@ def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> Non
     reporter.step(step(20))
     lines = file.getvalue().splitlines()
     assert "predicted    125.0 ms a step, measured 62.5 ms (0.50 times as long)" in lines
-    assert "             from hardware=cpu figures; cost=measured predicts from this machine" in lines
+    assert "             from hardware=cpu figures; cost=measured times the layers themselves" in lines
     assert "             measured_contended: other programs had the cores 40.0 % of the time" in lines
     reporter.step(step(21))
     reporter.finish("completed")

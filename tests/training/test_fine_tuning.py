@@ -212,7 +212,7 @@ def test_patterns_name_layers_modules_and_parameters() -> None:
     ("setting", "line"),
     [
         ("[stemm]", "freeze=[stemm]: no layer, module or parameter is called stemm; did you mean stem?"),
-        ("['cel_*']", "freeze=[cel_*]: no layer, module or parameter is called cel_*; "),
+        ("['cel_*']", "freeze=[cel_*]: no layer, module or parameter is called cel_*; the layers are stem, cell_00"),
         ("['*']", "freeze=[*]: nothing is left to train; leave some layers out, at least classifier, the last"),
         ("['*.weight','*.bias']", "freeze=[*.weight,*.bias]: nothing is left to train"),
     ],

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, configure
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.config import TrainConfig, load_hardware
 from gpipe_cli.training import timing
 from gpipe_cli.training.costs import StepCosts
 from gpipe_cli.training.measuring import segment_layers
+from gpipe_cli.training.planning import make_plan
 from gpipe_cli.training.shapes import Shapes, read_shapes
 from gpipe_cli.training.timing import step_costs
+from gpipe_cli.training.views import plan_view
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +28,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def machine_is_timed() -> None:
-    """Here it is."""
+def machine_is_not_timed() -> None:
+    """Here it is timed."""
 
 
 def timed(config: TrainConfig, shapes: Shapes) -> tuple[StepCosts, list[str]]:
@@ -65,7 +67,10 @@ def test_what_was_measured_is_remembered_until_something_changes(cache: Path) ->
     # a file that was damaged is measured again
     file.write_text("{", encoding="utf-8")
     assert len(timed(config, shapes)[1]) == 1
-    assert json.loads(file.read_text(encoding="utf-8"))["alone"]
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole.replace("0.0", "0.1", 1), encoding="utf-8")
+    assert whole.count("0.0")
+    assert len(timed(config, shapes)[1]) == 1
     # other micro-batches, and being told to
     assert len(timed(replace(config, micro_batches=1), shapes)[1]) == 1
     assert len(timed(replace(config, cost="measured_anew"), shapes)[1]) == 1
@@ -78,7 +83,7 @@ def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
     shapes = read_shapes(config)
     costs, _ = timed(config, shapes)
     (file,) = cache.iterdir()
-    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw, _ = json.loads(file.read_text(encoding="utf-8"))
     assert costs.layers[0].backward == pytest.approx(raw["alone"][0][2] * 8 / 9)
 
 
@@ -141,8 +146,12 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     assert not costs.measured
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert min(edge.forward_seconds for edge in costs.edges) > 0
+    assert costs.timed
     assert len(said) == len(list(remembered.iterdir())) == 1
     assert timed(replace(config, micro_batches=1), shapes)[1] == []
+    plan = make_plan(config, shapes, costs, None)
+    view = plan_view(config, "model", shapes, plan, load_hardware("cpu"), None, (), ())
+    assert view.hardware.flops_per_second is None, "no data sheet is behind it"
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     assert len(timed(config, shapes)[1]) == 1, "it has become slower"
     assert len(list(remembered.iterdir())) == 1
@@ -151,10 +160,16 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     monkeypatch.setattr(timing, "_OWN_SHARE", 2.0)  # busy, whatever else runs
     costs, _ = timed(replace(config, partitions=1, memory_format="contiguous"), shapes)
     assert "while it was busy" in costs.source
+    assert (
+        "other programs had the cores"
+        in timed(replace(config, partitions=1, memory_format="contiguous"), shapes)[1][-1]
+    )
     assert len(list(remembered.iterdir())) == 2
 
 
-@pytest.mark.parametrize("settings", ["hardware=cpu", "hardware=h200", "hardware.tflops=1", "dry_run=true"])
+@pytest.mark.parametrize(
+    "settings", ["hardware=cpu", "hardware=h200", "hardware.operation_microseconds=0", "dry_run=true"]
+)
 def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
     config = configure(*TINY, settings)
     _, said = timed(config, read_shapes(config))
