@@ -1,8 +1,9 @@
 """A recipe: one table, figure or result of the paper as a configuration of ours, with the paper's numbers.
 
-The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`. What they say beside
-that, under `recipe`, is read here: where the numbers stand, what the machine must have, what is left out on a smaller
-one (a desk), and which experiment it is. Each kind of experiment has a file of its own in this room.
+The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; what several of them
+share is in recipes/family/. What they say beside that, under `recipe`, is read here: where the numbers stand, what the
+machine must have, what is smaller on two CPU cores (a desk), and which experiment it is. Each kind of experiment has a
+file of its own in this room.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
@@ -19,7 +22,7 @@ from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.owners import key_of, owner
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
-from gpipe_cli.typed import nearest, one_line, typed
+from gpipe_cli.typed import nearest, one_line, show, typed
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 # Of the paper: its tables, section 4, section 5; beginnings of names.
@@ -37,15 +40,15 @@ class Needs:
 
     gpus: int
     memory_gib: float  # of each
-    data: str | None  # dataset=..., if it does not come with the program
-    how: str | None  # to get the data, and where to put it
+    data: str | None = None  # dataset=..., if it does not come with the program
+    how: str | None = None  # to get the data, and where to put it
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
     """The same experiment on two CPU cores."""
 
-    settings: tuple[str, ...]  # in place of the recipe's
+    settings: tuple[str, ...]  # in place of the recipe's: `batch_size=32`
     scaled: str  # what is smaller, and what stands in for the data: a line
     duration: str  # on 2 CPU cores, as it was
 
@@ -96,16 +99,19 @@ def load(name: str) -> Recipe:
     Raises:
         ValueError: there is none, or it is not one.
     """
-    tree = _read(name)
     try:
-        return typed(Recipe, tree["recipe"])
-    except (KeyError, TypeError, ValueError) as error:
+        tree = OmegaConf.to_container(_read(name).recipe, resolve=True)
+        assert isinstance(tree, dict)
+        desk = tree["desk"]
+        desk["settings"] = [f"{key}={show(value)}" for key, value in desk["settings"].items()]
+        return typed(Recipe, tree)
+    except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{FOLDER / name}.yaml: cannot be read as a recipe: {one_line(error)}") from error
 
 
 def settings_of(name: str) -> tuple[str, ...]:
-    """Keys of the settings in recipes/<name>.yaml, in dotted form: `model.variant`; but what is said of the paper."""
-    return tuple(_keys({key: value for key, value in _read(name).items() if key not in ("recipe", "defaults")}))
+    """Keys of what recipes/<name>.yaml and its family set, in dotted form: `model.variant`."""
+    return tuple(_keys(_read(name)))
 
 
 def check_settings(name: str, given: Sequence[str]) -> None:
@@ -131,12 +137,21 @@ def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{key}.{inner}" for inner in _keys(value))
 
 
-def _read(name: str) -> dict[str, Any]:
+def _read(name: str) -> DictConfig:
+    """recipes/<name>.yaml merged into what its defaults list names in recipes/family/; without gpipe's own defaults."""
     known = names()
     if name not in known:
         raise ValueError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
     file = FOLDER / f"{name}.yaml"
     try:
-        return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+        own = OmegaConf.load(file)
+        families = [OmegaConf.load(FOLDER / f"{entry}.yaml") for entry in own.pop("defaults") if _is_family(entry)]
+        tree = OmegaConf.merge(*families, own)
+        assert isinstance(tree, DictConfig)
+        return tree
+    except (OSError, yaml.YAMLError, TypeError, ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{file}: cannot be read as a recipe: {one_line(error)}") from error
+
+
+def _is_family(entry: object) -> bool:
+    return isinstance(entry, str) and entry.startswith("family/")
