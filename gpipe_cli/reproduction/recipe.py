@@ -145,6 +145,7 @@ def _read(name: str) -> DictConfig:
     file = FOLDER / f"{name}.yaml"
     try:
         own = OmegaConf.load(file)
+        assert isinstance(own, DictConfig)
         families = [OmegaConf.load(FOLDER / f"{entry}.yaml") for entry in own.pop("defaults") if _is_family(entry)]
         tree = OmegaConf.merge(*families, own)
         assert isinstance(tree, DictConfig)
