@@ -12,10 +12,10 @@ import sys
 import time
 from importlib.metadata import version
 
-from gpipe_cli.interrupts import interruptible
-from gpipe_cli.streams import lost_output, prepare_streams
-from gpipe_cli.torchrun import leads, torchrun
-from gpipe_cli.typed import nearest, one_line, show
+from gpipe_cli.config.typed import nearest, one_line, show
+from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.system.interrupts import interruptible
+from gpipe_cli.system.streams import lost_output, prepare_streams
 
 COMMANDS = {
     "train": "train a model with GPipe, or sweep over settings with -m",

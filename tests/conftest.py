@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpipe_cli.training import timing
+from gpipe_cli.launch import machine_timing as timing
 
 # One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one.
 torch.set_num_threads(1)

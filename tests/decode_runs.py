@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import nn
 from training_runs import configure
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.pairs import Pairs
 from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
-from gpipe_cli.pipeline.executor import Watch
-from gpipe_cli.training.build import build_model
-from gpipe_cli.training.decode import Search, decode
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.pipeline.runtime.executor import Watch
+from gpipe_cli.planner.placement import Layout, make_layout
 from gpipe_cli.training.engine import Engine, Groups, build_engine
-from gpipe_cli.training.layout import Layout, make_layout
-from gpipe_cli.training.team import Team
+from gpipe_cli.training.translation.decode import Search, decode
 
 LANGUAGE = UNKNOWN + 1
 FORBIDDEN = (PAD, BEGIN, UNKNOWN, LANGUAGE)

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline import layer_cost, schedule, tracing
-from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.links import Links
-from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes, split
-from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import HandOver
+from gpipe_cli.pipeline.profile import layer_cost, tracing
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 
 CLASSES = 5
 

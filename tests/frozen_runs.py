@@ -5,13 +5,14 @@ from itertools import accumulate
 import torch
 from engine_runs import Case, CrossEntropy, data, tricky_model
 
-from gpipe_cli.pipeline import layer_cost, schedule, tracing
-from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.frozen import Frozen, freeze
-from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.micro_batch import micro_batch_sizes, split
-from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import HandOver
+from gpipe_cli.pipeline.profile import layer_cost, tracing
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 
 CPU = torch.device("cpu")
 

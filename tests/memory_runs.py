@@ -7,20 +7,20 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
+from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.models.transformer_nmt import transformer_nmt
-from gpipe_cli.pipeline import schedule
-from gpipe_cli.pipeline.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.layer_cost import Boundary, BoundaryTensor, LayerCost, as_boundary
-from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
-from gpipe_cli.pipeline.simulator import peak_bytes
-from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.tracing import trace_layers
-from gpipe_cli.pipeline.transport import HandOver
-from gpipe_cli.training.loss import CrossEntropy, loss_of_shapes
+from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.profile.layer_cost import Boundary, BoundaryTensor, LayerCost, as_boundary
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
+from gpipe_cli.pipeline.schedule.simulator import peak_bytes
 
 CLASSES, TOKENS, WIDTH, SIZE = 10, 12, 32, 32
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.reporting.description import (
+from gpipe_cli.reporting.run.description import (
     EvaluationMessage,
     PartitionDescription,
     Prediction,

@@ -12,15 +12,15 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import LIVELY, TINY, command, configure
 
-from gpipe_cli.config import load, to_yaml
-from gpipe_cli.reporting.bench_console import show_bench
-from gpipe_cli.reporting.bench_table import bench_status, bench_table, write_bench
-from gpipe_cli.reporting.measurement import Throughput
-from gpipe_cli.reporting.result import read_result, write_result
-from gpipe_cli.reporting.sweep_table import Run
-from gpipe_cli.training.layout import make_layout
-from gpipe_cli.training.shapes import read_shapes
-from gpipe_cli.training.views import step_flops
+from gpipe_cli.config.settings import load, to_yaml
+from gpipe_cli.planner.model_profile import read_shapes
+from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.reporting.run.measurement import Throughput
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.reporting.tables.bench import bench_status, bench_table, write_bench
+from gpipe_cli.reporting.tables.bench_console import show_bench
+from gpipe_cli.reporting.tables.sweep import Run
+from gpipe_cli.reporting.views import step_flops
 
 TESTS = Path(__file__).parent
 ODD = [

@@ -17,15 +17,15 @@ from urllib.request import urlopen
 import pytest
 from reporting_runs import description, evaluation, log, prediction, recorded, step, timeline
 
-from gpipe_cli.pipeline.breakdown import breakdown
-from gpipe_cli.pipeline.recording import measured_timeline
-from gpipe_cli.pipeline.schedule import build
-from gpipe_cli.pipeline.simulator import EdgeCost, StageCost, simulate
-from gpipe_cli.reporting.description import PartitionDescription
-from gpipe_cli.reporting.reporter import Reporter
-from gpipe_cli.reporting.timeline_page import write_page
+from gpipe_cli.pipeline.runtime.recording import measured_timeline
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.schedules import build
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.reporting.plots.timeline_page import write_page
+from gpipe_cli.reporting.run.description import PartitionDescription
+from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.timeline_view import StepPicture
-from gpipe_cli.training.views import timeline_view
+from gpipe_cli.reporting.views import timeline_view
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from gpipe_cli.cli import SPEAKS_FIRST_SECONDS, main
-from gpipe_cli.interrupts import interruptible
 from gpipe_cli.reproduction.recipe import FOLDER
+from gpipe_cli.system.interrupts import interruptible
 
 NO_TORCH = """
 import sys

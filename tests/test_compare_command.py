@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command
 
-from gpipe_cli.files import FolderLock
-from gpipe_cli.reporting.result import read_result, write_result
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.system.files import FolderLock
 
 RUN = [*TINY, "executor=in_process", "max_steps=3", "checkpoint.every_epochs=0"]
 

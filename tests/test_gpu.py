@@ -10,12 +10,12 @@ from engine_runs import Case, assert_same_bits, run_in_process
 from torch import nn
 from training_runs import LIVELY, TINY, assert_same_tensors, command, final_tensors
 
-from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
-from gpipe_cli.pipeline.schedule import RECOMPUTE, SCHEDULES, build
-from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import HandOver
-from gpipe_cli.reporting.result import read_result
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, build
+from gpipe_cli.reporting.run.result import read_result
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command
 
-from gpipe_cli.pipeline.simulator import ideal_bubble
-from gpipe_cli.training import timing
+from gpipe_cli.launch import machine_timing as timing
+from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 
 PLAN = [*TINY, "batch_size=8", "micro_batches=4"]
 

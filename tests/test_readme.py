@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from gpipe_cli.cli import COMMANDS, main
-from gpipe_cli.config import TrainConfig, from_tree, to_yaml
-from gpipe_cli.typed import settings
+from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
+from gpipe_cli.config.typed import settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

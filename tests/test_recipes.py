@@ -6,12 +6,12 @@ import pytest
 from recipe_runs import HERE, compose_recipe, merged
 from training_runs import train_here
 
-from gpipe_cli.config import TrainConfig, from_tree
-from gpipe_cli.dataset_settings import TextConfig
-from gpipe_cli.model_settings import AmoebaNetConfig, ResNetConfig
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.model import AmoebaNetConfig, ResNetConfig
+from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.reproduction.recipe import FOLDER, load, names
 from gpipe_cli.reproduction.training import Training
-from gpipe_cli.training.build import build_model
 
 ROOT = Path(__file__).parent.parent
 RECIPES = names()

@@ -21,10 +21,10 @@ from gpipe_cli.commands.child import error_line, run_process
 from gpipe_cli.commands.sweep_folder import SweepFolder
 from gpipe_cli.commands.sweep_names import differences, free_folder, varied_settings
 from gpipe_cli.commands.sweep_record import SWEEP, Attempt, abandoned_runs
-from gpipe_cli.reporting.result import read_result, write_result
-from gpipe_cli.reporting.sweep_table import Run, show_table
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.reporting.tables.sweep import Run, show_table
 
-CAN_TRAIN = importlib.util.find_spec("gpipe_cli.training.processes") is not None
+CAN_TRAIN = importlib.util.find_spec("gpipe_cli.launch.training_run") is not None
 
 
 def gpipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,9 +7,9 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from gpipe_cli.commands.evaluate import evaluation
-from gpipe_cli.config import EvaluateSettings, TrainConfig, from_tree, load, to_yaml
-from gpipe_cli.dataset_settings import TextConfig
-from gpipe_cli.model_settings import TransformerLMConfig
+from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.model import TransformerLMConfig
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, from_tree, load, to_yaml
 
 
 def tree(*overrides: str, name: str = "train") -> Any:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from gpipe_cli.config import TrainConfig, from_tree, to_yaml
-from gpipe_cli.pipeline.executor import Watch
-from gpipe_cli.training.checkpoint import find_checkpoint, read_index, read_tensors
-from gpipe_cli.training.layout import make_layout
-from gpipe_cli.training.processes import find_source
-from gpipe_cli.training.run import train
-from gpipe_cli.training.team import Team
+from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.launch.training_run import find_source
+from gpipe_cli.pipeline.runtime.executor import Watch
+from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
+from gpipe_cli.training.train_loop import train
 
 # 22 samples in mini-batches of 8: two of 3 + 3 + 2 samples and one of 2 + 2 + 2 an epoch
 TINY = [

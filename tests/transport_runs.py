@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.layer_cost import BoundaryTensor
-from gpipe_cli.pipeline.links import Links
-from gpipe_cli.pipeline.schedule import build
-from gpipe_cli.pipeline.transport import PeerLostError
-from gpipe_cli.training.team import Team
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.transport import PeerLostError
+from gpipe_cli.pipeline.schedule.schedules import build
 
 CPU = torch.device("cpu")
 BOUNDARY = (

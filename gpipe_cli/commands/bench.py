@@ -11,12 +11,12 @@ from rich.console import Console
 from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_size, sweep, take_auto
 from gpipe_cli.commands.sweep_folder import SweepFolder, sweep_of
 from gpipe_cli.commands.train import perform, refuse_groups
-from gpipe_cli.config import TrainConfig, from_tree
-from gpipe_cli.reporting.bench_console import show_bench
-from gpipe_cli.reporting.bench_table import bench_status, bench_table, write_bench
-from gpipe_cli.reporting.sweep_table import Run, show_rest
-from gpipe_cli.training.work import Bench
-from gpipe_cli.typed import Within, show, typed
+from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.config.typed import Within, show, typed
+from gpipe_cli.launch.job import Bench
+from gpipe_cli.reporting.tables.bench import bench_status, bench_table, write_bench
+from gpipe_cli.reporting.tables.bench_console import show_bench
+from gpipe_cli.reporting.tables.sweep import Run, show_rest
 
 # What a measurement has no use for, and what to do instead.
 REFUSED = {

@@ -8,10 +8,10 @@ from omegaconf import DictConfig
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
-from gpipe_cli.config import TrainConfig, find_run, from_tree
-from gpipe_cli.interrupts import interruptible_import
-from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.typed import show
+from gpipe_cli.config.settings import TrainConfig, find_run, from_tree
+from gpipe_cli.config.typed import show
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.system.interrupts import interruptible_import
 
 # What a check has no use for, and what to do instead.
 REFUSED = {
@@ -52,6 +52,6 @@ def _check(config: TrainConfig) -> int:
     with run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.training.checking import run_check
+            from gpipe_cli.launch.checking import run_check
 
         return run_check(config, folder)

@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 from typing import IO
 
-from gpipe_cli.lifetime import end_with_parent
+from gpipe_cli.system.parent_death import end_with_parent
 
 GRACE_SECONDS = 3.5  # from Ctrl-C until a run that has not ended by itself is killed; a command ends within 5 s
 INTERRUPTED = 130

@@ -81,9 +81,9 @@ def _folder(given: str) -> Path:
 
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     from gpipe_cli.commands.sweep_record import abandoned_runs, runs_without_result
-    from gpipe_cli.reporting.comparison import compare
-    from gpipe_cli.reporting.comparison_report import show_comparison, to_csv, write_comparison
-    from gpipe_cli.reporting.run_record import RunRecord, find_runs, read_run
+    from gpipe_cli.reporting.compare.comparison import compare
+    from gpipe_cli.reporting.compare.report import show_comparison, to_csv, write_comparison
+    from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
     found: dict[Path, Path] = {}  # each run once, however often it is named
@@ -130,7 +130,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
 
 def _newest() -> str:
     """`; the newest runs are outputs/a, outputs/b`, if there are any."""
-    from gpipe_cli.reporting.run_record import newest_runs
+    from gpipe_cli.reporting.compare.run_record import newest_runs
 
     newest = [str(run) for run in newest_runs(OUTPUT)]
     return f"; the newest runs are {', '.join(newest)}" if newest else f"; there is no run in {OUTPUT} either"

@@ -7,8 +7,8 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
-from gpipe_cli.config import check_yaml
-from gpipe_cli.typed import one_line
+from gpipe_cli.config.settings import check_yaml
+from gpipe_cli.config.typed import one_line
 
 
 class CheckedFiles(FileConfigSource):

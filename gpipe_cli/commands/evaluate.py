@@ -7,11 +7,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size
-from gpipe_cli.config import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
-from gpipe_cli.interrupts import interruptible_import
-from gpipe_cli.model_settings import choice_of
-from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.typed import show
+from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
+from gpipe_cli.config.typed import show
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.system.interrupts import interruptible_import
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     fork_server.start()  # in a process beside this one, while this one imports torch itself
     with preparing():
         with interruptible_import():
-            from gpipe_cli.training.processes import launch  # torch comes with it
+            from gpipe_cli.launch.training_run import launch  # torch comes with it
 
         return launch(config, Path(config.run))
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from gpipe_cli.config import TrainConfig
-from gpipe_cli.files import LOCK, FolderInUseError, FolderLock, remove_partial_files
-from gpipe_cli.torchrun import leads
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.torchrun import leads
+from gpipe_cli.system.files import LOCK, FolderInUseError, FolderLock, remove_partial_files
 
 
 def make_new(path: Path) -> Path:

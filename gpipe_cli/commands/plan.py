@@ -10,11 +10,11 @@ from omegaconf import DictConfig, open_dict
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
-from gpipe_cli.config import TrainConfig, from_tree
-from gpipe_cli.interrupts import interruptible_import
-from gpipe_cli.torchrun import torchrun
-from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.typed import show, typed
+from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.config.typed import show, typed
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.system.interrupts import interruptible_import
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,6 @@ def main(arguments: Sequence[str]) -> int:
         if config.cost != "figures":
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.training.plan import plan
+            from gpipe_cli.launch.planning import plan
 
         return plan(config, auto, settings.solve, folder)

@@ -15,14 +15,14 @@ from rich.text import Text
 from gpipe_cli.commands import arranged, read
 from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
-from gpipe_cli.reporting.facts import show_facts, show_line
-from gpipe_cli.reporting.progress_bar import following
-from gpipe_cli.reporting.recipe_report import show_reproduction
+from gpipe_cli.config.typed import typed
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.reporting.run.progress_bar import following
+from gpipe_cli.reporting.run.summary import show_facts, show_line
+from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
-from gpipe_cli.torchrun import torchrun
-from gpipe_cli.typed import typed
 
 HELP = """Reproduces a table, figure or result of the GPipe paper, and prints its numbers beside ours.
 

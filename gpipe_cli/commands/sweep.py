@@ -29,11 +29,11 @@ from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.sweep_folder import SweepFolder
 from gpipe_cli.commands.sweep_names import differences, free_folder, values_of, varied_settings
 from gpipe_cli.commands.sweep_record import Attempt
-from gpipe_cli.config import TrainConfig
-from gpipe_cli.reporting.bench_table import HOPELESS, bench_status
-from gpipe_cli.reporting.result import RESULT, read_result
-from gpipe_cli.reporting.sweep_table import Run, number_of, top1
-from gpipe_cli.typed import SettingError, quoted, settings
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import SettingError, quoted, settings
+from gpipe_cli.reporting.run.result import RESULT, read_result
+from gpipe_cli.reporting.tables.bench import HOPELESS, bench_status
+from gpipe_cli.reporting.tables.sweep import Run, number_of, top1
 
 # Of a run that goes on: what its own settings do not say (they belong to one invocation of the command).
 _AGAIN = ("max_steps", "output", "dry_run")

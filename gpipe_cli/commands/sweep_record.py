@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_cli.reporting.result import read_result
-from gpipe_cli.reporting.run_record import CONFIG
+from gpipe_cli.reporting.compare.run_record import CONFIG
+from gpipe_cli.reporting.run.result import read_result
 
 SWEEP = "sweep.json"
 

@@ -9,14 +9,14 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_size, sweep, take_auto
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.sweep_folder import sweep_of
-from gpipe_cli.config import TrainConfig, find_run, from_tree, load
-from gpipe_cli.interrupts import interruptible_import
-from gpipe_cli.model_settings import choice_of
-from gpipe_cli.reporting.sweep_table import Run, show_rest, show_table
-from gpipe_cli.torchrun import leads, may_restart
-from gpipe_cli.training.fork_server import fork_server
-from gpipe_cli.training.work import Bench
-from gpipe_cli.typed import ELSEWHERE, show
+from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.settings import TrainConfig, find_run, from_tree, load
+from gpipe_cli.config.typed import ELSEWHERE, show
+from gpipe_cli.distributed.torchrun import leads, may_restart
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.launch.job import Bench
+from gpipe_cli.reporting.tables.sweep import Run, show_rest, show_table
+from gpipe_cli.system.interrupts import interruptible_import
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
 NOT_RESUMED = ("resume", "run_folder", "output", "dry_run", "max_steps")
@@ -88,7 +88,7 @@ def perform(config: TrainConfig, auto: Sequence[str], what: str = "", bench: Ben
         if not config.dry_run:
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.training.processes import launch  # torch comes with it
+            from gpipe_cli.launch.training_run import launch  # torch comes with it
 
         return launch(config, folder, auto, bench)
 
@@ -97,8 +97,8 @@ def _after_restart(config: TrainConfig) -> tuple[TrainConfig, bool]:
     """What goes on with the run that an earlier start by torchrun has left, if there was one."""
     fork_server.start()
     with interruptible_import():
-        from gpipe_cli.training.agreement import earlier_folder
-        from gpipe_cli.training.checkpoint import checkpoints_in
+        from gpipe_cli.distributed.rendezvous import earlier_folder
+        from gpipe_cli.training.checkpoint.store import checkpoints_in
 
     folder = earlier_folder()
     if folder is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.files import write_whole
+from gpipe_cli.system.files import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.data.batches import Batches, Key, Split
 from gpipe_cli.data.photographs import DECODED
-from gpipe_cli.lifetime import end_with_parent
+from gpipe_cli.system.parent_death import end_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gpipe_cli.reporting.units import rounded
+from gpipe_cli.units import rounded
 
 BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from gpipe_cli.reporting.breakdown import share_word
-from gpipe_cli.reporting.facts import speed_kind
-from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reporting.share_picture import draw_shares
-from gpipe_cli.reporting.timeline_picture import write_picture
+from gpipe_cli.reporting.plots.shares import draw_shares
+from gpipe_cli.reporting.plots.timeline import write_picture
+from gpipe_cli.reporting.run.step_breakdown import share_word
+from gpipe_cli.reporting.run.summary import speed_kind
+from gpipe_cli.reporting.tables.recipe import Column, Table
 from gpipe_cli.reporting.timeline_view import SHARES, idle
-from gpipe_cli.reporting.units import percent
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
+from gpipe_cli.units import percent
 
 _PICTURE = "breakdown.png"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from gpipe_cli.reporting.curves import same_curves
-from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reporting.run_record import RunRecord, read_run
-from gpipe_cli.reporting.units import plural
+from gpipe_cli.reporting.compare.curves import same_curves
+from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
+from gpipe_cli.reporting.tables.recipe import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.reproduction.weights import difference, digest, final_tensors
+from gpipe_cli.units import plural
 
 CURVES = "curves.png"
 DIGITS = 12  # of a digest that are shown; all of them are compared
@@ -78,7 +78,7 @@ def _train(runner: Runner, partitions: int, seed: int) -> Trained:
 
 def _as_the_first(runs: Sequence[Trained]) -> list[bool]:
     """Whether the logged losses of every step are the first run's, to the last bit."""
-    from gpipe_cli.reporting.dashboard import TRAIN_LOSS
+    from gpipe_cli.reporting.run.tensorboard import TRAIN_LOSS
 
     groups = same_curves([run.record for run in runs], TRAIN_LOSS)
     alike = next((group for group in groups if 0 in group), (0,))
@@ -86,7 +86,7 @@ def _as_the_first(runs: Sequence[Trained]) -> list[bool]:
 
 
 def _losses_note(same: Sequence[Trained], losses: Sequence[bool]) -> str:
-    from gpipe_cli.reporting.dashboard import TRAIN_LOSS
+    from gpipe_cli.reporting.run.tensorboard import TRAIN_LOSS
 
     curve = same[0].record.curves.get(TRAIN_LOSS)
     steps = len(curve.steps) if curve is not None else 0
@@ -108,9 +108,9 @@ def _weights_note(same: Sequence[Trained], weights: Sequence[Any], digests: Sequ
 
 
 def _draw(runs: Sequence[Trained], folder: Path) -> Path:
-    from gpipe_cli.reporting.curve_picture import draw_curves
-    from gpipe_cli.reporting.dashboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
-    from gpipe_cli.reporting.timeline_picture import write_picture
+    from gpipe_cli.reporting.plots.curves import draw_curves
+    from gpipe_cli.reporting.plots.timeline import write_picture
+    from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 
     write_picture(folder / CURVES, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
     return folder / CURVES

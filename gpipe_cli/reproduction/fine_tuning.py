@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from gpipe_cli.reporting.recipe_report import Column, Table
+from gpipe_cli.config.typed import quoted
+from gpipe_cli.reporting.tables.recipe import Column, Table
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
-from gpipe_cli.typed import quoted
 
 PRETRAINED, FROM_SCRATCH = "pretrained", "from_scratch"  # folders of runs
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpipe_cli.reporting.result import read_result
+from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.largest_model_tables import (
     Size,
     Trained,

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reporting.units import count, size
+from gpipe_cli.reporting.tables.recipe import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, difference, number
+from gpipe_cli.units import count, size
 
 BYTES = {"GB": 10**9, "GiB": 2**30}
 

@@ -16,13 +16,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpipe_cli.config.typed import nearest, one_line, show, typed
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.owners import key_of, owner
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
-from gpipe_cli.typed import nearest, one_line, show, typed
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 # Of the paper: its tables, section 4, section 5; beginnings of names.

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from gpipe_cli.reporting.measurement import hardware
-from gpipe_cli.reporting.recipe_report import Reproduction
-from gpipe_cli.reporting.units import plural, size
+from gpipe_cli.reporting.run.measurement import hardware
+from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction import breakdown, consistency, largest_model, throughput, training
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
@@ -20,6 +19,7 @@ from gpipe_cli.reproduction.refusal import explained
 from gpipe_cli.reproduction.runner import Findings, Gpu, Perform, Runner, last_wins, with_users
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
+from gpipe_cli.units import plural, size
 
 Scale = Literal["desk", "paper"]
 

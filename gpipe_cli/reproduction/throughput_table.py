@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reporting.units import plural
+from gpipe_cli.reporting.tables.recipe import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, difference, number
+from gpipe_cli.units import plural
 
 IMPOSSIBLE = "impossible"
 

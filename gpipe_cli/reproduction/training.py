@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpipe_cli.reporting.recipe_report import Column, Table
-from gpipe_cli.reporting.units import count, plural
+from gpipe_cli.reporting.tables.recipe import Column, Table
 from gpipe_cli.reproduction import fine_tuning
 from gpipe_cli.reproduction.fine_tuning import FineTuning
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.units import count, plural
 
 RUN = "trained"  # folder of the run
 

@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.units import plural
+from gpipe_cli.units import plural
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,2 +1,1 @@
-"""Training: from typed settings to a finished run. `run.py` tells the story of a process, `processes.py` starts
-them."""
+"""Training inside a worker: the train loop, its step, its data feed, checkpoints."""

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpipe_cli.config import TrainConfig
+from gpipe_cli.assembly.build import MEMORY_FORMATS, real_model
+from gpipe_cli.assembly.optimizer import build_optimizer
+from gpipe_cli.assembly.weight_average import WeightAverage
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.models.drop_path import set_progress
-from gpipe_cli.pipeline.executor import Executor, Watch
-from gpipe_cli.pipeline.frozen import freeze
-from gpipe_cli.pipeline.links import Links
-from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.schedule import Kind
-from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import HandOver
-from gpipe_cli.training.build import MEMORY_FORMATS, real_model
-from gpipe_cli.training.ema import WeightAverage
-from gpipe_cli.training.layout import Layout
-from gpipe_cli.training.optimizer import build_optimizer
+from gpipe_cli.pipeline.runtime.executor import Executor, Watch
+from gpipe_cli.pipeline.runtime.frozen import freeze
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import Kind
+from gpipe_cli.planner.placement import Layout
 
 
 @dataclass(frozen=True)

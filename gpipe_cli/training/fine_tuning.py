@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gpipe_cli.config import TrainConfig, load
-from gpipe_cli.dataset_settings import DatasetConfig, ImagesConfig
-from gpipe_cli.model_settings import CustomConfig
-from gpipe_cli.reporting.units import count, plural
-from gpipe_cli.training.build import build_model
-from gpipe_cli.training.checkpoint import (
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.assembly.classifier import classifier_of
+from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig
+from gpipe_cli.config.model import CustomConfig
+from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.planner.placement import Layout
+from gpipe_cli.training.checkpoint.restore import DTYPES
+from gpipe_cli.training.checkpoint.same_model import OtherModelError, Shapes, refuse_other_shapes
+from gpipe_cli.training.checkpoint.store import (
     DamagedError,
     check_files,
     find_checkpoint,
@@ -26,11 +29,8 @@ from gpipe_cli.training.checkpoint import (
     read_tensors,
     select,
 )
-from gpipe_cli.training.classifier import classifier_of
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.layout import Layout
-from gpipe_cli.training.restore import DTYPES
-from gpipe_cli.training.same_model import OtherModelError, Shapes, refuse_other_shapes
+from gpipe_cli.units import count, plural
 
 Facts = tuple[tuple[str, str], ...]  # of the banner: label, fact
 

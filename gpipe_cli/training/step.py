@@ -10,20 +10,20 @@ from functools import lru_cache
 
 import torch
 
-from gpipe_cli.config import TrainConfig
-from gpipe_cli.pipeline.memory_layout import in_layout
-from gpipe_cli.pipeline.micro_batch import Tensors, micro_batch_sizes
-from gpipe_cli.pipeline.recording import MARKS, Recording, room
-from gpipe_cli.pipeline.schedule import Schedule, forward_only
+from gpipe_cli.assembly.loss import CrossEntropy, Totals
+from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.control_group import Gathered, Team, gradient_norm
+from gpipe_cli.launch.job import Awaited
+from gpipe_cli.pipeline.runtime.memory_layout import in_layout
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
+from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
+from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.plan import checked_schedule
+from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
+from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.inputs import Reading
-from gpipe_cli.training.layout import Layout
-from gpipe_cli.training.loss import CrossEntropy, Totals
-from gpipe_cli.training.optimizer import gradients_of, set_learning_rate
-from gpipe_cli.training.planning import checked_schedule
-from gpipe_cli.training.process_memory import library_bytes, peak_memory_bytes
-from gpipe_cli.training.team import Gathered, Team, gradient_norm
-from gpipe_cli.training.work import Awaited
 
 _SUMS = 5  # elements, loss, cross entropy, top-1, top-5
 _OF_A_STAGE = 4  # peak memory, counted bytes of activations, bytes of libraries, share of computing time without a core

@@ -32,12 +32,12 @@ from runs import command_line
 
 from gpipe_cli.__main__ import main as gpipe
 from gpipe_cli.cli import COMMANDS
-from gpipe_cli.config import TrainConfig
-from gpipe_cli.dataset_settings import ImagesConfig
-from gpipe_cli.files import FolderLock
-from gpipe_cli.model_settings import AmoebaNetConfig
-from gpipe_cli.optimizer_settings import PaperLearningRateConfig, RMSPropConfig
-from gpipe_cli.typed import Within, settings
+from gpipe_cli.config.dataset import ImagesConfig
+from gpipe_cli.config.model import AmoebaNetConfig
+from gpipe_cli.config.optimizer import PaperLearningRateConfig, RMSPropConfig
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import Within, settings
+from gpipe_cli.system.files import FolderLock
 
 SECONDS = 40.0  # for one command line; a machine may be busy
 GRACE_SECONDS = 3.0  # for what a command has started to end with it
@@ -549,10 +549,10 @@ def main(count: int, seed: int, given: list[str], show: bool) -> int:
     sys.path.append(".")  # where custom models are looked for
     import gpipe_cli.commands.compare
     import gpipe_cli.commands.reproduce
-    import gpipe_cli.reporting.comparison_report
-    import gpipe_cli.training.checking
-    import gpipe_cli.training.processes
-    import gpipe_cli.training.worker  # noqa: F401
+    import gpipe_cli.launch.checking
+    import gpipe_cli.launch.training_run
+    import gpipe_cli.launch.worker
+    import gpipe_cli.reporting.compare.report  # noqa: F401
 
     began, counts, faults = time.monotonic(), Counter[str](), []
     folder = tempfile.mkdtemp()  # not TemporaryDirectory, which every child would clear away at its end

@@ -31,10 +31,10 @@ from random import Random
 import torch
 from runs import command_line
 
-from gpipe_cli.reporting.curves import read_curves
-from gpipe_cli.reporting.measurement import hardware, versions
-from gpipe_cli.reporting.result import read_result
-from gpipe_cli.training.checkpoint import checkpoints_in, find_checkpoint, read_index, read_tensors
+from gpipe_cli.reporting.compare.curves import read_curves
+from gpipe_cli.reporting.run.measurement import hardware, versions
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index, read_tensors
 
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
 CURVES = ("train/", "test/", "learning_rate", "gradient_norm")

@@ -15,16 +15,16 @@ import torch
 from hydra import compose, initialize_config_module
 from runs import command_line
 
-from gpipe_cli.config import TrainConfig, from_tree
-from gpipe_cli.pipeline.breakdown import breakdown
-from gpipe_cli.pipeline.micro_batch import micro_batch_sizes
-from gpipe_cli.pipeline.recording import measured_timeline
-from gpipe_cli.pipeline.schedule import Schedule
-from gpipe_cli.training.build import build_model
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.assembly.loss import CrossEntropy
+from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.recording import measured_timeline
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.schedules import Schedule
+from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.plan import checked_schedule
 from gpipe_cli.training.engine import build_engine
-from gpipe_cli.training.layout import make_layout
-from gpipe_cli.training.loss import CrossEntropy
-from gpipe_cli.training.planning import checked_schedule
 
 
 class Silent:

@@ -26,7 +26,7 @@ they do not.
 * gpipe-*: `gpipe_cli.pipeline`, one process per stage over Gloo; gpipe-K1: one partition in one process.
 
 What helps everyone is given to everyone: the model's fast 1x1 convolutions (`models/initialization.py`), and that glibc
-keeps freed memory, which `gpipe train` asks it for (`training/worker.py`). With `--allocator shipped` only gpipe-* do
+keeps freed memory, which `gpipe train` asks it for (`launch/worker.py`). With `--allocator shipped` only gpipe-* do
 the latter, as each program comes.
 
 Rounds are interleaved, A B C A B C ..., each contestant with new processes every time, so that a slow minute of the
@@ -63,21 +63,22 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_cli.assembly.loss import CrossEntropy
+from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
+from gpipe_cli.config.optimizer import RMSPropConfig
+from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.optimizer_settings import RMSPropConfig
-from gpipe_cli.pipeline import layer_cost, schedule, tracing
-from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.links import Links
-from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.micro_batch import Tensors, as_value, micro_batch_sizes
-from gpipe_cli.pipeline.partition import check_balance, partition
-from gpipe_cli.pipeline.schedule import Action, Kind
-from gpipe_cli.pipeline.stage import Stage
-from gpipe_cli.pipeline.transport import Gradients, HandOver, Transport
-from gpipe_cli.training.layout import usable_cores
-from gpipe_cli.training.loss import CrossEntropy
-from gpipe_cli.training.optimizer import build_optimizer, set_learning_rate
-from gpipe_cli.training.worker import keep_freed_memory
+from gpipe_cli.pipeline.profile import layer_cost, tracing
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_value, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import Gradients, HandOver, Transport
+from gpipe_cli.pipeline.schedule.partition import check_balance, partition
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
+from gpipe_cli.planner.placement import usable_cores
 
 CPU = torch.device("cpu")
 CLASSES, SEED, LEARNING_RATE, WARM_UP, TIMEOUT_SECONDS = 10, 0, 1e-4, 2, 600
@@ -424,7 +425,7 @@ def _compete(contestant: Contestant, settings: Settings, process: int, meeting: 
 def hold(contestant: Contestant, settings: Settings) -> list[Measured]:
     """One round of one contestant, in processes that end with it. Raises RuntimeError with what went wrong there."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "gpipe_cli.training.worker"])
+    context.set_forkserver_preload(["torch.distributed.pipelining", "gpipe_cli.launch.worker"])
     with tempfile.TemporaryDirectory(prefix="side_by_side_") as folder:
         processes, connections = [], []
         for process in range(contestant.processes):

@@ -9,9 +9,9 @@ import torch
 from engine_runs import Case, Pool, assert_same_bits, run_in_process, tricky_model
 from frozen_runs import run_frozen
 
-from gpipe_cli.pipeline.frozen import Frozen
-from gpipe_cli.pipeline.materialize import materialize
-from gpipe_cli.pipeline.schedule import RECOMPUTE, SCHEDULES
+from gpipe_cli.pipeline.runtime.frozen import Frozen
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES
 
 
 @pytest.fixture(scope="module")

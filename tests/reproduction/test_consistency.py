@@ -6,7 +6,7 @@ import pytest
 import torch
 from recipe_runs import TINY, column, merged, real_runner
 
-from gpipe_cli.reporting.run_record import read_run
+from gpipe_cli.reporting.compare.run_record import read_run
 from gpipe_cli.reproduction import consistency
 from gpipe_cli.reproduction.consistency import CURVES, DIGITS, Consistency, Trained, reproduce
 from gpipe_cli.reproduction.recipe import load

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reproduction_runs import Answer, runner, shares_of_a_step
 
-from gpipe_cli.reporting.recipe_report import Reproduction
+from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.numbers import changing
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.refusal import explained

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reproduction_runs import cells, runner
 
-from gpipe_cli.pipeline.simulator import ideal_bubble
+from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.throughput_table import Model, Row

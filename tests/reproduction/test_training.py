@@ -11,14 +11,14 @@ from recipe_runs import HERE, TINY, column, merged, real_runner
 from reproduction_runs import runner as answering
 from training_runs import command
 
-from gpipe_cli.reporting.result import read_result
-from gpipe_cli.reporting.units import count
+from gpipe_cli.config.typed import typed
+from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.fine_tuning import FineTuning
 from gpipe_cli.reproduction.numbers import difference, number, percents
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import Findings
 from gpipe_cli.reproduction.training import RUN, Classification, Size, Training, Translation, reproduce
-from gpipe_cli.typed import typed
+from gpipe_cli.units import count
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
 COUNTED = ("dataset=synthetic_images", "model.normal_cells=3", "model.filters=16")

@@ -27,10 +27,10 @@ from training_runs import (
     workers_of,
 )
 
-from gpipe_cli.pipeline.executor import ActionFailedError
-from gpipe_cli.reporting.result import read_result
-from gpipe_cli.training import run
-from gpipe_cli.training.fork_server import fork_server, temporary_folder
+from gpipe_cli.launch.fork_server import fork_server, temporary_folder
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training import train_loop as run
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
 ENDLESS = [*TINY, "epochs=10000", "partitions=3", "executor=distributed", "checkpoint.every_steps=1"]

@@ -7,16 +7,16 @@ import pytest
 import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
-from gpipe_cli.config import TrainConfig
-from gpipe_cli.reporting.result import read_result
-from gpipe_cli.training.build import build_model
-from gpipe_cli.training.checkpoint import find_checkpoint, read_index
-from gpipe_cli.training.classifier import classifier_of
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.assembly.classifier import classifier_of
+from gpipe_cli.assembly.freezing import find_frozen
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training.checkpoint.restore import state_of_stage
+from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.fine_tuning import find_weights, fine_tune, frozen_facts
-from gpipe_cli.training.freezing import find_frozen
-from gpipe_cli.training.layout import make_layout
-from gpipe_cli.training.restore import state_of_stage
 
 DIGITS = [
     "model.normal_cells=3", "model.filters=4", "model.drop_path=0.3", "dataset.image_size=16", "batch_size=8",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from training_runs import command, configure, train_here
 
-from gpipe_cli.training.shapes import refuse_single_samples
+from gpipe_cli.planner.model_profile import refuse_single_samples
 
 DATA = [
     "dataset=synthetic_images", "dataset.image_size=8", "dataset.num_classes=4", "dataset.test_samples=4",

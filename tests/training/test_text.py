@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
 
-from gpipe_cli.reporting.result import read_result
+from gpipe_cli.reporting.run.result import read_result
 
 COMMON = [
     "~presets",

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed import TCPStore
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
-from gpipe_cli.reporting.result import read_result
-from gpipe_cli.training.agreement import store
+from gpipe_cli.distributed.rendezvous import store
+from gpipe_cli.reporting.run.result import read_result
 
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=2",
             "epochs=2", "ema_decay=0.9", "checkpoint.every_steps=2"]  # fmt: skip

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from training_runs import TINY, command
 
 from gpipe_cli.data.text import open_text
-from gpipe_cli.reporting.result import read_result
+from gpipe_cli.reporting.run.result import read_result
 
 TEXT = [
     "~presets", "model=transformer_lm", "dataset=text_files", "model.layers=1", "model.width=8", "model.hidden=8",

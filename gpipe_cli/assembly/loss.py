@@ -1,0 +1,115 @@
+"""What the last stage computes from the model's outputs: the loss that is minimised, and what is counted on the way.
+
+A micro-batch's loss is a sum over its elements (images, or tokens) divided by the *mini-batch's* number of elements.
+Uneven micro-batches and padding then weigh exactly as in one big batch, the gradients need no scaling afterwards, and
+the denominator is known before the first action. Averages of averages, as peers take them, are wrong as soon as two
+micro-batches differ in size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, split
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over elements, so that they add up over micro-batches and mini-batches in any grouping."""
+
+    elements: int  # images; or tokens that were to be predicted, without padding
+    loss: float
+    cross_entropy: float
+    top1: float
+    top5: float  # images only
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.elements + other.elements,
+            self.loss + other.loss,
+            self.cross_entropy + other.cross_entropy,
+            self.top1 + other.top1,
+            self.top5 + other.top5,
+        )
+
+    @property
+    def means(self) -> tuple[float, float, float, float]:
+        """Loss, cross-entropy, top-1 and top-5 of an element."""
+        n = self.elements
+        return self.loss / n, self.cross_entropy / n, self.top1 / n, self.top5 / n
+
+
+class CrossEntropy:
+    """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits if there
+    are.
+
+    `targets` are the classes (N,) of the mini-batch, or its tokens (N, T) with IGNORED where there is nothing to
+    predict; logits have the classes behind those dimensions. `sizes` are its micro-batches. Smoothing spreads over all
+    classes, as TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
+    `device` is where the logits will be.
+    """
+
+    def __init__(
+        self,
+        targets: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        label_smoothing: float,
+        auxiliary_weight: float,
+        device: torch.device | None = None,
+    ) -> None:
+        self._elements = targets.numel() - int((targets == IGNORED).sum())  # before they go to a GPU: no wait for it
+        self._targets = split(targets.to(device, non_blocking=True), sizes)
+        self._ranks = 1 if targets.ndim > 1 else 5  # nobody asks for the five best tokens
+        self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
+        self._counted: list[torch.Tensor] = []
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        targets = self._targets[micro_batch]
+        return _weighted(outputs, targets, self._smoothing, self._auxiliary_weight) / self._elements
+
+    @torch.no_grad()
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        logits, targets = outputs[0], self._targets[micro_batch]
+        best = logits.topk(min(self._ranks, logits.shape[-1]), dim=-1).indices == targets[..., None]
+        total = loss.double() * self._elements
+        plain = _summed(logits, targets, 0.0).double() if self._smoothing or len(outputs) > 1 else total
+        # stays on the device: reading it here would make the pipeline wait for this micro-batch
+        self._counted.append(torch.stack([total, plain, best[..., 0].sum().double(), best.sum().double()]))
+
+    def totals(self) -> Totals:
+        """Read the sums over the mini-batch; on a GPU this waits for it."""
+        rows = torch.stack(self._counted).cpu().tolist()
+        loss, plain, top1, top5 = (sum(column) for column in zip(*rows, strict=True))
+        return Totals(self._elements, loss, plain, top1, top5)
+
+
+def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[[Tensors], torch.Tensor]:
+    """The loss of logits on the meta device, for who wants to know what it costs."""
+
+    def loss(outputs: Tensors) -> torch.Tensor:
+        targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device="meta")
+        return _weighted(outputs, targets, label_smoothing, auxiliary_weight) / max(1, targets.numel())
+
+    return loss
+
+
+def _weighted(outputs: Tensors, targets: torch.Tensor, smoothing: float, auxiliary_weight: float) -> torch.Tensor:
+    logits, *auxiliary = outputs
+    loss = _summed(logits, targets, smoothing)
+    for other in auxiliary:
+        loss = loss + auxiliary_weight * _summed(other, targets, smoothing)
+    return loss
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    return F.cross_entropy(
+        logits.float().flatten(0, -2),
+        targets.flatten(),
+        label_smoothing=smoothing,
+        reduction="sum",
+        ignore_index=IGNORED,
+    )

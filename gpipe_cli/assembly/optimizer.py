@@ -1,0 +1,116 @@
+"""The optimizer of each stage, and its state under parameter names.
+
+TensorFlow's RMSProp, which AmoebaNet is trained with, is not torch's: epsilon stands under the root, the squared
+average starts at one, and the learning rate enters the momentum buffer. With AmoebaNet's epsilon of 1.0 these are two
+different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import nn
+
+from gpipe_cli.config.optimizer import AdafactorConfig, AdamConfig, OptimizerConfig, RMSPropConfig, SGDConfig
+
+Named = Mapping[str, nn.Parameter]
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
+    """The optimizer of one stage; None if nothing of it can be trained.
+
+    The L2 penalty is added to the gradient, and spares biases and batch norm (all that is a vector), as the reference's
+    regularizer sits on convolution and dense kernels only.
+    """
+    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    if not trainable:
+        return None
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    match config:  # the learning rate is set before every step
+        case RMSPropConfig():
+            from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm brings torchvision: seconds that others save
+
+            made: torch.optim.Optimizer = RMSpropTF(
+                groups, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
+            )
+            return made
+        case SGDConfig():
+            return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, nesterov=config.nesterov)
+        case AdamConfig():
+            kind = torch.optim.AdamW if config.decoupled else torch.optim.Adam
+            return kind(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon)
+        case AdafactorConfig():
+            # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
+            return torch.optim.Adafactor(groups, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer | None, parameters: Named) -> dict[str, torch.Tensor]:
+    """`parameter name/key` -> tensor. torch keys state by position, which means nothing once the cut is another one."""
+    if optimizer is None:
+        return {}
+    return {
+        f"{name}/{key}": torch.as_tensor(value)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None  # SGD without momentum
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer | None, parameters: Named, saved: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_state` gave; a parameter without saved state starts fresh, a frozen one has none."""
+    if optimizer is None:
+        return
+    keys: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in saved.items():
+        name, _, key = path.rpartition("/")
+        keys.setdefault(name, {})[key] = tensor
+    for name, parameter in parameters.items():
+        if name not in keys or not parameter.requires_grad:
+            continue
+        state = optimizer.state[parameter]
+        for key, tensor in keys[name].items():
+            if tensor.dim() == 0:
+                # a step count: torch keeps it as a tensor on the CPU, older timm as a plain number
+                state[key] = tensor.clone()
+            elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
+                state[key] = tensor.to(parameter.device, copy=True)
+            else:
+                state[key] = torch.empty_like(parameter).copy_(tensor)
+
+
+def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
+    """The bytes of what the optimizer keeps for these parameters from its first step on; nothing is allocated."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(tensor.nbytes for p in trained for tensor in state_of(config, tuple(p.shape), p.dtype).values())
+
+
+@cache
+def state_of(config: OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """What the optimizer keeps for a parameter from its first step on, by key; tensors without values."""
+    if isinstance(config, AdafactorConfig):
+        # its step reads values, so it cannot be made without them: one vector per dimension that is factored
+        factored = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+        moments = factored if len(shape) > 1 else {"variance": shape}
+        state = {key: torch.empty(of, dtype=dtype, device="meta") for key, of in moments.items()}
+        return {"step": torch.empty((), device="meta"), **state}
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = build_optimizer(config, {"": parameter})
+    assert optimizer is not None
+    optimizer.step()
+    return {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

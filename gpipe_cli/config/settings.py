@@ -1,0 +1,330 @@
+"""The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
+
+The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Hydra's tree becomes dataclasses
+in this file and nowhere else, so that nothing below ever asks whether a key exists. No torch here: `--help` and
+`--cfg job` must answer at once.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig, TextConfig
+from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.model import (
+    AmoebaNetConfig,
+    CustomConfig,
+    ModelConfig,
+    ResNetConfig,
+    TimmConfig,
+    TransformerLMConfig,
+    TransformerNMTConfig,
+)
+from gpipe_cli.config.optimizer import LearningRateConfig, OptimizerConfig
+from gpipe_cli.config.typed import Count, NotNegative, Share, Within, one_line, show, typed
+from gpipe_cli.system.files import regular_size
+
+T = TypeVar("T")
+
+TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
+
+Task = Literal["classification", "language_model", "translation"]
+Executor = Literal["auto", "in_process", "distributed"]
+Device = Literal["auto", "cpu", "cuda"]
+MemoryFormat = Literal["auto", "contiguous", "channels_last"]
+Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
+MicroBatches = Annotated[int, Within(1, 100_000)]
+BatchSize = Annotated[int, Within(1, 10_000_000)]
+Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
+DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
+TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
+MOST_BYTES = 1_000_000  # of a configuration file
+MOST_NODES = 10_000  # of a configuration file; ours have a hundred
+MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionConfig:
+    balance: tuple[Partitions, ...] | None  # layers of each partition; what fits is checked against the model's layers
+    costs: tuple[NotNegative, ...] | None = None  # of each layer, relative to each other (the paper's c_i)
+
+    def __post_init__(self) -> None:
+        if self.costs is not None and not any(self.costs):
+            raise ValueError(f"partition.costs={show(self.costs)}: at least one must be above 0; use null for our own")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    every_epochs: Annotated[int, Within(0, 10**9)]
+    every_steps: Annotated[int, Within(0, 10**9)]
+    keep: Count
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """What `gpipe train` was told. `conf/train.yaml` explains every setting.
+
+    Raises:
+        ValueError: a setting is out of range, or two do not fit each other; one line that says how to mend it.
+    """
+
+    partitions: Partitions  # K
+    micro_batches: MicroBatches  # M
+    schedule: Literal["gpipe", "1f1b"]
+    recompute: Literal["always", "except_last", "never", "auto"]
+    executor: Executor
+    partition: PartitionConfig
+    preset: str | None
+    batch_size: BatchSize | None  # N, the whole mini-batch
+    batch_tokens: Count | None  # in its place, for text
+    epochs: Count
+    max_steps: Count | None
+    seed: Annotated[int, Within(0, 2**32 - 1)]
+    gradient_clipping: NotNegative  # 0: off
+    label_smoothing: Share
+    ema_decay: Share  # 0: off
+    init_from: str | None
+    init_head: Literal["auto", "keep", "new"]
+    freeze: tuple[str, ...] | None  # shell patterns; which names there are is checked against the model
+    evaluate_every_epochs: Count
+    check_layers: bool
+    device: Device
+    memory_format: MemoryFormat
+    threads: Threads | None
+    data_workers: DataWorkers | None
+    timeout_seconds: TimeoutSeconds
+    output: str
+    run_folder: str | None
+    resume: str | None
+    dry_run: bool
+    cost: Literal["figures", "measured", "measured_anew"]
+    checkpoint: CheckpointConfig
+    hardware: HardwareConfig
+    model: ModelConfig
+    dataset: DatasetConfig
+    optimizer: OptimizerConfig
+    learning_rate: LearningRateConfig
+
+    def __post_init__(self) -> None:
+        self._check_task()
+        self._check_fine_tuning()
+        if self.partition.costs is not None and self.cost != "figures":
+            raise ValueError(
+                f"partition.costs={show(self.partition.costs)}: cost={self.cost} times the layers; leave one of the "
+                "two out"
+            )
+        if self.batch_size is not None and self.micro_batches > self.batch_size:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: a mini-batch has only batch_size={self.batch_size} samples; "
+                f"use micro_batches={self.batch_size} or fewer, or batch_size={self.micro_batches} or more"
+            )
+        if (actions := 3 * self.partitions * self.micro_batches) > MOST_ACTIONS:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: with partitions={self.partitions} a step has {actions} actions, "
+                f"more than {MOST_ACTIONS}; use micro_batches={MOST_ACTIONS // 3 // self.partitions} or fewer"
+            )
+
+    def _check_fine_tuning(self) -> None:
+        """Raises ValueError for a setting that means nothing without `init_from`."""
+        if self.init_from is not None:
+            return
+        if self.init_head != "auto":
+            raise ValueError(f"init_head={self.init_head}: no weights are taken, as init_from=null; give init_from=...")
+        has_weights = isinstance(self.model, TimmConfig) and (self.model.pretrained or self.model.weights is not None)
+        if TAKEN in (self.freeze or ()) and not has_weights:
+            raise ValueError(
+                f"freeze={show(self.freeze)}: nothing is taken, as init_from=null; give init_from=..., or name layers"
+            )
+
+    @property
+    def task(self) -> Task:
+        """What is learned: the model and the data set agree on it."""
+        if isinstance(self.dataset, ImagesConfig):
+            return "classification"
+        if isinstance(self.model, TransformerNMTConfig) or self.dataset.name in ("cldr", "parallel_text"):
+            return "translation"
+        return "language_model"
+
+    def _check_task(self) -> None:
+        """Raises ValueError if the model cannot learn from the data set."""
+        given = f"model={self.model.name}: "
+        name = f"dataset={self.dataset.name}"
+        match self.model, self.dataset:
+            case ((AmoebaNetConfig() | ResNetConfig() | TimmConfig()), TextConfig()):
+                better = "transformer_nmt" if self.dataset.name in ("cldr", "parallel_text") else "transformer_lm"
+                raise ValueError(f"{given}takes images, and {name} is text; use model={better}")
+            case ((TransformerLMConfig() | TransformerNMTConfig()), ImagesConfig()):
+                better = "python_docs" if isinstance(self.model, TransformerLMConfig) else "cldr"
+                raise ValueError(f"{given}takes text, and {name} has images; use dataset={better}")
+            case TransformerLMConfig(), TextConfig(name="cldr" | "parallel_text"):
+                raise ValueError(f"{given}continues text, and {name} has pairs; use model=transformer_nmt")
+            case TransformerNMTConfig(), TextConfig(name="python_docs" | "text_files"):
+                raise ValueError(
+                    f"{given}translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
+                )
+        if self.batch_tokens is not None and self.task == "classification":
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens}: images have no tokens; leave it out and use batch_size"
+            )
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            both = "both are given" if self.batch_size else "neither is given"
+            remedy = "batch_tokens=null or batch_size=null" if self.batch_size else "batch_size=32"
+            raise ValueError(
+                f"batch_size={show(self.batch_size)}, batch_tokens={show(self.batch_tokens)}: {both}, and one of them "
+                f"says how large a mini-batch is; add {remedy}"
+            )
+        if self.batch_tokens is not None and self.dataset.drop_last:
+            raise ValueError(
+                f"dataset.drop_last=true: mini-batches of batch_tokens={self.batch_tokens} differ in size, and none is "
+                "short; leave it out"
+            )
+        if self.batch_tokens is not None and self.learning_rate.name == "paper":
+            raise ValueError(
+                f"learning_rate=paper: is so much per sample, and batch_tokens={self.batch_tokens} counts tokens; "
+                "use learning_rate=inverse_sqrt"
+            )
+        if self.task != "classification" and isinstance(self.model, CustomConfig) and self.model.length is None:
+            raise ValueError("model.length=null: text needs the most tokens of a sequence; give model.length=...")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How a test set is translated."""
+
+    beam: Annotated[int, Within(1, 1000)]
+    sentences: Annotated[int, Within(0, 10**9)] | None
+    length_penalty: Annotated[float, Within(-100, 100)]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateConfig:
+    """What `gpipe evaluate` was told: `training` is the run's own configuration with the given settings replaced."""
+
+    run: str
+    checkpoint: Literal["best", "last"]
+    decode: DecodeConfig
+    training: TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetPlace:
+    root: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateSettings:
+    """The keys of `conf/evaluate.yaml`; None: as the run was trained."""
+
+    run: str
+    checkpoint: Literal["best", "last"]
+    decode: DecodeConfig
+    partitions: Partitions | None
+    micro_batches: MicroBatches | None
+    batch_size: BatchSize | None
+    batch_tokens: Count | None
+    executor: Executor | None
+    device: Device | None
+    memory_format: MemoryFormat | None
+    threads: Threads | None
+    data_workers: DataWorkers | None
+    timeout_seconds: TimeoutSeconds | None
+    partition: PartitionConfig
+    dataset: DatasetPlace
+    output: str
+
+
+def from_tree(kind: type[T], tree: DictConfig) -> T:
+    """Turns Hydra's tree into the dataclass `kind`, at every level.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
+    """
+    try:
+        values = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"configuration: {one_line(error)}") from error
+    return typed(kind, values)
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as YAML, every setting with its value; `load` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def check_yaml(file: Path) -> None:
+    """Raises ValueError, one line, for a file that cannot be read as YAML, or that becomes too large by its aliases: a
+    few lines of them can stand for more than a machine holds."""
+
+    def nodes(node: yaml.Node) -> int:
+        if node not in known:
+            pairs = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for pair in pairs for part in (pair if isinstance(pair, tuple) else (pair,))]
+            known[node] = 1 + sum(map(nodes, parts))
+        return known[node]
+
+    known: dict[yaml.Node, int] = {}
+    try:
+        if regular_size(file) > MOST_BYTES:
+            raise ValueError(f"{file}: is longer than {MOST_BYTES} bytes, which no configuration is")
+        root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+        count = 0 if root is None else nodes(root)
+    except RecursionError as error:
+        raise ValueError(f"{file}: is nested too deeply; no setting is deeper than four levels") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is not written in UTF-8 ({error.reason}); convert it") from error
+    if count > MOST_NODES:
+        raise ValueError(f"{file}: stands for {count} values by its aliases, more than {MOST_NODES}; write fewer")
+
+
+def load(path: Path) -> TrainConfig:
+    """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
+
+    Raises:
+        ValueError: the file is not there, is not YAML, or holds settings that this version does not know.
+    """
+    file = path / "config.yaml" if path.is_dir() else path
+    with suppress(OSError, yaml.YAMLError):  # it is read again below
+        check_yaml(file)
+    try:
+        tree = OmegaConf.load(file)
+        assert isinstance(tree, DictConfig)
+        # runs from before there were these settings: what they did, but that their layers are checked when they go on
+        older = OmegaConf.create({"cost": "figures", "hardware": asdict(load_hardware("auto")), "check_layers": True})
+        complete = OmegaConf.merge(older, tree)
+        assert isinstance(complete, DictConfig)
+        return from_tree(TrainConfig, complete)
+    except (OSError, AssertionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
+
+
+def load_hardware(name: str) -> HardwareConfig:
+    """The figures in `conf/hardware/<name>.yaml`."""
+    text = resources.files("gpipe_cli.conf").joinpath("hardware", f"{name}.yaml").read_text(encoding="utf-8")
+    tree = OmegaConf.create(text)
+    assert isinstance(tree, DictConfig)
+    return from_tree(HardwareConfig, tree)
+
+
+def find_run(key: str, run: str, output: str) -> Path:
+    """The folder of a run, given as setting `key`.
+
+    Raises:
+        ValueError: there is no run in that folder; the line names the newest ones below `output`.
+    """
+    folder = Path(run)
+    if (folder / "config.yaml").is_file():
+        return folder
+    # Runs lie in the output folder, those of a sweep one level deeper.
+    below = list(folder.glob("*/config.yaml")) if run else []
+    found = below or [file for depth in ("*", "*/*") for file in Path(output).glob(f"{depth}/config.yaml")]
+    newest = [str(file.parent) for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)[:3]]
+    remedy = f"the newest runs {'in it ' if below else ''}are {', '.join(newest)}"
+    if not newest:
+        remedy = f"there is no run in {output} either"
+    raise ValueError(f"{key}={run}: no run there (looked for {folder / 'config.yaml'}); {remedy}")

@@ -1,0 +1,120 @@
+"""What the processes of one run tell each other outside the pipeline: a few numbers per step, over the CPU.
+
+One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
+Alone in a process there is nobody to ask, and the same calls answer at once.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpipe_cli.launch.job import Awaited
+from gpipe_cli.pipeline.runtime.transport import PeerLostError
+
+Waits = Callable[[Awaited], AbstractContextManager[object]]
+
+
+class Gathered:
+    """A gather that may still be on its way."""
+
+    def __init__(self, parts: list[torch.Tensor], work: dist.Work | None, waits: Waits) -> None:
+        self._parts, self._work, self._waits = parts, work, waits
+
+    def wait(self) -> list[torch.Tensor]:
+        """One vector of each process, in the order of the stages."""
+        if self._work is not None:
+            with _lost_peers(), self._waits(Awaited.PROCESS):
+                self._work.wait()
+            self._work = None
+        return self._parts
+
+
+class Team:
+    """The processes of a run. `group` is a Gloo group of all of them, or None for a process on its own.
+
+    Inside of `waits` this process waits.
+    """
+
+    def __init__(
+        self, rank: int, size: int, group: dist.ProcessGroup | None = None, waits: Waits = nullcontext
+    ) -> None:
+        assert (group is None) == (size == 1)
+        self.rank, self.size, self.waits, self._group = rank, size, waits, group
+        self.clock_offset_seconds = self._clock_offset()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for the run: it reports, and completes checkpoints."""
+        return self.rank == 0
+
+    def gather(self, vector: torch.Tensor) -> Gathered:
+        """Begin to collect one float64 vector, of the same length everywhere, from every process to every process."""
+        if self._group is None:
+            return Gathered([vector], None, self.waits)
+        parts = [torch.empty_like(vector) for _ in range(self.size)]
+        with _lost_peers():
+            return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True), self.waits)
+
+    def collect(self, value: Any) -> list[Any]:
+        """One small object of each process, everywhere; waits for all of them."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with _lost_peers(), self.waits(Awaited.PROCESS):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        if self._group is not None:
+            with _lost_peers(), self.waits(Awaited.PROCESS):
+                dist.barrier(group=self._group)
+
+    def _clock_offset(self) -> float:
+        """By how much this process's monotonic clock is ahead of process 0's: nothing on the same machine.
+
+        On another one it is what their looks at the clock after a barrier differ by: to a fraction of a millisecond,
+        enough to draw both in one timeline.
+        """
+        if len(set(self.collect(_boot()))) == 1:
+            return 0.0
+        differences = []
+        for _ in range(9):
+            self.barrier()
+            seen = self.collect(time.perf_counter())
+            differences.append(seen[self.rank] - seen[0])
+        return median(differences)
+
+
+def _boot() -> str:
+    """Names the clock: the start of a machine that it counts from."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:  # not Linux: several machines are told apart by nothing else, so they count as one
+        return ""
+
+
+@contextmanager
+def _lost_peers() -> Iterator[None]:
+    """What Gloo raises as a plain RuntimeError: a consequence of another process's failure, to be told from a cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"another process of the run is gone or silent: {error}") from error
+
+
+def gradient_norm(parts: Sequence[torch.Tensor]) -> float:
+    """The global norm from the norms of all parameters in global order: one order of summation, whatever the cut.
+
+    `parts` are the float64 norms of each process's parameters, in the order of the stages.
+    """
+    total = 0.0
+    for part in parts:
+        for norm in part.tolist():
+            total += norm * norm
+    return float(total**0.5)

@@ -1,0 +1,112 @@
+"""What the processes that torchrun has started agree on before they are connected: process 0 decides for all.
+
+They may have been started in different folders and on different machines; they meet at torchrun's store of keys and
+values. It lives as long as torchrun: when a process has failed and all are started again, what the dead ones have left
+there must not be taken for this start's. (TORCHELASTIC_RESTART_COUNT cannot tell: each machine counts its own
+failures.)
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, meeting_place, torchrun
+
+_FOLDER = "gpipe/run_folder"
+_START = "gpipe/start"
+_PATIENCE = timedelta(minutes=15)  # for the slowest process to import its libraries
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a run writes to and what it goes on from."""
+
+    folder: Path
+    resume: str | None  # as the setting
+    source: Path | None  # the checkpoint that the weights come from
+    start: str = ""  # under torchrun: names this start of all processes
+
+
+def earlier_folder() -> Path | None:
+    """The run folder of an earlier start by the same torchrun, if there was one; asked in process 0."""
+    if not may_restart() or not store().check([_FOLDER]):
+        return None
+    return Path(json.loads(store().get(_FOLDER)))
+
+
+def agree(decide: Callable[[], Decision]) -> Decision:
+    """What process 0 decides, with absolute paths; the others wait for it. The next start will find its run folder.
+
+    Raises ConnectionError or TimeoutError, one line, if a process does not come.
+    """
+    started = torchrun()
+    if not leads():
+        assert started is not None
+        return _hear(started)
+    decision = decide()
+    if may_restart():
+        store().set(_FOLDER, json.dumps(str(decision.folder.absolute())))
+    return decision if started is None else _tell(started, decision)
+
+
+def _tell(started: Torchrun, decision: Decision) -> Decision:
+    paths = decision.folder, decision.resume, decision.source
+    told = json.dumps([None if path is None else str(Path(path).absolute()) for path in paths])
+    meeting, start = store(hosts=not may_restart()), uuid.uuid4().hex
+    meeting.set(_START, start)
+    for other in range(1, started.processes):
+        arrived = f"{start}/{other}"
+        _wait(partial(meeting.check, [arrived]), f"process {other} of {started.processes}")
+        meeting.set(f"{start}/{meeting.get(arrived).decode()}", told)
+    return _read(told, start)
+
+
+def _hear(started: Torchrun) -> Decision:
+    meeting, me, start = store(), uuid.uuid4().hex, ""
+
+    def is_told() -> bool:
+        nonlocal start
+        if not meeting.check([_START]):
+            return False
+        # Of an earlier start, perhaps: that one's process 0 is dead, and does not answer.
+        start = meeting.get(_START).decode()
+        meeting.set(f"{start}/{started.rank}", me)
+        return meeting.check([f"{start}/{me}"])
+
+    _wait(is_told, "process 0")
+    return _read(meeting.get(f"{start}/{me}"), start)
+
+
+def _read(told: str | bytes, start: str) -> Decision:
+    folder, resume, source = json.loads(told)
+    return Decision(Path(folder), resume, None if source is None else Path(source), start)
+
+
+def _wait(until: Callable[[], bool], whom: str) -> None:
+    """Interruptible, as waiting in the store is not."""
+    deadline = time.monotonic() + _PATIENCE.total_seconds()
+    while not until():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"torchrun: {whom} has not come within {_PATIENCE}")
+        time.sleep(_POLL_SECONDS)
+
+
+@cache
+def store(*, hosts: bool = False) -> dist.TCPStore:
+    """The store at the meeting place: torchrun's or, where something else has started us, one that process 0 `hosts`.
+
+    Raises ConnectionError, one line, if there is none.
+    """
+    address, port = meeting_place()
+    try:
+        return dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE)
+    except dist.DistError as error:
+        raise ConnectionError(f"MASTER_ADDR={address}, MASTER_PORT={port}: nobody is met there ({error})") from error

@@ -1,0 +1,281 @@
+"""`gpipe check`: one real mini-batch in every way that there is to run it, and whether that changes anything.
+
+The paper promises that it does not (sections 1 and 2.2), and the laws of this program that no bit changes. Tests prove
+that for the models that come with it; here the user's own model, data and machine are proven. This is the parent's
+side: which variants there are, who runs them, and what their rows mean together with what the probes found.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.settings import PartitionConfig, TrainConfig
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.launch.fork_server import temporary_folder
+from gpipe_cli.launch.job import Checking
+from gpipe_cli.launch.supervisor import Hear, perform
+from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.placement import Layout, make_layout, usable_cores
+from gpipe_cli.planner.sharing import SeparatedError
+from gpipe_cli.reporting.run.summary import show_error, show_facts
+from gpipe_cli.reporting.tables.check import CheckReport, Finding, Row, Verdict, show_check, write_check
+from gpipe_cli.system.interrupts import Interrupt, interruptible
+from gpipe_cli.training.fine_tuning import find_weights
+from gpipe_cli.units import plural
+from gpipe_cli.verify.differences import Digests, Variant
+
+Schedule = Literal["gpipe", "1f1b"]
+Mode = Literal["never", "except_last", "always"]
+Way = Literal["in_process", "distributed", "pytorch"]
+
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+MODES: tuple[Mode, ...] = ("never", "except_last", "always")
+
+Key = tuple[int, int, str, str, str]
+
+
+def run_check(config: TrainConfig, folder: Path) -> int:
+    """Check the configuration; leaves check.json in `folder`. Returns the exit code: 0 identical, 1 it differs or
+    failed, 130 interrupted.
+
+    Raises ValueError, one line, for what the user can mend.
+    """
+    if torchrun() is not None:
+        raise ValueError("torchrun: gpipe check starts its own processes; call it without torchrun")
+    # the same bits need the same number of threads, however many processes share the cores
+    threads = config.threads or max(1, usable_cores() // config.partitions)
+    # every mode is tried, whatever there is memory for
+    hardware = replace(config.hardware, memory_gib=None)
+    mode = "except_last" if config.recompute == "auto" else config.recompute
+    config = replace(config, threads=threads, hardware=hardware, recompute=mode)
+    console = Console()
+    source = None if config.init_from is None else find_weights(config, show_error)
+    checked = _Checked(config)
+    with (
+        interruptible() as interrupt,
+        tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting,
+        console.status("starting ...") if console.is_terminal else nullcontext() as status,
+    ):
+
+        def hear(kind: str, message: dict[str, Any]) -> None:
+            checked.hear(kind, message)
+            if kind == "probed":
+                show_facts(console, checked.facts())
+            if status is not None:
+                status.update(f"{len(checked.rows)} of {checked.expected} runs")
+
+        for variants in checked.crews():
+            _run(config, checked, variants, source, hear, Path(meeting), interrupt)
+    report = checked.report()
+    try:
+        write_check(folder, report)
+    finally:  # a verdict that cannot be written is shown all the same
+        show_check(console, folder, report)
+    return 0 if report.identical else 1
+
+
+def _run(
+    config: TrainConfig,
+    checked: "_Checked",
+    variants: Sequence[Variant],
+    source: Path | None,
+    hear: Hear,
+    folder: Path,
+    interrupt: Interrupt,
+) -> None:
+    """Have a crew run variants, in order; what they do not come to is left out."""
+    waiting = checked.worth_running(variants)
+    if not waiting:
+        return
+    layout = max((variant.layout for variant in waiting), key=lambda layout: layout.partitions)
+    failure = perform(config, layout, Checking(tuple(waiting), checked.references, folder, source), hear, interrupt)
+    if failure is None:
+        return
+    if failure.kind == "user" and not checked.rows:
+        raise ValueError(failure.text)
+    missing = checked.missing(waiting)
+    if missing and not any(checked.failed(variant) for variant in waiting if variant.executor == "distributed"):
+        checked.add(missing.pop(0), "fails", failure.text)  # it was killed, or could not say so itself
+    for variant in missing:
+        checked.add(variant, "left out", "not run: processes that work together ended with the failure before")
+
+
+class _Checked:
+    """What there is to check, and what has been heard of it so far."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._heard: dict[Key, Row] = {}
+        self.references: dict[str, Digests] = {}
+        self._findings: list[Finding] = []
+        self._mini_batch: dict[str, Any] = {}
+        self._together: dict[int, Layout] = {}  # by partitions: all stages in one process
+        self._apart: dict[int, Layout] = {}  # each in one of its own
+        self._refused: list[Row] = []
+        self._shared: tuple[str, ...] = ()
+        try:
+            shapes = read_shapes(config)
+        except ChangedInputError as error:
+            self._findings.append(Finding("in_place", error.layer, str(error)))
+            self._refuse(config.partitions, "in_process", "fails", str(error), error.layer)
+            return
+        self._shared = tuple(shared.text for shared in shapes.shared)
+        for partitions in range(config.partitions, 0, -1):  # the greatest first: what is wrong with it is bad input
+            self._place(partitions, shapes)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*self._heard.values(), *self._refused]
+
+    @property
+    def expected(self) -> int:
+        return sum(len(variants) for variants in self.crews()) + len(self._refused)
+
+    def crews(self) -> list[list[Variant]]:
+        """The variants, by the processes that run them one after another; what others are compared with comes first."""
+        if 1 not in self._together:
+            return []
+        whole = self._config.micro_batches
+
+        def variant(layout: Layout, executor: Way, schedule: Schedule, mode: Mode, m: int = whole) -> Variant:
+            return Variant(replace(layout, recompute=mode), m, schedule, mode, executor)
+
+        together = [
+            variant(self._together[k], "in_process", schedule, mode)
+            for schedule, mode in product(SCHEDULES, MODES)
+            for k in sorted(self._together)
+        ]
+        together.insert(1, variant(self._together[1], "pytorch", SCHEDULES[0], MODES[0]))
+        if whole > 1:
+            together.append(variant(self._together[1], "in_process", SCHEDULES[0], MODES[0], 1))
+        apart = [
+            [variant(self._apart[k], "distributed", schedule, mode) for schedule, mode in product(SCHEDULES, MODES)]
+            for k in sorted(self._apart)
+        ]
+        return [together, *apart]
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        """Take a worker's message."""
+        match kind:
+            case "probed":
+                self._findings += message.pop("findings")
+                self._mini_batch = message
+            case "reference":
+                self.references[message["schedule"]] = message["digests"]
+            case "row":
+                row: Row = message["row"]
+                self._heard.setdefault(_key(row), row)  # of several stages that fail the first
+
+    def add(self, variant: Variant, verdict: Verdict, text: str) -> None:
+        row = variant.row(verdict, text=text)
+        self._heard.setdefault(_key(row), row)
+
+    def missing(self, variants: Sequence[Variant]) -> list[Variant]:
+        """Those that nothing has been heard of."""
+        return [variant for variant in variants if _key(variant.row("left out")) not in self._heard]
+
+    def failed(self, variant: Variant) -> bool:
+        row = self._heard.get(_key(variant.row("left out")))
+        return row is not None and row.verdict == "fails"
+
+    def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
+        """Leaves out what cannot be compared with anything, and what has failed in one process already."""
+        worth = []
+        for variant in variants:
+            same = self._heard.get(_key(replace(variant, executor="in_process").row("left out")))
+            if variant.executor == "distributed" and same is not None and same.verdict == "fails":
+                self.add(variant, "left out", "what fails in one process is not run in several")
+            elif variant.executor == "distributed" and variant.schedule not in self.references:
+                self.add(variant, "left out", f"the reference of {variant.schedule} failed")
+            else:
+                worth.append(variant)
+        return worth
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What is checked, in labelled lines."""
+        config, found = self._config, self._mini_batch
+        layers = sum(len(names) for names in self._together[1].layer_names)
+        pieces = plural(len(found["sizes"]), "micro-batch")
+        return [
+            ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
+            ("mini-batch", f"{plural(found['samples'], 'sample')} of {config.dataset.name} in {pieces}"),
+            ("variants", f"{self.expected - 1}, {plural(config.threads or 1, 'thread')} for each process"),
+        ]
+
+    def report(self) -> CheckReport:
+        first = self.references.get(SCHEDULES[0])
+        return CheckReport(
+            rows=tuple(sorted((self._explained(row) for row in self.rows), key=_order)),
+            findings=tuple(self._findings),
+            shared=self._shared,
+            loss=None if first is None else first.loss,
+            config=asdict(self._config),
+        )
+
+    def _explained(self, row: Row) -> Row:
+        """With the reason, where a probe has found it."""
+        if not row.bad:
+            return row
+        if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
+            if self._mini_batch["batch_norm"]:
+                why = "batch norm normalizes each micro-batch (paper, section 2.2)"
+                return replace(row, verdict="differs, as it must", text=why)
+            if self._mini_batch["draws"]:
+                why = "random numbers, as for dropout, are drawn for each micro-batch"
+                return replace(row, verdict="differs, as it must", text=why)
+        own = [finding for finding in self._findings if finding.layer == row.layer]
+        if row.verdict == "differs" and row.layer is None:  # its sums have another order: no layer can be named
+            own = [finding for finding in self._findings if finding.kind in ("random", "state")]
+        if not own and row.verdict == "fails" and row.partitions in self._together:
+            begin = {names[0] for names in self._together[row.partitions].layer_names[1:]}
+            own = [finding for finding in self._findings if finding.kind == "in_place" and finding.layer in begin]
+        why = "; ".join(finding.text for finding in own if finding.text not in row.text)
+        return replace(row, text=f"{row.text}; {why}" if row.text and why else row.text or why)
+
+    def _place(self, partitions: int, shapes: Shapes) -> None:
+        config = self._config
+        if partitions < config.partitions:  # a cut that was given is for K
+            config = replace(config, partitions=partitions, partition=PartitionConfig(None))
+        try:
+            self._together[partitions] = make_layout(replace(config, executor="in_process"), shapes)
+        except SeparatedError as error:
+            self._refuse(partitions, "in_process", "fails", str(error))
+            return
+        if partitions > 1 and config.executor != "in_process":
+            layout = make_layout(config, shapes)
+            if layout.distributed:
+                self._apart[partitions] = layout
+            else:
+                text = f"executor=distributed: {partitions} processes would need a GPU each"
+                self._refuse(partitions, "distributed", "left out", text)
+
+    def _refuse(self, partitions: int, executor: str, verdict: Verdict, text: str, layer: str | None = None) -> None:
+        """Rows of what cannot be run at all."""
+        m = self._config.micro_batches
+        self._refused += [
+            Row(partitions, m, schedule, mode, executor, verdict, layer=layer, text=text)
+            for schedule, mode in product(SCHEDULES, MODES)
+        ]
+
+
+def _key(row: Row) -> Key:
+    return (row.partitions, row.micro_batches, row.schedule, row.recompute, row.executor)
+
+
+def _order(row: Row) -> tuple[int, ...]:
+    """As the table has them: by schedule, partitions, mode and executor; other micro-batches last."""
+    return (
+        -row.micro_batches,
+        SCHEDULES.index(row.schedule),
+        row.partitions,
+        MODES.index(row.recompute),
+        ("in_process", "pytorch", "distributed").index(row.executor),
+    )

@@ -1,0 +1,223 @@
+"""Starts workers out of a process that has imported everything once and holds no threads and no CUDA context.
+
+The eighth worker starts as fast as the first, and the server imports while the parent still reads the command line.
+
+Not multiprocessing's fork server: its socket stays in the temporary directory when its parent is killed; one that is
+stopped outlives its parent, with all that it has forked; and a parent that asks it for a process, or for how one ended,
+then waits for ever. Here the parent never waits for the server, and as soon as the parent is gone the kernel kills the
+server, with it the workers, and with these their data loaders.
+"""
+
+import atexit
+import importlib
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gpipe_cli.system.parent_death import end_with_parent
+
+if TYPE_CHECKING:
+    from gpipe_cli.launch.job import Work
+
+# The libraries of the default job too: what is not imported here, every worker imports for itself.
+_IMPORTED = ("gpipe_cli.launch.worker", "timm.optim.rmsprop_tf", "sklearn.datasets", "sklearn.model_selection")
+_PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
+_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve()"
+
+
+class Worker:
+    """A process that the server has forked, or will fork once it has imported everything."""
+
+    def __init__(self, status: Connection, server: int) -> None:
+        self.status = status  # says its number, then how it ended
+        self._server = server
+        self.number: int | None = None
+        self.exit_code: int | None = None  # of one that was ended by a signal: minus its number
+
+    def read(self) -> None:
+        """Take what `status` has to say."""
+        try:
+            said = self.status.recv()
+        except (EOFError, OSError):  # the server has ended, and the kernel its workers
+            self.exit_code = -signal.SIGKILL
+            return
+        if self.number is None:
+            self.number = said
+        else:
+            self.exit_code = said
+
+    def is_stopped(self) -> bool:
+        """Whether it, or the server that is to fork it, was stopped (SIGSTOP) and does nothing until it is told to go
+        on."""
+        try:
+            stat = Path(f"/proc/{self.number or self._server}/stat").read_text(encoding="utf-8")
+        except OSError:  # it has ended
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def send_signal(self, number: int) -> None:
+        if self.number is not None and self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.number, number)
+
+
+class ForkServer:
+    """The parent's end of a server."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> tuple[int, socket.socket]:
+        """Have it import what workers need, if it does not run yet; returns at once: its number, and the way to it."""
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            self._control, theirs = socket.socketpair()
+            parent = os.getpid()
+
+            def settle() -> None:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends its workers
+                end_with_parent(parent)
+
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _SERVE, *sys.path],
+                    stdin=theirs.fileno(),
+                    env=os.environ | {"TMPDIR": str(temporary_folder())},
+                    pass_fds=[_temporary()[1]],
+                    preexec_fn=settle,
+                )
+        return self._process.pid, self._control
+
+    def fork(self, job: "Work", connection: Connection, watched: int) -> Worker:
+        """Have it fork a worker that does the job; `watched` is a file that parent and worker map into their memory."""
+        status, theirs = Pipe(duplex=False)
+        with theirs, open(os.memfd_create("gpipe_job"), "wb") as file:
+            pickle.dump((os.getcwd(), sys.path, job), file)
+            file.flush()
+            descriptors = [connection.fileno(), theirs.fileno(), file.fileno(), watched]
+            number, control = self.start()
+            socket.send_fds(control, [b"."], descriptors)
+        return Worker(status, number)
+
+    def kill(self) -> None:
+        """End it, in whatever state it is, and with it all that it has forked."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+fork_server = ForkServer()  # of this process
+
+
+def temporary_folder() -> Path:
+    """A folder for all that the processes of this command leave in the temporary directory; it goes when the last of
+    them does."""
+    return _temporary()[0]
+
+
+@cache
+def _temporary() -> tuple[Path, int]:
+    """The folder, and the descriptor that each of the processes has.
+
+    A parent that is killed cannot remove anything, so a shell does: it waits until nobody has the descriptor any more.
+    A loader that is about to end may look for its sockets in the folder when the parent is gone already.
+    """
+    # Loaders have sockets in it, whose whole path is 107 characters at most.
+    folder = tempfile.mkdtemp(prefix="gpipe_", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
+    nothing = subprocess.DEVNULL
+    ending, held = os.pipe()
+    remover = subprocess.Popen(
+        ["sh", "-c", 'read -r _; rm -rf "$0"', folder],
+        stdin=ending,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,  # whoever kills the group of this process does not mean it
+    )
+    os.close(ending)
+
+    def remove() -> None:
+        fork_server.kill()
+        os.close(held)
+        with suppress(subprocess.TimeoutExpired):  # a process that someone's own layer has started may live on
+            remover.wait(_PATIENCE_SECONDS)
+
+    atexit.register(remove)
+    return Path(folder), held
+
+
+def serve() -> None:
+    """What the server does, until its parent ends."""
+    control = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # the workers have no input
+    for name in _IMPORTED:
+        with suppress(ImportError):  # then the worker says so
+            importlib.import_module(name)
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    statuses: dict[int, Connection] = {}
+    server = os.getpid()
+    while True:
+        ready = wait([control, ended])
+        if ended in ready:
+            os.read(ended, 4096)
+            for number, exit_code in _ended_children():
+                with statuses.pop(number) as status, suppress(OSError):
+                    status.send(exit_code)
+        if control in ready:
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+            if not message:
+                return
+            connection, theirs, job, watched = descriptors
+            number = os.fork()
+            if number == 0:
+                for descriptor in (control.detach(), ended, wake, theirs):
+                    os.close(descriptor)
+                _be_worker(server, job, connection, watched)
+            statuses[number] = Connection(theirs, readable=False)
+            with suppress(OSError):  # nobody waits for it any more
+                statuses[number].send(number)
+            for descriptor in (connection, job, watched):
+                os.close(descriptor)
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    with suppress(ChildProcessError):  # there is none
+        while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def _be_worker(server: int, job: int, connection: int, watched: int) -> NoReturn:
+    exit_code = 1
+    try:
+        end_with_parent(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with open(job, "rb") as file:
+            file.seek(0)
+            folder, sys.path[:], told = pickle.load(file)
+        os.chdir(folder)
+        from gpipe_cli.launch.worker import work
+
+        work(told, Connection(connection), memoryview(mmap.mmap(watched, 0)).cast("q"))
+        exit_code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # what is registered for the exit is the server's

@@ -1,0 +1,118 @@
+"""What a parent tells its workers and hears back; light, so that a start costs no imports."""
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpipe_cli.config.settings import DecodeConfig, TrainConfig
+    from gpipe_cli.planner.placement import Layout
+    from gpipe_cli.verify.differences import Digests, Variant
+
+
+class Awaited(IntEnum):
+    """What a process waits for."""
+
+    NOTHING = 0
+    PROCESS = 1  # another one of the run
+    DATA = 2
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process is doing: whole numbers, in memory that its parent reads."""
+
+    changes: int  # how often it has begun something
+    awaited: int  # Awaited
+    # its last action; then its samples, and what they are padded to along up to two dimensions
+    kind: int  # 1 F, 2 R, 3 B, 0 none yet
+    stage: int
+    micro_batch: int
+    samples: int
+    length_0: int
+    length_1: int
+
+
+WATCHED = len(fields(Doing))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured of a training: so many steps, after so many that do not count. Nothing is evaluated, and no
+    checkpoint is written."""
+
+    warm_up_steps: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """Train from the first step to the last, or from the checkpoint `source` on, or with its weights."""
+
+    config_yaml: str
+    folder: Path
+    bench: Bench | None = None
+    source: Path | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Score the test set with a checkpoint."""
+
+    checkpoint: Path
+    decode: "DecodeConfig"
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Time the layers for a micro-batch of `samples`, in `segments` that fit a device one after another, each for about
+    so many `seconds`."""
+
+    segments: "Layout"
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checking:
+    """Run one mini-batch in each of the variants and compare it with what `references` left, by schedule.
+
+    What is too large to be told lies in `folder`; weights are taken from the checkpoint `source`, if there is one.
+    """
+
+    variants: "tuple[Variant, ...]"
+    references: "dict[str, Digests]"
+    folder: Path
+    source: Path | None
+
+
+Task = Training | Evaluation | Measuring | Checking
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker is told: the task, which is the same for all of them, and its place among them."""
+
+    config: "TrainConfig"
+    layout: "Layout"
+    task: Task
+    process: int
+    rendezvous: str  # a file for those of this machine; under torchrun, the name of this start
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended. `kind`: killed, silent, user (other settings would mend it), diverged, unwritten (a
+    checkpoint), error, or peer (another one's fault)."""
+
+    process: int
+    kind: str
+    text: str
+    details: str
+    seconds: float
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
+        return (1 if self.kind == "peer" else 0, self.seconds)

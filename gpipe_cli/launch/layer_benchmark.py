@@ -1,0 +1,292 @@
+"""`cost=measured`: how long each layer takes on the device at hand, for one micro-batch (paper section 2.1: c_i).
+
+Layers are timed inside a stage, one after another and forwards before backwards, as they run in a training: a layer
+that is run alone, again and again, finds its input in the cache. A model that is too large for one device is timed in
+segments. Processes that share a machine share its memory and caches too, so everything is timed twice: by one process
+alone, and by all of them at the same time.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model
+from gpipe_cli.assembly.loss import CrossEntropy
+from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
+from gpipe_cli.assembly.weight_average import WeightAverage
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.pipeline.profile.layer_cost import Boundary
+from gpipe_cli.pipeline.runtime.memory_layout import in_layout
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
+from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.schedule.schedules import Keep
+from gpipe_cli.planner.placement import Layout
+from gpipe_cli.training.engine import Groups, build_stage
+
+_WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
+_LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
+_LINK_ROUNDS = 15
+
+Pass = list[tuple[float, float, float]]  # of each layer: forward, forward that keeps its graph, backward
+
+
+def measure(
+    config: TrainConfig,
+    layout: Layout,
+    segments: Layout,
+    samples: int,
+    seconds: float,
+    process: int,
+    join: Callable[[], tuple[Team, Groups | None]],
+    report: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Time every layer for a micro-batch of `samples`, as process number `process` of those that `layout` has.
+
+    Process 0 reports the seconds of each layer, alone and among all, those of its update, those of what is done once a
+    step, and the link; and how far its passes lie apart (quartiles over the median), and the share of the time that it
+    had a core to itself. `segments` cuts the model into parts that fit the device one after another; each is timed for
+    about `seconds`.
+    """
+    team, groups = join()
+    segments = replace(segments, devices=(layout.devices[process],) * segments.partitions)  # each on its own
+    model = build_model(config)
+    whole = real_model(config, begins=False)
+    alone: Pass = []
+    together: Pass = []
+    updates: list[float] = []
+    set_up, spread, share = 0.0, 0.0, 1.0
+    for index in range(segments.partitions):
+        stage = build_stage(config, segments, index, model, whole)
+        timer = _Timer(config, segments, stage, samples, seconds)
+        if team.leads:
+            alone += timer.passes()
+        team.barrier()
+        if team.size > 1:
+            together += timer.passes()
+        if team.leads:
+            updates += timer.updates()
+            set_up += timer.set_up()
+            spread, share = max(spread, timer.spread), min(share, timer.share_of_core)
+        team.barrier()
+        model = build_model(config) if index + 1 < segments.partitions else model  # its layers have left it
+    link = _time_link(layout, process, groups) if groups is not None else None
+    if team.leads:
+        report(
+            "measured",
+            {
+                "alone": alone,
+                "together": together or None,
+                "updates": updates,
+                "set_up": set_up,
+                "link": link,
+                "spread": spread,
+                "share_of_core": share,
+            },
+        )
+    team.barrier()
+
+
+class _Timer:
+    """Runs one segment over and over and looks at the clock at every boundary between layers."""
+
+    def __init__(self, config: TrainConfig, layout: Layout, stage: Stage, samples: int, seconds: float) -> None:
+        self._config, self._stage, self._seconds = config, stage, seconds
+        self.spread, self.share_of_core = 0.0, 1.0  # the worst of all that was timed
+        self._layers = list(stage.module.children())
+        self._last = stage.index == layout.partitions - 1
+        device = stage.device
+        recorder = Recorder({stage.index: device})
+        self._clock: Clock = recorder.clocks[stage.index]
+        generator = torch.Generator().manual_seed(0)
+        described = layout.training_boundaries[stage.index - 1] if stage.index else layout.inputs
+        memory_format = MEMORY_FORMATS[layout.memory_format]
+
+        def drawn(boundary: Boundary, highest: int) -> Tensors:
+            shapes = [(t.shape(samples, layout.lengths), t.dtype) for t in boundary]
+            made = [
+                torch.randn(shape, generator=generator, dtype=dtype)
+                if dtype.is_floating_point
+                else torch.randint(highest, shape, generator=generator, dtype=dtype)
+                for shape, dtype in shapes
+            ]
+            return tuple(in_layout(tensor.to(device), memory_format) for tensor in made)
+
+        outputs = outputs_of(config)
+        self._inputs = drawn(described, outputs)
+        self._gradients: Sequence[torch.Tensor | None] = ()
+        if not self._last:
+            boundary = layout.training_boundaries[stage.index]
+            gradients = drawn(boundary, 1)
+            self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
+        self._targets = torch.randint(outputs, (samples, *layout.lengths[-1:]), generator=generator)
+        self._samples = samples
+        self._finishing: list[float] = []
+        self._forward: list[Any] = []
+        self._backward: dict[int, Any] = {}
+        for number, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(self._begins)
+            layer.register_forward_hook(self._ended(number))
+
+    def _begins(self, layer: nn.Module, inputs: Any) -> None:
+        self._forward.append(self._clock.now())
+
+    def _ended(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def gradient_is_there(gradient: torch.Tensor) -> None:
+            self._backward[number] = self._clock.now()
+
+        def hook(layer: nn.Module, inputs: Any, outputs: Any) -> None:
+            given = [tensor for value in inputs for tensor in as_tuple(value)]
+            for tensor in as_tuple(outputs):
+                # what is only passed on gets its gradient when others have run backward too
+                if tensor.requires_grad and not any(tensor is other for other in given):
+                    tensor.register_hook(gradient_is_there)
+
+        return hook
+
+    def passes(self) -> Pass:
+        """The median seconds of each layer over as many passes as there is time for."""
+        for _ in range(_WARM_UP):
+            self._one_pass()
+        taken: list[Pass] = []
+        began, computed = time.perf_counter(), time.thread_time()
+        while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - began < self._seconds):
+            taken.append(self._one_pass())
+        if self._stage.device.type == "cpu":
+            share = (time.thread_time() - computed) / (time.perf_counter() - began)
+            self.share_of_core = min(self.share_of_core, share)
+        first, middle, third = quantiles([sum(map(sum, one)) for one in taken], n=4)
+        self.spread = max(self.spread, (third - first) / middle)
+        return [
+            (median(p[0] for p in layer), median(p[1] for p in layer), median(p[2] for p in layer))
+            for layer in zip(*taken, strict=True)
+        ]
+
+    def _one_pass(self) -> Pass:
+        stage, clock = self._stage, self._clock
+        objective = None
+        if self._last:
+            objective = CrossEntropy(
+                self._targets,
+                [self._samples],
+                label_smoothing=self._config.label_smoothing,
+                auxiliary_weight=getattr(self._config.model, "auxiliary_weight", 0.0),
+                device=stage.device,
+            )
+        stage.begin_step(0, objective)
+        clock.begin_step()
+        reader = clock.reader()
+        self._backward.clear()
+
+        def layers_of(work: Callable[[], Any]) -> list[float]:
+            self._forward.clear()
+            begun = clock.now()
+            work()
+            ended = clock.now()
+            marks = [reader(mark) for mark in (begun, *self._forward[1:], ended)]
+            return [b - a for a, b in itertools.pairwise(marks)]
+
+        forward = layers_of(lambda: stage.forward(0, self._inputs, Keep.INPUT))
+        if not stage.goes_back:  # it is frozen, as is everything before it
+            stage.finish_step()
+            self._finishing.append(0.0)
+            return [(seconds, seconds, 0.0) for seconds in forward]
+        graph = layers_of(lambda: stage.recompute(0))
+        begun = clock.now()
+        stage.backward(0, self._gradients)
+        ended = clock.now()
+        stage.finish_step()
+        self._finishing.append(reader(clock.now()) - reader(ended))
+        return list(zip(forward, graph, self._backward_seconds(reader, begun, ended), strict=True))
+
+    def _backward_seconds(self, reader: Callable[[Any], float], begun: Any, ended: Any) -> list[float]:
+        """A layer's backward lasts from the gradient of its outputs to that of the outputs before it."""
+        seconds, at = [], reader(begun)
+        for number in reversed(range(len(self._layers))):
+            until = self._backward.get(number - 1) if number else ended
+            # nothing trained lies before it, so no gradient reaches its inputs: all that is left is this layer's
+            until_seconds = reader(until) if until is not None else reader(ended)
+            seconds.append(max(0.0, until_seconds - at))
+            at = max(at, until_seconds)
+        return seconds[::-1]
+
+    def updates(self) -> list[float]:
+        """The median seconds that the optimizer and the moving average take for each layer."""
+        return [self._update(layer) for layer in self._layers]
+
+    def set_up(self) -> float:
+        """The median seconds of what comes once a step beside updates: batch norm's commit, the norms of gradients."""
+        gradients = gradients_of(self._stage.module.parameters())
+        taken = []
+        for _ in range(_WARM_UP + _LEAST):
+            self._clock.begin_step()
+            reader = self._clock.reader()
+            begun = self._clock.now()
+            if gradients:
+                torch.cat([norm.reshape(1) for norm in torch._foreach_norm(gradients)]).double().cpu()
+            taken.append(reader(self._clock.now()) - reader(begun))
+        return median(taken[_WARM_UP:]) + median(self._finishing)
+
+    def _update(self, layer: nn.Module) -> float:
+        optimizer = build_optimizer(self._config.optimizer, dict(layer.named_parameters()))
+        average = WeightAverage(layer, self._config.ema_decay) if self._config.ema_decay else None
+        taken = []
+        for _ in range(_WARM_UP + _LEAST):
+            self._clock.begin_step()
+            reader = self._clock.reader()
+            begun = self._clock.now()
+            if optimizer is not None:
+                optimizer.step()
+            if average is not None:
+                average.update()
+            ended = self._clock.now()
+            taken.append(reader(ended) - reader(begun))
+        return median(taken[_WARM_UP:])
+
+
+def _time_link(layout: Layout, process: int, groups: Groups) -> tuple[float, float]:
+    """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
+    device = torch.device(layout.devices[process])
+    seconds = []
+    for size in _LINK_BYTES if process < 2 else ():
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        taken = []
+        for _ in range(_LINK_ROUNDS):
+            began = time.perf_counter()
+            for sends in (process == 0, process == 1):
+                if sends:
+                    dist.send(message, dst=1 - process, group=groups.forward)
+                else:
+                    dist.recv(message, src=1 - process, group=groups.forward)
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
+            taken.append((time.perf_counter() - began) / 2)
+        seconds.append(median(taken))
+    if not seconds:
+        return 0.0, 0.0
+    small, large = _LINK_BYTES
+    per_byte = max((seconds[1] - seconds[0]) / (large - small), 1e-13)
+    return max(0.0, seconds[0] - small * per_byte), 1.0 / per_byte
+
+
+def segment_layers(bytes_of: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
+    """Layers of consecutive segments, each of at most `limit_bytes` or of one layer."""
+
+    def segments() -> Iterator[int]:
+        count, total = 0, 0
+        for size in bytes_of:
+            if count and total + size > limit_bytes:
+                yield count
+                count, total = 0, 0
+            count, total = count + 1, total + size
+        yield count
+
+    return tuple(segments())

@@ -1,0 +1,88 @@
+"""The story of `gpipe plan`: shapes, choices, simulation; then what is shown and written."""
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from gpipe_cli.config.settings import TrainConfig, to_yaml
+from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.launch.prepare import prepare
+from gpipe_cli.launch.run_report import model_name
+from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.largest_model import solve_max_model
+from gpipe_cli.planner.placement import memory_limit, place
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.reporting.plots.timeline import draw, write_picture
+from gpipe_cli.reporting.run.summary import show_line
+from gpipe_cli.reporting.tables.plan import show_plan
+from gpipe_cli.reporting.views import plan_view, predicted_view
+from gpipe_cli.system.files import write_whole
+
+PICTURE, TRACE = "timeline.png", "timeline_trace.json"
+SETTINGS = "settings.yaml"  # not config.yaml: this is no run
+
+
+def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
+    """Plan `config`, show it, and write it into `folder`. Returns the exit code.
+
+    Raises ValueError, one line, for what cannot be planned or does not fit.
+    """
+    with _without_garbage_collection():
+        return _plan(config, auto, solve, folder)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A large plan makes a million small things and ends; looking for garbage among them takes seconds."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
+    console = Console()
+
+    def say(text: str) -> None:
+        show_line(console, text)
+
+    _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
+    if solve is None:
+        prepared = prepare(config, auto, say, elsewhere=config.hardware.name != "auto")
+        config, shapes, made, choices = prepared.config, prepared.shapes, prepared.plan, prepared.choices
+    else:
+        config, shapes, made, choices = solve_max_model(config, lambda one, seen: step_costs(one, seen, say), say)
+    files = [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]
+    hardware = resolved(config.hardware, place(config)[0][0])
+    view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, files)
+    try:
+        write_whole(folder / SETTINGS, to_yaml(config))
+        _write_timeline(made, model_name(config), folder)
+    finally:  # a plan that cannot be written is shown all the same
+        show_plan(console, view, folder)
+    return 0
+
+
+def _require_figures(config: TrainConfig, *, several: bool) -> None:
+    """Raises ValueError if a plan by figures cannot be made, for want of one."""
+    hardware = resolved(config.hardware, place(config)[0][0])
+    wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
+    missing = [key for key in wanted if getattr(hardware, key) is None]
+    if config.cost == "figures" and missing:
+        what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
+        raise ValueError(
+            f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
+            f"give hardware.{missing[0]}=..., another hardware, or cost=measured"
+        )
+
+
+def _write_timeline(made: Plan, name: str, folder: Path) -> None:
+    """The simulated step as a picture and as a trace."""
+    title = f"{name}, K = {len(made.stages)}, M = {made.micro_batches}"
+    write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+    write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))

@@ -1,0 +1,88 @@
+"""What a command decides before anything runs: the settings that were left open, the plan, the layout."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.planner.model_profile import Shapes, read_shapes, refuse_single_samples
+from gpipe_cli.planner.placement import Layout, default_threads, make_layout, threads_of, usable_cores
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.search import Choice, choose
+from gpipe_cli.units import plural
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could begin: every setting has its value, `threads` too, as sums depend on it in their last bits."""
+
+    config: TrainConfig
+    shapes: Shapes
+    plan: Plan
+    layout: Layout
+    choices: tuple[Choice, ...]
+    resumed: tuple[tuple[str, str], ...]  # what became of the threads of the run that goes on, as lines of a banner
+
+    @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """Whose the costs of the layers are, if not ours; what was chosen, and from what; the threads of a run that
+        goes on; what has to take turns: lines of a banner."""
+        whose = self.plan.costs.whose
+        own = (("layer costs", f"given by {whose}"),) if whose else ()
+        return (*own, *(("chosen", _words(choice)) for choice in self.choices), *self.resumed, *_turns(self.layout))
+
+
+def prepare(
+    config: TrainConfig, auto: Collection[str], say: Callable[[str], None], *, elsewhere: bool = False
+) -> Prepared:
+    """Choose what is `auto`, plan the step, cut the model. `say` is told what takes seconds; `elsewhere`: the devices
+    here do not count.
+
+    Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
+    """
+    shapes = read_shapes(config)
+    config, plan, choices = choose(
+        config, auto, shapes, lambda candidate, seen: step_costs(candidate, seen, say), elsewhere=elsewhere
+    )
+    if config.batch_size is not None:
+        refuse_single_samples(config, config.batch_size)
+    config = replace(config, threads=threads_of(config))
+    layout = make_layout(config, shapes, plan)
+    return Prepared(config, shapes, plan, layout, choices, tuple(_resumed_threads(config)))
+
+
+def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """A resumed run keeps its threads, whatever its new K would get; said where that makes a difference."""
+    if config.resume is None:
+        return
+    threads, before, usual = config.threads, load(Path(config.resume)).threads, default_threads(config)
+    if before not in (None, threads):
+        yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
+    elif threads != usual:
+        yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
+
+
+def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Said before the run: what is measured will not be the speed of a pipeline."""
+    processes, threads, cores = layout.processes_here, plural(layout.threads, "thread"), plural(usable_cores(), "core")
+    if layout.short_of_cores and processes == 1:
+        yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
+    elif layout.short_of_cores:
+        yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
+    elif layout.one_device:
+        yield "devices", f"{layout.partitions} stages take turns on {layout.devices[0]}: not a pipeline's speed"
+
+
+def _words(choice: Choice) -> str:
+    """`micro_batches=8: 0.145 s a step predicted; compared 1: 0.31, 2: 0.20, 4: 0.16, 16: 0.15`"""
+    chosen = choice.chosen
+    assert chosen.plan is not None
+    others = ", ".join(
+        f"{tried.value}: {tried.reason if tried.plan is None else f'{tried.plan.step_seconds:.3g} s'}"
+        for tried in choice.tried
+        if not tried.chosen
+    )
+    names = choice.setting.replace(", ", " and ")
+    step = f"{chosen.plan.step_seconds:.3g} s a step predicted"
+    return f"{names} {chosen.value}: {step}; compared {others or 'with nothing'}"

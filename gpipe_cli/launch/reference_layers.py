@@ -1,0 +1,121 @@
+"""Layers that a device is timed with: blocks of the models that come with gpipe, and each kind of operation alone, on
+much data and on little.
+
+They are small enough to be timed in a second. What a device takes for an operation, and for a FLOP or a byte of it,
+follows from the seconds of all of them (`device_rates.py`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torchvision.models.resnet import BasicBlock
+
+from gpipe_cli.models.amoebanet import amoebanet
+from gpipe_cli.models.transformer import SelfAttentionLayer
+
+IMAGE_SIZE, CLASSES, SAMPLES = 32, 10, 8
+
+
+class _Current(nn.Module):
+    """(x, skip) of the cells -> x"""
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return inputs[0]
+
+
+class _Attention(nn.Module):
+    """(N, T, C) -> (N, T, C): products of activations, and a softmax."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(dim=-1) @ x
+
+
+class _Tokens(nn.Module):
+    """(N, C, H, W) -> (N, H W, C)"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(2).mT.contiguous()
+
+
+class _Mean(nn.Module):
+    """(N, T, C) -> (N, C)"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(dim=1)
+
+
+def layers() -> nn.Sequential:
+    """For images (N, 3, 32, 32), a tenth of a GFLOP a sample; returns logits (N, 10)."""
+    wide, narrow, few, width = 48, 16, 4, 128
+
+    def several(make: Callable[[], nn.Module], count: int = 4) -> nn.Sequential:
+        return nn.Sequential(*(make() for _ in range(count)))
+
+    def residual(channels: int, out: int, stride: int) -> BasicBlock:
+        shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else None
+        return BasicBlock(channels, out, stride, shortcut)
+
+    def attention() -> SelfAttentionLayer:
+        return SelfAttentionLayer(width, 4 * width, 4, width // 4, 0.1, 0.1, causal=True)
+
+    cells = amoebanet(
+        variant="d", normal_cells=3, filters=2 * few, image_size=IMAGE_SIZE, num_classes=CLASSES, auxiliary_head=False,
+        batch_norm_momentum=0.1,
+    )  # fmt: skip
+    *blocks, _ = cells.named_children()
+    return nn.Sequential(
+        OrderedDict(
+            blocks,
+            current=_Current(),
+            upsample=nn.Upsample(scale_factor=4),
+            entry=nn.Conv2d(32 * few, wide, 3, padding=1, bias=False),
+            convolution=nn.Conv2d(wide, wide, 3, padding=1, bias=False),
+            norm=nn.BatchNorm2d(wide),
+            relu=nn.ReLU(),
+            pointwise=nn.Conv2d(wide, wide, 1, bias=False),
+            max_pool=nn.MaxPool2d(3, 1, 1),
+            average_pool=nn.AvgPool2d(3, 1, 1),
+            depthwise=nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            wide_depthwise=nn.Conv2d(wide, wide, 5, padding=2, groups=wide, bias=False),
+            dropout=nn.Dropout(0.1),
+            thin=nn.Conv2d(wide, 2 * few, 1, bias=False),
+            thin_square=nn.Conv2d(2 * few, 2 * few, 3, padding=1, bias=False),
+            thick=nn.Conv2d(2 * few, wide, 1, bias=False),
+            pool=nn.MaxPool2d(4),
+            residual_0=residual(wide, 2 * wide, 2),
+            residual_1=residual(2 * wide, 2 * wide, 1),
+            residual_2=residual(2 * wide, 256, 2),
+            residual_3=residual(256, 256, 1),
+            expand=nn.Upsample(scale_factor=4),
+            reduction=nn.Conv2d(256, narrow, 1, bias=False),
+            convolutions=several(lambda: nn.Conv2d(narrow, narrow, 3, padding=1, bias=False)),
+            narrowing=nn.Conv2d(narrow, few, 1, bias=False),
+            narrow=nn.Conv2d(few, few, 3, padding=1, bias=False),
+            narrows=several(lambda: nn.Conv2d(few, few, (1, 3), padding=(0, 1), bias=False)),
+            widening=nn.Conv2d(few, narrow, 1, bias=False),
+            norms=several(lambda: nn.BatchNorm2d(narrow)),
+            relus=several(nn.ReLU),
+            pointwises=several(lambda: nn.Conv2d(narrow, narrow, 1, bias=False)),
+            max_pools=several(lambda: nn.MaxPool2d(3, 1, 1)),
+            average_pools=several(lambda: nn.AvgPool2d(3, 1, 1)),
+            depthwises=several(lambda: nn.Conv2d(narrow, narrow, 3, padding=1, groups=narrow, bias=False)),
+            dropouts=several(lambda: nn.Dropout(0.1)),
+            tokens=_Tokens(),
+            expansion=nn.Linear(narrow, width),
+            attention_0=attention(),
+            attention_1=attention(),
+            products=several(lambda: nn.Linear(width, width)),
+            longer=nn.Linear(width, 4 * width),
+            gelu=nn.GELU(),
+            shorter=nn.Linear(4 * width, width),
+            layer_norm=nn.LayerNorm(width),
+            scores=_Attention(),
+            mean=_Mean(),
+            products_of_vectors=several(lambda: nn.Linear(width, width)),
+            relus_of_vectors=several(nn.ReLU),
+            heavy=nn.Linear(width, 4096),
+            classifier=nn.Linear(4096, CLASSES),
+        )
+    )  # fmt: skip

@@ -1,0 +1,332 @@
+"""From what the workers report to what people see: the parent's side of a run."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from gpipe_cli.assembly.build import open_data
+from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
+from gpipe_cli.config.dataset import ImagesConfig
+from gpipe_cli.config.model import (
+    AmoebaNetConfig,
+    CustomConfig,
+    ResNetConfig,
+    TimmConfig,
+    TransformerLMConfig,
+    TransformerNMTConfig,
+)
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import one_line
+from gpipe_cli.launch.job import Bench
+from gpipe_cli.launch.prepare import Prepared
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.recording import measured_timeline
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.planner.model_profile import read_shapes
+from gpipe_cli.planner.plan import checked_schedule, saved_bytes
+from gpipe_cli.reporting.compare.run_record import CONFIG
+from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, RunDescription
+from gpipe_cli.reporting.run.evaluation import EvaluationResult, show_evaluation
+from gpipe_cli.reporting.run.hyperparameters import settings_of
+from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.run.summary import show_error, show_line
+from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.reporting.views import (
+    layer_seconds_of,
+    predicted_view,
+    prediction,
+    stage_memory,
+    step_flops,
+    timeline_view,
+)
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.streams import lost_output
+from gpipe_cli.training.checkpoint.store import remove_drafts
+from gpipe_cli.training.data_feed import refuse_short_last, training_batches
+from gpipe_cli.training.fine_tuning import frozen_facts
+
+TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
+_SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
+_DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
+
+Ending = Literal["completed", "failed", "interrupted"]
+
+
+class Show:
+    """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
+
+    def __init__(self, prepared: Prepared, text: str, folder: Path, bench: Bench | None = None) -> None:
+        self._prepared, self._text, self._folder, self._bench = prepared, text, folder, bench
+        self._reporter: Reporter | None = None
+        self._last: dict[str, Any] | None = None  # the step whose recording comes next
+        self._shown_position = 1
+        self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
+        self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # the last one, drawn at the end
+
+    @property
+    def started(self) -> bool:
+        return self._reporter is not None
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        """Take a worker's message. Before `ready` there is nothing to show, and nothing is written."""
+        if kind == "ready":
+            self._start(message)
+            return
+        assert self._reporter is not None, kind
+        match kind:
+            case "step":
+                if message["activation_bytes"] is not None:
+                    message["predicted_activation_bytes"] = self._predicted_activations(message)
+                self._reporter.step(message)  # type: ignore[arg-type]  # a TypedDict that came through a pipe
+                self._last = message
+            case "recorded" if self._last is not None and message["seconds"]:
+                self._recorded(self._reporter, self._last, **message)
+            case "evaluated":
+                self._reporter.evaluated(message)  # type: ignore[arg-type]
+            case "checkpoint":
+                self._reporter.checkpointed(message["step"], "last")
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if ending != "completed":
+            remove_drafts(self._folder)  # there must be room for result.json
+        if self._reporter is not None:
+            # interrupted, it is to end at once
+            if self._undrawn is not None and (ending == "completed" or not self._next_drawing):
+                self._draw(self._reporter, *self._undrawn)
+            try:
+                self._reporter.finish(ending, error)
+                lost = lost_output()
+            except OSError as unwritten:
+                if ending == "completed":
+                    raise
+                lost = unwritten
+            if error is not None and lost is not None:  # the summary or result.json does not say it
+                show_error(error)
+        elif error is not None:
+            show_error(f"failed before the first step: {error}")
+
+    def _start(self, message: dict[str, Any]) -> None:
+        write_whole(self._folder / CONFIG, self._text)
+        # a step past the warm-up; not the last one of an epoch, which may be short
+        self._shown_position = min(_SHOWN_POSITION, max(1, message["steps_per_epoch"] - 1))
+        message["notes"] = (*message.get("notes", ()), *self._prepared.notes)
+        self._reporter = Reporter(self._folder, describe(self._prepared, self._text, bench=self._bench, **message))
+        self._reporter.banner()
+        if (lost := lost_output()) is not None:  # nobody could follow the training
+            raise lost
+        self._reporter.start()
+
+    def _predicted_activations(self, step: dict[str, Any]) -> tuple[int, ...]:
+        """What the plan's rules say of the very mini-batch whose activations were counted."""
+        config, shapes, plan = self._prepared.config, self._prepared.shapes, self._prepared.plan
+        if step["lengths"] != shapes.lengths:
+            shapes = read_shapes(config, lengths=step["lengths"])
+        return saved_bytes(config, shapes, plan, step["samples"])
+
+    def _recorded(
+        self, reporter: Reporter, step: dict[str, Any], seconds: list[list[float]], began_seconds: float
+    ) -> None:
+        """When the stages did what in a step, and at most once an epoch a picture of it."""
+        config, plan, layout = self._prepared.config, self._prepared.plan, self._prepared.layout
+        micro_batches = len(micro_batch_sizes(step["samples"], config.micro_batches))
+        schedule = checked_schedule(config.schedule, layout.partitions, micro_batches, layout.recompute)
+        timeline = measured_timeline(schedule, seconds, began_seconds)
+        shares = breakdown(timeline, micro_batches, step["seconds"])
+        reporter.recorded({"step": step["step"], "breakdown": asdict(shares)})
+        shown = step["position"] == self._shown_position
+        if self._next_drawing and not shown:
+            return
+        if self._bench is not None and step["step"] < self._bench.warm_up_steps + self._bench.steps:
+            return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
+        title = f"epoch {step['epoch']}, step {step['step']}"
+        same = micro_batches == plan.micro_batches and plan.costs.known
+        picture = StepPicture(
+            epoch=step["epoch"],
+            step=step["step"],
+            measured=timeline_view(title, "measured", timeline, shares, step["seconds"], began_seconds),
+            predicted=predicted_view(title, plan) if same else None,
+        )
+        traces = [timeline.chrome_trace(name="measured", pid=0)]
+        traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
+        trace = [event for events in traces for event in events]
+        self._undrawn = picture, trace
+        if (shown or self._bench is not None) and time.monotonic() >= self._next_drawing:
+            self._draw(reporter, picture, trace)
+
+    def _draw(self, reporter: Reporter, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
+        self._undrawn = None
+        began = time.monotonic()
+        reporter.timeline(picture)
+        with reporter.optional():
+            write_whole(self._folder / TRACE, json.dumps(trace))
+        ended = time.monotonic()
+        self._next_drawing = ended + _DRAWING_APART * (ended - began)
+
+
+class ShowEvaluation:
+    """An evaluation: one answer."""
+
+    def __init__(self, config: TrainConfig, checkpoint: Path, folder: Path) -> None:
+        self._config, self._checkpoint, self._folder = config, checkpoint, folder
+        self._last_line = time.monotonic()
+        self.started = False
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        self.started = True
+        if kind == "translated" and time.monotonic() - self._last_line >= LINE_SECONDS:  # it may take minutes
+            show_line(Console(), f"translated   {message['done']:,} of {message['of']:,} sentences")
+            self._last_line = time.monotonic()
+        if kind == "evaluated":
+            result = EvaluationResult(checkpoint=str(self._checkpoint), **message)  # type: ignore[typeddict-item]
+            show_evaluation(Console(), self._folder, result)
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if error is not None:
+            show_error(error)
+        elif ending == "interrupted":
+            show_line(Console(), "interrupted: nothing was written", "bold yellow")
+
+
+class ShowNothing:
+    """Under torchrun: process 0 speaks for all; the others only say why they failed."""
+
+    started = True
+
+    def hear(self, kind: str, message: dict[str, Any]) -> None:
+        pass
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if error is not None:
+            show_error(error)
+
+
+def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
+    """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
+
+    Raises ValueError for what the training would refuse.
+    """
+    data, notes = _data_of_dry_run(prepared.config)
+    write_whole(folder / CONFIG, text)
+    notes = (*notes, *frozen_facts(prepared.layout), *prepared.notes)
+    reporter = Reporter(folder, describe(prepared, text, notes=notes, **data))
+    reporter.banner()
+    reporter.finish("dry_run")
+
+
+def _data_of_dry_run(config: TrainConfig) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+    """How many samples and steps there are, or a line on why that is not known. Text is not read: its vocabulary may
+    take minutes to learn."""
+    if not isinstance(config.dataset, ImagesConfig):
+        return {}, ()
+    try:
+        train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
+    except ValueError as error:
+        return {}, (("not read", one_line(error)),)
+    batches = training_batches(config, train.catalogue)
+    refuse_short_last(config, batches)
+    counts = {"train_samples": len(train), "test_samples": len(test), "steps_per_epoch": batches.steps_per_epoch}
+    return counts, ()
+
+
+def describe(
+    prepared: Prepared,
+    text: str,
+    *,
+    train_samples: int | None = None,
+    test_samples: int | None = None,
+    first_step: int = 0,
+    steps_per_epoch: int | None = None,
+    gpu_names: tuple[str, ...] = (),
+    vocabulary: int | None = None,
+    languages: int | None = None,
+    unigram_perplexity: float | None = None,
+    notes: tuple[tuple[str, str], ...] = (),
+    bench: Bench | None = None,
+) -> RunDescription:
+    """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
+    config, layout = prepared.config, prepared.layout
+    total_steps = config.epochs * (steps_per_epoch or 1)
+
+    def rates(step: int) -> float:
+        return learning_rate(config.learning_rate, step, steps_per_epoch or 1, config.batch_size, total_steps)
+
+    warm_up = warm_up_steps(config.learning_rate, steps_per_epoch) if steps_per_epoch is not None else 0
+    every = sum(layout.cost)
+    partitions = tuple(
+        PartitionDescription(names, parameters, cost / every if every else None, device, layer_seconds, memory)
+        for names, parameters, cost, device, layer_seconds, memory in zip(
+            layout.layer_names,
+            layout.parameters,
+            layout.cost,
+            layout.devices,
+            layer_seconds_of(prepared.plan),
+            map(stage_memory, prepared.plan.memory),
+            strict=True,
+        )
+    )
+    return RunDescription(
+        model_name=model_name(config),
+        dataset_name=config.dataset.name,
+        train_samples=train_samples,
+        test_samples=test_samples,
+        partitions=partitions,
+        micro_batch_sizes=micro_batch_sizes(config.batch_size, config.micro_batches) if config.batch_size else (),
+        micro_batches=config.micro_batches,
+        batch_tokens=config.batch_tokens,
+        task=config.task,
+        preset=config.preset,
+        vocabulary=vocabulary,
+        languages=languages,
+        length=layout.lengths[0] if layout.lengths else None,
+        unigram_perplexity=unigram_perplexity,
+        notes=notes,
+        schedule=config.schedule,
+        recompute=config.recompute,
+        executor="distributed" if layout.distributed else "in_process",
+        ideal_bubble=ideal_bubble(config.partitions, config.micro_batches),
+        epochs=config.epochs,
+        steps_per_epoch=steps_per_epoch,
+        learning_rate=rates(first_step),
+        warm_up=(warm_up, rates(warm_up - 1)) if first_step < warm_up else None,
+        config=asdict(config),
+        config_yaml=text,
+        settings=settings_of(TrainConfig),
+        speed_kind="measured_one_device" if layout.one_device else "measured",
+        threads=layout.threads,
+        max_steps=config.max_steps,
+        resumed_from=config.resume,
+        first_step=first_step,
+        gpu_names=gpu_names,
+        prediction=prediction(prepared.plan) if prepared.plan.costs.known else None,
+        flops=step_flops(config, prepared.shapes, layout),
+        command="train" if bench is None else "bench",
+        warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
+    )
+
+
+def model_name(config: TrainConfig) -> str:
+    """As the paper writes it: AmoebaNet-D (18, 256)."""
+    match config.model:
+        case AmoebaNetConfig() as model:
+            return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
+        case ResNetConfig() as model:
+            return f"ResNet-{model.depth}"
+        case TransformerLMConfig() as model:
+            return f"Transformer-{model.layers}" + _width(model.width, 2048)
+        case TransformerNMTConfig() as model:
+            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})" + _width(model.width, 1024)
+        case CustomConfig() as model:
+            return model.target
+        case TimmConfig() as model:
+            return f"{model.name} (timm)"
+
+
+def _width(width: int, papers: int) -> str:
+    """Said where it is not the paper's, and so neither is the size."""
+    return "" if width == papers else f" of width {width}"

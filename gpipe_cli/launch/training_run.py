@@ -1,0 +1,125 @@
+"""A run or an evaluation from beginning to end, as its parent process sees it: prepare, start, watch, report."""
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, load, to_yaml
+from gpipe_cli.config.typed import one_line
+from gpipe_cli.distributed.rendezvous import Decision, agree
+from gpipe_cli.distributed.torchrun import leads
+from gpipe_cli.launch.job import Bench, Evaluation, Task, Training
+from gpipe_cli.launch.prepare import prepare
+from gpipe_cli.launch.run_report import Show, ShowEvaluation, ShowNothing, show_dry_run
+from gpipe_cli.launch.supervisor import perform
+from gpipe_cli.pipeline.runtime.frozen import freeze
+from gpipe_cli.planner.placement import Layout, make_layout
+from gpipe_cli.reporting.run.summary import show_error, show_line
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.interrupts import interruptible
+from gpipe_cli.training.checkpoint.restore import check_restorable, refuse_other_optimizer
+from gpipe_cli.training.checkpoint.store import find_checkpoint
+from gpipe_cli.training.fine_tuning import find_weights
+
+
+def launch(
+    config: TrainConfig | EvaluateConfig, folder: Path, auto: Collection[str] = (), bench: Bench | None = None
+) -> int:
+    """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 130 interrupted).
+
+    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else. Raises
+    ValueError, one line, for what the user can mend before anything has run.
+    """
+    show: Show | ShowEvaluation | ShowNothing
+    task: Task
+    if isinstance(config, EvaluateConfig):
+        training = _evaluated(config.training)
+        layout = make_layout(training)
+        find = partial(_find, training, layout, folder, config.checkpoint, "run", optimizer=False)
+        decision = agree(lambda: Decision(folder, None, find()))
+        assert decision.source is not None
+        task = Evaluation(decision.source, config.decode)
+        show = ShowEvaluation(training, decision.source, folder) if leads() else ShowNothing()
+    else:
+        prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
+        training, layout, text = prepared.config, prepared.layout, to_yaml(prepared.config)
+        if training.dry_run:
+            if leads():
+                find_source(training, layout)
+                show_dry_run(prepared, text, folder)
+            return 0
+        decision = agree(lambda: Decision(folder, config.resume, find_source(training, layout)))
+        training = replace(training, resume=decision.resume)
+        task = Training(text, decision.folder, bench, decision.source)
+        show = Show(prepared, text, folder, bench) if leads() else ShowNothing()
+    return _run(training, layout, task, show, folder, decision.start)
+
+
+def find_source(config: TrainConfig, layout: Layout) -> Path | None:
+    """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
+
+    Raises ValueError, one line, for one that does not fit the run.
+    """
+    if config.resume is not None:
+        refuse_other_optimizer(config, load(Path(config.resume)))
+        return _find(config, layout, Path(config.resume), "last", "resume", optimizer=True)
+    return None if config.init_from is None else find_weights(config, show_error)
+
+
+def _find(config: TrainConfig, layout: Layout, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
+    """The last or the best checkpoint of a run; if it is damaged the newest one that is not, which is said on stderr.
+
+    Raises ValueError, one line, if there is none, or they are of another model.
+    """
+    model = build_model(config)
+    freeze(model, layout.frozen)
+    check = partial(check_restorable, config, load(run), model, asked=f"{setting}={run}", optimizer=optimizer)
+    return find_checkpoint(run, which, setting, check, show_error)
+
+
+def _evaluated(config: TrainConfig) -> TrainConfig:
+    """Nothing is kept for a backward: what was planned for the memory of the training does not matter."""
+    return replace(config, recompute="never", cost="figures", hardware=replace(config.hardware, memory_gib=None))
+
+
+def _run(
+    config: TrainConfig,
+    layout: Layout,
+    task: Task,
+    show: Show | ShowEvaluation | ShowNothing,
+    folder: Path,
+    start: str,
+) -> int:
+    with interruptible() as interrupt:
+        try:
+            failure = perform(config, layout, task, show.hear, interrupt, start)
+        except KeyboardInterrupt:
+            if not show.started:
+                raise
+            show.finish("interrupted", None)
+            return 130
+        except SystemExit:  # the console's reader has gone, as in `gpipe train | head`
+            show.finish("interrupted", "nobody reads the output any more")
+            raise
+        except OSError as error:  # of this process: what the run cannot do without cannot be written
+            if not show.started:
+                raise
+            show.finish("failed", one_line(error))
+            return 1
+    if failure is None:
+        show.finish("completed", None)
+        return 0
+    if failure.kind == "user" and not show.started:
+        raise ValueError(failure.text)
+    text, details = failure.text, folder / "failure.txt"
+    if failure.kind == "error":
+        with suppress(OSError):  # the folder is gone, the disk is full: what counts is why the run failed
+            write_whole(details, failure.details)
+            text += f" (traceback in {details})"
+    show.finish("failed", text)
+    return 2 if failure.kind == "user" else 1

@@ -1,0 +1,166 @@
+"""One process of a run: settles in, joins the others, does its task, and says what went wrong if something does."""
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import os
+import sys
+import time
+import traceback
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.rendezvous import store
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.launch.job import WATCHED, Awaited, Checking, Evaluation, Failure, Measuring, Training, Work
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
+from gpipe_cli.pipeline.runtime.transport import PeerLostError
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.planner.placement import Layout
+from gpipe_cli.training.checkpoint.store import CheckpointError
+from gpipe_cli.training.engine import Groups
+from gpipe_cli.training.train_loop import DivergedError, score, train
+
+# The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
+# wait for them. Should one of them die, its parent ends the others.
+_PREPARING = datetime.timedelta(days=1)
+_LONGER_SECONDS = 10.0
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
+
+
+def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
+    """The whole life of a worker process; `watched` is what its parent sees of it (WATCHED)."""
+    _settle(job.layout)
+    base = WATCHED * job.process
+
+    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+        numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
+        watched[base + 2 : base + 2 + len(numbers)] = array("q", numbers)
+        watched[base] += 1
+
+    @contextlib.contextmanager
+    def waits(what: Awaited) -> Iterator[None]:
+        watched[base + 1] = what
+        try:
+            yield
+        finally:
+            watched[base + 1] = Awaited.NOTHING
+            watched[base] += 1
+
+    def report(kind: str, message: dict[str, Any]) -> None:
+        connection.send((kind, message))
+
+    def join() -> tuple[Team, Groups | None]:
+        return _join(job, waits)
+
+    try:
+        match job.task:
+            case Training(text, folder, bench, source):
+                train(
+                    job.config, text, job.layout, folder, job.process, join, report, watch,
+                    source=source, only_steps=bench is not None,
+                )  # fmt: skip
+            case Evaluation(checkpoint, decode):
+                score(job.config, decode, checkpoint, job.layout, job.process, join, report, watch)
+            case Measuring(segments, samples, seconds):
+                from gpipe_cli.launch.layer_benchmark import measure
+
+                measure(job.config, job.layout, segments, samples, seconds, job.process, join, report)
+            case Checking() as task:
+                from gpipe_cli.verify.variants import check
+
+                check(job.config, task, job.layout, job.process, join, report, watch)
+    except Exception as error:
+        _tell(connection, job.process, error)
+        connection.close()
+        # not sys.exit: threads of a broken process group may never end
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    report("done", {})
+
+
+def _tell(connection: Connection, process: int, error: Exception) -> None:
+    match error:
+        case PeerLostError():
+            kind, text = "peer", str(error)
+        case ValueError():
+            kind, text = "user", str(error)
+        case DivergedError():
+            kind, text = "diverged", str(error)
+        case CheckpointError():
+            kind, text = "unwritten", str(error)
+        case _:
+            kind, text = (
+                "error",
+                str(error) if isinstance(error, ActionFailedError) else f"{type(error).__name__}: {error}",
+            )
+    if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
+        text += "; use more micro_batches, recompute=always or more partitions"
+    with contextlib.suppress(OSError):  # the parent is gone
+        connection.send(("failure", Failure(process, kind, text, traceback.format_exc(), time.time())))
+
+
+def _settle(layout: Layout) -> None:
+    keep_freed_memory()
+    gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
+    torch.set_num_threads(layout.threads)
+    # the same bits again on a GPU: no algorithm that depends on timing
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    # attention's memory-saving kernel sums its backward in the order in which threads come by; without it the weights
+    # of all pairs of positions exist at once
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep what is freed instead of giving it back to the system after every tensor.
+
+    A step frees and allocates the same tensors again; each return costs the page faults of touching new memory.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+    except (OSError, AttributeError):
+        pass  # another C library: slower, not wrong
+
+
+def _join(job: Work, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]) -> tuple[Team, Groups | None]:
+    """Connect the processes of the run; a process on its own needs no connection."""
+    layout = job.layout
+    if layout.processes == 1:
+        return Team(0, 1, waits=waits), None
+    # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
+    # that it does not see; that one's own parent is to speak first.
+    here = torchrun() is None
+    timeout = _PREPARING if here else datetime.timedelta(seconds=job.config.timeout_seconds + _LONGER_SECONDS)
+    device = torch.device(layout.devices[job.process])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif here:
+        # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
+    meeting = dist.FileStore(job.rendezvous, layout.processes) if here else dist.PrefixStore(job.rendezvous, store())
+    dist.init_process_group("gloo", store=meeting, rank=job.process, world_size=layout.processes, timeout=_PREPARING)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
+    assert isinstance(control, dist.ProcessGroup)
+    assert isinstance(forward, dist.ProcessGroup)
+    assert isinstance(backward, dist.ProcessGroup)
+    groups = Groups(forward, backward, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
+    return Team(job.process, layout.processes, control, waits), groups

@@ -1,0 +1,1 @@
+"""What layers cost and keep, found from shapes before anything is allocated."""

@@ -1,0 +1,141 @@
+"""What a layer costs and what crosses its boundary, as values (paper section 2.1: the cost estimate c_i).
+
+They come from shapes alone (`tracing.py`), so that every process arrives at the same figures without a handshake, and
+hold for micro-batches of any size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+import torch
+
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
+
+    Sentences of a mini-batch are padded to lengths that differ from one mini-batch to the next, so a dimension may grow
+    with them too: `per_length[i]` says how each one does with length number i. `in_tuple`: the layer returns it in a
+    tuple, and the next one gets it so, even if there is no other.
+    """
+
+    base: tuple[int, ...]
+    per_sample: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+    per_length: tuple[tuple[int, ...], ...] = ()
+    in_tuple: bool = False
+
+    def shape(self, samples: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+        shape = [base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True)]
+        for length, slopes in zip(lengths, self.per_length, strict=True):
+            shape = [size + slope * length for size, slope in zip(shape, slopes, strict=True)]
+        return tuple(shape)
+
+    def bytes(self, samples: int, lengths: Sequence[int] = ()) -> int:
+        return prod(self.shape(samples, lengths)) * self.dtype.itemsize
+
+
+Boundary = tuple[BoundaryTensor, ...]
+
+
+def as_boundary(examples: Tensors) -> Boundary:
+    """What a model is given, described by examples (1, ...): only their first dimension varies."""
+    return tuple(
+        BoundaryTensor((0, *tensor.shape[1:]), (1, *(0 for _ in tensor.shape[1:])), tensor.dtype, False)
+        for tensor in examples
+    )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The memory that the backward of a layer needs, told so that no tensor counts twice where layers meet.
+
+    `inputs` and `outputs` are positions of the tensors that come in and that are made inside; what else is saved is
+    `base_bytes + per_sample_bytes * samples`, at the lengths that were traced. `origins` has an entry per output: the
+    number of the input whose memory it is; -1 - p if it is the memory of output p before it; None if it is new.
+    Parameters and buffers are not counted.
+    """
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    base_bytes: int = 0
+    per_sample_bytes: int = 0
+    origins: tuple[int | None, ...] = ()
+
+    def inside_bytes(self, samples: int) -> int:
+        return self.base_bytes + self.per_sample_bytes * samples
+
+
+NOTHING_SAVED = Saved()
+
+
+class OperationKind(StrEnum):
+    """Kernels by what their speed depends on: a device has a rate for each."""
+
+    PRODUCT = "product"  # of matrices, attention among them
+    CONVOLUTION = "convolution"
+    NARROW = "narrow convolution"  # of fewer than 16 channels, which fill no vector register
+    DEPTHWISE = "depthwise"  # a convolution of each channel alone
+    NORMALIZATION = "normalization"
+    POOLING = "pooling"
+    RANDOM = "random"  # numbers drawn, as for dropout
+    ELEMENTWISE = "elementwise"  # all others
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Kernels of one kind: `count` for a micro-batch of any size, `flops * n` and `bytes * n + fixed_bytes` for one of
+    n samples. A multiplication and an addition count as two; weights are fixed bytes."""
+
+    count: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a layer does in one direction."""
+
+    by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
+
+    @property
+    def operations(self) -> int:
+        return sum(each.count for each in self.by_kind.values())
+
+    @property
+    def flops(self) -> float:
+        """Of one sample."""
+        return sum(each.flops for each in self.by_kind.values())
+
+    @property
+    def bytes(self) -> float:
+        """Of one sample, weights not counted."""
+        return sum(each.bytes for each in self.by_kind.values())
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer. `trained` is how many of the parameters are; `saved` says what autograd keeps between forward and
+    backward."""
+
+    name: str
+    parameters: int
+    forward: Work
+    backward: Work
+    outputs: Boundary
+    trained: int = 0
+    saved: Saved = NOTHING_SAVED
+
+    @property
+    def flops(self) -> float:
+        """Of one sample, forward and backward."""
+        return self.forward.flops + self.backward.flops

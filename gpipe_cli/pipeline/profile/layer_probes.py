@@ -1,0 +1,207 @@
+"""Why a layer cannot be pipelined: every layer is watched while one micro-batch is run, and run again (paper section
+2.3).
+
+A stage keeps its input and runs its layers again. That gives the same bits only if a layer leaves its input alone,
+draws from torch's generator alone, and remembers nothing between calls. Running variants shows where bits differ; this
+shows why, and it shows what no bit of a single step does: statistics that a recomputation counts twice.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.runtime.digests import same_bits
+from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.reporting.tables.check import Finding
+
+
+class Watch:
+    """What layers have been seen to do. `draws`: some draw random numbers from torch's generator, as for dropout."""
+
+    def __init__(self) -> None:
+        self._findings: dict[str, Finding] = {}
+        self.draws = False
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The first of each layer."""
+        return tuple(self._findings.values())
+
+    def found(self, finding: Finding) -> None:
+        self._findings.setdefault(finding.layer, finding)
+
+
+@contextmanager
+def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
+    """Inside, the layers of `stages` are watched while they are run, once or twice on the same micro-batch; afterwards
+    buffers, gradients, what modules remember as attributes, and generators are as before."""
+    watch = Watch()
+    with ExitStack() as stack:
+        devices = [stage.device for stage in stages]
+        stack.enter_context(_random_states([device for device in devices if device.type == "cuda"]))
+        for stage in stages:
+            stack.enter_context(_put_back(stage.module))
+            seen = _Seen(watch, stage.device)
+            for name, layer in stage.module.named_children():
+                stack.enter_context(seen.layer(name, layer))
+        try:
+            yield watch
+        except ChangedInputError as error:
+            watch.found(Finding("in_place", error.layer, str(error)))
+            raise
+
+
+class _Seen:
+    """The layers of one stage: each is compared with itself before it was run, and with its first run."""
+
+    def __init__(self, watch: Watch, device: torch.device) -> None:
+        self._watch, self._device = watch, device
+        self._outputs: dict[str, Tensors] = {}  # of first runs
+        self._running: list[str] = []  # a layer may run another, which it holds without torch's knowledge
+        self._differs = False  # a layer has given other values: those behind it are given other values
+
+    @contextmanager
+    def layer(self, name: str, layer: nn.Module) -> Iterator[None]:
+        """Inside, every run of the layer is watched."""
+        before: list[Any] = []
+
+        def begins(module: nn.Module, inputs: Any) -> None:
+            self._running.append(name)
+            if len(self._running) > 1:
+                return
+            held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer)}
+            given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
+            before[:] = held, given, self._generator().clone(), random.getstate(), _numpy_state()
+
+        def ended(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._running.pop()
+            if self._running:
+                return
+            held, given, generator, python, numpy = before
+            if not all(same_bits(*pair) for pair in given):
+                self._watch.found(Finding("in_place", name, str(ChangedInputError(name))))
+                for tensor, value in given:  # it is what the layer before gave
+                    _write_back(tensor, value)
+            sources = [
+                source
+                for source, moved in (
+                    ("Python's random module", random.getstate() != python),
+                    ("numpy.random", _numpy_state() != numpy),
+                )
+                if moved
+            ]
+            if sources:
+                self._watch.found(_random(name, sources))
+            self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
+            now = dict(_tensors(layer))
+            changed = [
+                key
+                for key, (tensor, value, version) in held.items()
+                # spectral norm that has converged writes what stood there before, until the weights change; weights
+                # themselves are written to by torch, to bring them together in memory
+                if (tensor._version != version and not isinstance(tensor, nn.Parameter))
+                or (key in now and not same_bits(now[key], value))
+            ]  # fmt: skip
+            for tensor, value, _ in held.values():
+                _write_back(tensor, value)
+            self._state(name, changed, as_tuple(output))
+            before.clear()
+
+        handles = layer.register_forward_pre_hook(begins, prepend=True), layer.register_forward_hook(ended)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _state(self, name: str, changed: list[str], outputs: Tensors) -> None:
+        """What the layer remembers: tensors of its own that it has changed; or something that only its outputs show."""
+        if changed:
+            self._watch.found(
+                Finding(
+                    "state",
+                    name,
+                    f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
+                    "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
+                )
+            )
+        first = self._outputs.pop(name, None)
+        if first is None:
+            self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
+        elif not self._differs and not all(map(same_bits, outputs, first)):
+            self._differs = True
+            self._watch.found(
+                Finding(
+                    "state",
+                    name,
+                    f"layer {name} gives other values when it is run again with the same seed: it keeps something "
+                    "between calls, asks whether gradients are recorded, or draws random numbers from a source that "
+                    "torch's seed does not rule; use torch's functions, and nothing that is remembered",
+                )
+            )
+
+    def _generator(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+
+def _random(name: str, sources: list[str]) -> Finding:
+    return Finding(
+        "random",
+        name,
+        f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and another cut "
+        "get other numbers; use torch's functions",
+    )
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Inside, the module may be run, and its gradients computed."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # what stands in a module is often replaced rather than changed, a buffer too
+    attributes = [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in buffers:
+            _write_back(buffer, value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _random_states(devices: list[torch.device]) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Unseen by autograd, which may need it for a backward. What nobody has changed may not even be writable."""
+    if not same_bits(tensor, value):
+        tensor.data.copy_(value)
+
+
+def _tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def _numpy_state() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return (kind, np.asarray(keys).tobytes(), *rest)

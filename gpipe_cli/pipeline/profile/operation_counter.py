@@ -1,0 +1,172 @@
+"""What is done while layers run on the meta device: operations by kind, their FLOPs and the bytes that they move.
+
+FLOPs are those of torch's own formulas. Shapes alone do not say which kernels a device will choose: where that changes
+what is computed or kept for the backward, the choice is made here as a CPU makes it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind
+
+
+@dataclass
+class Counted:
+    """Operations of one kind."""
+
+    count: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+class OperationCounter(TorchDispatchMode):
+    """FLOPs by torch's registry of formulas, the bytes that every operation reads and writes, and how many there are.
+
+    Torch's own `FlopCounterMode` also takes every other operation apart, slowly. Views are no operations: they move
+    nothing and take no kernel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_kind: dict[OperationKind, Counted] = defaultdict(Counted)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shortcut = _SHORTCUTS.get(func)
+        result = func(*args, **kwargs) if shortcut is None else shortcut(*args)
+        if func.is_view or func in _MOVES_NOTHING:
+            return result
+        formula = _FORMULAS.get(func) or flop_registry.get(func._overloadpacket)
+        counted = self.by_kind[_kind_of(func, args, formula is not None)]
+        if formula is not None:
+            counted.flops += formula(*args, **kwargs, out_val=result)
+        counted.bytes += _bytes_of(args) + _bytes_of(result)
+        counted.count += 1
+        return result
+
+
+def _kind_of(func: Any, args: tuple[Any, ...], has_flops: bool) -> OperationKind:
+    packet = func._overloadpacket
+    if packet in (_aten.convolution, _aten.convolution_backward):
+        weight, groups = (args[2], args[9]) if packet is _aten.convolution_backward else (args[1], args[8])
+        if groups > 1 and weight.shape[1] == 1:
+            return OperationKind.DEPTHWISE
+        return OperationKind.NARROW if min(weight.shape[:2]) < _VECTOR else OperationKind.CONVOLUTION
+    if has_flops:
+        return OperationKind.PRODUCT
+    name = packet.__name__
+    if "_norm" in name and "native" in name:
+        return OperationKind.NORMALIZATION
+    if "_pool" in name:
+        return OperationKind.POOLING
+    return OperationKind.RANDOM if torch.Tag.nondeterministic_seeded in func.tags else OperationKind.ELEMENTWISE
+
+
+class KernelsOfCpu(TorchFunctionMode):
+    """Attention as a CPU computes it: fused where that can be, while the meta device always takes it apart.
+
+    Fused, it keeps its inputs, its output and a number per row for the backward; taken apart, it also keeps weights of
+    (heads, T, S). A CPU takes it apart where weights are dropped (`use_flash_attention_cpp` in torch's
+    `sdp_utils_cpp.cpp`). CUDA fuses that too, and keeps a byte instead of four per dropped entry elsewhere: there a
+    Transformer that is trained with dropout needs less than is predicted.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    tensors = (query, key, value)
+    fused = (
+        query.device.type == "meta"
+        and dropout_p == 0.0
+        and not enable_gqa
+        and not (is_causal and attn_mask is not None)
+        and all(tensor.dim() == 4 and tensor.numel() and tensor.stride(-1) == 1 for tensor in tensors)
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and (attn_mask is None or not attn_mask.requires_grad)
+        and torch.backends.cuda.flash_sdp_enabled()  # says so for CPUs too
+    )
+    if not fused:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+    mixed: torch.Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return mixed
+
+
+def _bytes_of(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.dtype.itemsize
+    return sum(map(_bytes_of, values)) if isinstance(values, (tuple, list)) else 0
+
+
+def _batch_norm_shapes(x: torch.Tensor, in_training: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What batch norm and its backward return, as shapes; in evaluation a CPU keeps no moments."""
+    channel = torch.empty(x.shape[1] if in_training else 0, dtype=torch.float32, device="meta")
+    return torch.empty_like(x), channel, torch.empty_like(channel)
+
+
+def _convolution_shapes(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+    """A convolution gives channels last where its input or its weights are so; the meta device, contiguous always."""
+    result: torch.Tensor = _aten.convolution.default(x, weight, *more)
+    if torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
+        return torch.empty_like(result, memory_format=torch.channels_last)
+    return result
+
+
+def _convolution_backward_flops(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any, **_: Any
+) -> int:
+    """As many as the forward's for the inputs' gradient and for the weights', as far as they are wanted.
+
+    Torch's formula counts the weights' as if there was one group: for a depthwise convolution too much by a factor of
+    its channels.
+    """
+    transposed, output_mask = more[4], more[7]
+    slides_over = x if transposed else gradient
+    return 2 * slides_over.numel() * prod(weight.shape[1:]) * (output_mask[0] + output_mask[1])
+
+
+# Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
+_aten = torch.ops.aten
+_VECTOR = 16  # numbers of 32 bits in a vector register of 512
+_MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default)
+_FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
+_SHORTCUTS: dict[Any, Callable[..., Any]] = {
+    _aten.convolution.default: _convolution_shapes,
+    # (input, weight, bias, running mean, running variance, training, ...)
+    _aten.native_batch_norm.default: lambda x, *more: _batch_norm_shapes(x, more[4]),
+    _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),
+}

@@ -1,0 +1,317 @@
+"""What each layer costs and what crosses each boundary, from shapes alone (paper section 2.1: the cost estimate c_i).
+
+The model stands on the meta device: nothing is allocated, nothing is computed, and every process arrives at the same
+figures without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropMeta` does for the forward
+(`lingvo/core/gpipe.py`); so is what autograd saves. Shapes are traced at two micro-batch sizes, so that the shape of
+any other size follows. Of layers that are equal and get equal inputs one is traced for all.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpipe_cli.pipeline.profile.layer_cost import (
+    NO_WORK,
+    Boundary,
+    BoundaryTensor,
+    LayerCost,
+    OperationKind,
+    Operations,
+    Saved,
+    Work,
+)
+from gpipe_cli.pipeline.profile.layer_signature import signature
+from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
+from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.layer_call import describable_call
+from gpipe_cli.pipeline.runtime.memory_layout import in_layout
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
+from gpipe_cli.pipeline.runtime.storage_bytes import Extents, extent_of, storage_of
+
+Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
+
+# Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per
+# channel.
+_TRACED_SIZES = (2, 3)
+
+
+def trace_layers(
+    model: nn.Sequential,
+    inputs: Boundary,
+    *,
+    training: bool,
+    lengths: Sequence[int] = (),
+    loss: Loss | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    share: bool = True,
+) -> tuple[LayerCost, ...]:
+    """The cost and the boundary of every layer of a model on the meta device.
+
+    `inputs` describe what the first layer gets; with `training=False` the backward is left out. `lengths` are the
+    greatest ones that sentences are padded to: costs are those of such a sample. What is frozen costs no more than is
+    done: no gradients of weights, and no backward at all where nothing before it is trained. `loss` of the last
+    layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
+    model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
+    The weights stay so: initial values would be drawn in another order. With `share=False` equal layers are traced one
+    by one. Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not
+    known, and ChangedInputError if in training it changes what it is given.
+    """
+    layers = _described(model.to(memory_format=memory_format), training, share)
+    first, second = _TRACED_SIZES
+    with deferring(model):
+        small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
+        large = _trace(layers, inputs, second, lengths, training, loss, memory_format)
+        gradients, gradients_of_large = (
+            _trace_backward(runs) if training else [((False,) * len(run.outputs), _Backward()) for run in runs]
+            for runs in (small, large)
+        )
+        shorter = [
+            _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None, memory_format)
+            for at in range(len(lengths))
+        ]
+    counted: dict[Hashable, LayerCost] = {}
+    costs = []
+    for at, layer in enumerate(layers):
+        run, others = small[at], [large[at], *(traced[at] for traced in shorter)]
+        returning, backward = gradients[at]
+        key = (id(run), *map(id, others), returning)
+        if key not in counted:
+            both = backward, gradients_of_large[at][1]
+            counted[key] = _cost(layer, run, others, lengths, returning, both)
+        costs.append(_named(counted[key], layer.name))
+    return tuple(costs)
+
+
+def run_shapes(
+    model: nn.Sequential,
+    inputs: Boundary,
+    lengths: Sequence[int] = (),
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> None:
+    """One forward in training mode of a micro-batch of a single sample, on the meta device.
+
+    Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
+    """
+    layers = _described(model, True, True)
+    with deferring(model):
+        _trace(layers, inputs, 1, lengths, False, None, memory_format)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    name: str
+    module: nn.Module
+    kind: Hashable  # the same for equal layers
+
+
+@dataclass(frozen=True, eq=False)
+class _Backward:
+    """Of one layer, for one choice of outputs that gradients come back for."""
+
+    wanted: tuple[bool, ...] = ()  # the inputs that gradients go on to
+    by_kind: Mapping[OperationKind, Counted] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Run:
+    """One layer's forward on inputs of its own."""
+
+    module: nn.Module
+    inputs: Tensors
+    outputs: Tensors
+    in_tuple: bool  # the outputs
+    loss: torch.Tensor | None
+    counter: OperationCounter
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    inside_bytes: int
+    origins: tuple[int | None, ...]
+    backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
+
+
+def _described(model: nn.Sequential, training: bool, share: bool) -> list[_Layer]:
+    set_training(model, training)
+    kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
+    return [
+        _Layer(name, layer, kinds.setdefault(signature(layer) if share else name, len(kinds)))
+        for name, layer in model.named_children()
+    ]
+
+
+def _trace(
+    layers: Sequence[_Layer],
+    inputs: Boundary,
+    samples: int,
+    lengths: Sequence[int],
+    graph: bool,
+    loss: Loss | None,
+    memory_format: torch.memory_format,
+) -> list[_Run]:
+    """The forward of every layer, with its graph or without; equal ones share a run."""
+    made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs)
+    value, in_tuple = tuple(in_layout(tensor, memory_format) for tensor in made), False
+    known: dict[Hashable, _Run] = {}
+    runs: list[_Run] = []
+    for at, layer in enumerate(layers):
+        closing = loss if at == len(layers) - 1 else None
+        key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
+        if key not in known:
+            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format)
+        runs.append(known[key])
+        value, in_tuple = known[key].outputs, known[key].in_tuple
+    return runs
+
+
+def _described_inputs(value: Tensors) -> Hashable:
+    """Shapes, types, whether they want gradients, and how they lie in memory to each other."""
+    storages: dict[int, int] = {}
+    return tuple(
+        (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.requires_grad,
+            tensor.storage_offset(),
+            storages.setdefault(storage_of(tensor), len(storages)),
+        )
+        for tensor in value
+    )
+
+
+def _run(
+    layer: _Layer, value: Tensors, in_tuple: bool, graph: bool, loss: Loss | None, memory_format: torch.memory_format
+) -> _Run:
+    inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
+    tensors = [*layer.module.parameters(), *layer.module.buffers()]
+    saved = Extents(without={storage_of(tensor) for tensor in tensors})
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add((tensor,))
+        return tensor.detach()  # the tensor itself would own the graph that owns it
+
+    closed: torch.Tensor | None = None
+    counter = OperationCounter()
+    with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), saved_tensors_hooks(keep, lambda kept: kept):
+        returned = describable_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+        outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
+        if loss is not None:
+            closed = loss(outputs)
+    described = [extent_of(tensor) for tensor in inputs]
+    made = [extent_of(tensor) for tensor in outputs]
+    origins = tuple(
+        next((i for i, other in enumerate(described) if extent.meets(other)), None)
+        if any(extent.meets(other) for other in described)
+        else next((-1 - p for p, other in enumerate(made[:at]) if extent.meets(other)), None)
+        for at, extent in enumerate(made)
+    )
+    saved_inputs = tuple(i for i, extent in enumerate(described) if saved.meets(extent))
+    saved_outputs = tuple(p for p, extent in enumerate(made) if origins[p] is None and saved.meets(extent))
+    across = Extents()
+    across.add([*(inputs[i] for i in saved_inputs), *(outputs[p] for p in saved_outputs)])
+    if closed is not None:
+        saved.add((closed,))  # a stage holds it until the backward
+    inside = max(0, saved.bytes - across.bytes)
+    alone = isinstance(returned, torch.Tensor)
+    return _Run(layer.module, inputs, outputs, not alone, closed, counter, saved_inputs, saved_outputs, inside, origins)
+
+
+def _trace_backward(runs: Sequence[_Run]) -> list[tuple[tuple[bool, ...], _Backward]]:
+    """For each layer, which of its outputs get a gradient, and the backward that follows."""
+    returning = tuple(output.requires_grad for output in runs[-1].outputs)
+    found = []
+    for run in reversed(runs):
+        if returning not in run.backwards:
+            run.backwards[returning] = _backward(run, returning)
+        found.append((returning, run.backwards[returning]))
+        returning = run.backwards[returning].wanted
+    return found[::-1]
+
+
+def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
+    """Count one layer's backward; the graph stays, for another choice of outputs."""
+    roots = [output for output, wanted in zip(run.outputs, returning, strict=True) if wanted and output.requires_grad]
+    gradients: list[torch.Tensor | None] = [torch.empty_like(output) for output in roots]
+    if run.loss is not None and run.loss.requires_grad:
+        roots, gradients = [run.loss], [None]
+    wanted = [tensor for tensor in run.inputs if tensor.requires_grad]
+    weights = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
+    if not roots or not (wanted or weights):
+        return _Backward((False,) * len(run.inputs))
+    with OperationCounter() as counter:
+        results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
+    got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
+    reached = tuple(id(tensor) in got for tensor in run.inputs)
+    # what the micro-batches before have left in `.grad` is read, added to and written
+    added = counter.by_kind[OperationKind.ELEMENTWISE]
+    added.count += len(weights)
+    added.bytes += 3 * sum(weight.nbytes for weight in weights)
+    return _Backward(reached, counter.by_kind)
+
+
+def _cost(
+    layer: _Layer,
+    run: _Run,
+    others: Sequence[_Run],
+    lengths: Sequence[int],
+    returning: Sequence[bool],
+    backwards: tuple[_Backward, _Backward],
+) -> LayerCost:
+    """From runs of the first size, of the second, and of the first with one of each length less."""
+    first, second = _TRACED_SIZES
+    per_sample_bytes = (others[0].inside_bytes - run.inside_bytes) // (second - first)
+    return LayerCost(
+        layer.name,
+        sum(parameter.numel() for parameter in layer.module.parameters()),
+        forward=_work(run.counter.by_kind, others[0].counter.by_kind),
+        backward=_work(backwards[0].by_kind, backwards[1].by_kind),
+        outputs=tuple(
+            replace(
+                _affine(tensor, [other.outputs[position] for other in others], lengths, returning[position]),
+                in_tuple=run.in_tuple,
+            )
+            for position, tensor in enumerate(run.outputs)
+        ),
+        trained=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
+        saved=Saved(
+            run.saved_inputs,
+            run.saved_outputs,
+            run.inside_bytes - per_sample_bytes * first,
+            per_sample_bytes,
+            run.origins,
+        ),
+    )
+
+
+def _work(small: Mapping[OperationKind, Counted], large: Mapping[OperationKind, Counted]) -> Work:
+    """From what was counted at the first size and at the second: the bytes that do not grow are those of weights."""
+    first, second = _TRACED_SIZES
+    by_kind = {}
+    for kind, counted in small.items():
+        grown = (large[kind].bytes - counted.bytes) / (second - first) if kind in large else 0.0
+        per_sample = min(grown, counted.bytes / first)
+        fixed = counted.bytes - per_sample * first
+        by_kind[kind] = Operations(counted.count, counted.flops / first, per_sample, fixed)
+    return Work(by_kind) if by_kind else NO_WORK
+
+
+def _named(cost: LayerCost, name: str) -> LayerCost:
+    return cost if cost.name == name else replace(cost, name=name)
+
+
+def _affine(
+    small: torch.Tensor, others: Sequence[torch.Tensor], lengths: Sequence[int], has_gradient: bool
+) -> BoundaryTensor:
+    """The shape as a function: `others` have been traced with more samples, then with one of each length less."""
+    first, second = _TRACED_SIZES
+    large, *shorter = (tuple(other.shape) for other in others)
+    per_sample = tuple((b - a) // (second - first) for a, b in zip(small.shape, large, strict=True))
+    per_length = tuple(tuple(a - b for a, b in zip(small.shape, shape, strict=True)) for shape in shorter)
+    base = [a - slope * first for a, slope in zip(small.shape, per_sample, strict=True)]
+    for length, slopes in zip(lengths, per_length, strict=True):
+        base = [a - slope * length for a, slope in zip(base, slopes, strict=True)]
+    return BoundaryTensor(tuple(base), per_sample, small.dtype, has_gradient, per_length)

@@ -1,0 +1,77 @@
+"""One call of one layer, the same on the meta device and in a stage: how it is given its input, and what it may not do.
+
+A stage keeps its input and runs its layers again from that (paper section 2.3). A layer that changes what it is given
+would be run again on something else: with other numbers, or refused by autograd, depending on where the cut lies. So it
+is refused wherever it stands. Torch counts the changes of a tensor; that is all that has to be looked at.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_value
+
+
+class ChangedInputError(ValueError):
+    """Layer `layer` changes what it is given."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(
+            f"layer {layer} changes its input in place: a stage that begins with it could not run it again from what "
+            "it keeps; use inplace=False, or let it change a clone"
+        )
+        self.layer = layer
+
+
+def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> Any:
+    """What the layer returns. Raises ChangedInputError, and whatever the layer raises."""
+    versions = [tensor._version for tensor in inputs]
+    try:
+        returned = layer(as_value(inputs, in_tuple))
+    except RuntimeError as error:
+        # autograd refuses to change a leaf, in words only
+        if type(error) is RuntimeError and _changes(layer, inputs, in_tuple):
+            raise ChangedInputError(name) from error
+        raise
+    if [tensor._version for tensor in inputs] != versions:
+        raise ChangedInputError(name)
+    return returned
+
+
+def describable_call(
+    name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool, *, watched: bool
+) -> torch.Tensor | Sequence[torch.Tensor]:
+    """What the layer returns on the meta device; `watched`: as `call` does it.
+
+    Raises ValueError, naming the layer and the shapes, if it raises or returns anything but tensors.
+    """
+    try:
+        returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
+    except ChangedInputError:
+        raise
+    except Exception as error:  # somebody's own layer may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"layer {name} does not accept inputs of shape {shapes_of(inputs)}: {reason}") from error
+    parts = returned if isinstance(returned, tuple | list) else (returned,)
+    if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
+        where = f"{type(returned).__name__} with a " if parts is returned else ""
+        raise ValueError(f"layer {name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
+    return returned
+
+
+def shapes_of(tensors: Iterable[torch.Tensor | None]) -> str:
+    """As messages tell them: `(2, 3), (2,)`."""
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor is not None)
+
+
+@torch.no_grad()
+def _changes(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bool:
+    """Whether a layer that raises changes what it is given where it is free to."""
+    given = tuple(tensor.clone() for tensor in inputs)
+    versions = [tensor._version for tensor in given]
+    try:
+        layer(as_value(given, in_tuple))
+    except Exception:  # it raises for another reason
+        return False
+    return [tensor._version for tensor in given] != versions

@@ -1,0 +1,195 @@
+"""Stages in processes of their own, linked to their neighbours over torch.distributed: Gloo on CPUs, NCCL on GPUs.
+
+Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives
+are posted before they are needed, into buffers that live as long as the run (`receive_buffers.py`); sends go straight
+from the tensor, in a thread of their own, while the stage computes on.
+"""
+
+import datetime
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gpipe_cli.pipeline.profile.layer_cost import Boundary
+from gpipe_cli.pipeline.runtime.memory_layout import as_sent
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+from gpipe_cli.pipeline.runtime.receive_buffers import Inbox
+from gpipe_cli.pipeline.runtime.transport import Gradients, PeerLostError
+from gpipe_cli.pipeline.schedule.schedules import Kind, Schedule, in_flight
+
+
+@dataclass(frozen=True, eq=False)
+class _Sending:
+    """A tensor on its way; it must live until it has been sent."""
+
+    tensor: torch.Tensor
+    work: Future[dist.Work]
+
+    def is_completed(self) -> bool:
+        return self.work.done() and self.work.exception() is None and self.work.result().is_completed()
+
+
+class Links:
+    """One stage in this process; its neighbours are processes `stage - 1` and `stage + 1` of the pipeline.
+
+    `boundaries[k]` describes what crosses from stage k to stage k + 1. `forward` and `backward` are process groups of
+    their own: in one group a waiting send would hold up the receive that frees it. `ranks[k]` is the process of stage
+    k. Inside of `waits` this process waits for a neighbour, for `timeout_seconds` at most.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        boundaries: Sequence[Boundary],
+        *,
+        ranks: Sequence[int],
+        forward: dist.ProcessGroup,
+        backward: dist.ProcessGroup,
+        device: torch.device,
+        memory_format: torch.memory_format,
+        timeout_seconds: float,
+        waits: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._stage, self._last = stage, len(boundaries)
+        self._device, self._memory_format = device, memory_format
+        self._timeout, self._waits = datetime.timedelta(seconds=timeout_seconds), waits
+        self._sizes: Sequence[int] = ()
+        self._sends: deque[_Sending] = deque()
+        # Gloo writes to the socket in the thread that sends; NCCL launches on that thread's stream and returns at once
+        self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
+        self._groups = {Kind.F: forward, Kind.B: backward}
+        self._peers: dict[Kind, int] = {}
+        self._inboxes: dict[Kind, Inbox] = {}
+        if stage < self._last:
+            self._peers[Kind.F] = ranks[stage + 1]
+            returning = tuple(tensor for tensor in boundaries[stage] if tensor.has_gradient)
+            self._inboxes[Kind.B] = Inbox(ranks[stage + 1], backward, device, memory_format, returning)
+            self._outgoing = boundaries[stage]
+        if stage > 0:
+            self._peers[Kind.B] = ranks[stage - 1]
+            self._inboxes[Kind.F] = Inbox(ranks[stage - 1], forward, device, memory_format, boundaries[stage - 1])
+            self._incoming = boundaries[stage - 1]
+        self._connect()
+
+    def describe(self, boundaries: Mapping[Kind, Boundary]) -> None:
+        """Change what crosses the boundaries, e.g. for evaluation, where a model may hand on fewer tensors."""
+        self.settle()
+        if Kind.F in self._inboxes:
+            self._incoming = self._inboxes[Kind.F].described = boundaries[Kind.F]
+        if Kind.B in self._inboxes:
+            self._outgoing = boundaries[Kind.B]
+            self._inboxes[Kind.B].described = tuple(tensor for tensor in self._outgoing if tensor.has_gradient)
+
+    def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
+        self.settle()
+        actions = schedule[self._stage]
+        # gradients are consumed at once: one being used, one on its way; inputs stay as long as they are in flight
+        depths = {Kind.F: in_flight(actions) + 1, Kind.B: 2}
+        for kind, inbox in self._inboxes.items():
+            inbox.begin_step([a.micro_batch for a in actions if a.kind is kind], sizes, lengths, depths[kind])
+
+    def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
+        self._send(Kind.F, outputs)
+
+    def receive_forward(self, stage: int, micro_batch: int) -> Tensors:
+        return tuple(self._receive(Kind.F, micro_batch))
+
+    def send_backward(self, stage: int, micro_batch: int, gradients: Gradients) -> None:
+        returning = []
+        for position, (gradient, described) in enumerate(zip(gradients, self._incoming, strict=True)):
+            if described.has_gradient:
+                if gradient is None:
+                    raise ValueError(
+                        f"tensor {position} that stage {stage} received got no gradient, but it did when the model was "
+                        "traced: which inputs a layer uses must not depend on the data"
+                    )
+                returning.append(gradient)
+        self._send(Kind.B, returning)
+
+    def receive_backward(self, stage: int, micro_batch: int) -> Gradients:
+        received = iter(self._receive(Kind.B, micro_batch))
+        return tuple(next(received) if tensor.has_gradient else None for tensor in self._outgoing)
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        for inbox in self._inboxes.values():
+            memory = inbox.memory_of(micro_batch)
+            if memory and inbox.expects_more:
+                # a layer may have passed its input on: that must have left before the next one is received over it
+                for sending in [sending for sending in self._sends if sending.tensor.data_ptr() in memory]:
+                    self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
+                    self._wait(sending.work, "something sent")
+            inbox.release(micro_batch)
+
+    def finish_step(self) -> None:
+        # what is still being sent may go on meanwhile: a stage that is ahead has its optimizer to run
+        for inbox in self._inboxes.values():
+            inbox.finish_step()
+
+    def settle(self) -> None:
+        while self._sends:
+            self._wait(self._sends.popleft().work, "something sent")
+
+    def _connect(self) -> None:
+        """One message each way over each edge, in an order that cannot deadlock.
+
+        Connections (for NCCL: communicators) are made at a pair's first message; made lazily, in whatever order
+        processes arrive, they can deadlock. It also shows at the start that neighbours agree on their boundary.
+        """
+        for kind, towards, origin in ((Kind.F, 1, -1), (Kind.B, -1, 1)):
+            source, target = self._stage + origin, self._stage + towards
+            token = torch.zeros(1, device=self._device)
+            try:
+                with self._waits():
+                    if 0 <= source <= self._last:
+                        dist.recv(token, src=self._inboxes[kind].peer, group=self._groups[kind])
+                    if 0 <= target <= self._last:
+                        dist.send(token, dst=self._peers[kind], group=self._groups[kind])
+            except RuntimeError as error:
+                raise PeerLostError(f"stage {self._stage} could not connect to a neighbour: {error}") from error
+
+    def _send(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> None:
+        while self._sends and self._sends[0].is_completed():
+            self._sends.popleft()
+        for tensor in tensors:
+            flat = as_sent(tensor.detach(), self._memory_format)
+            if self._sender is not None:
+                work = self._sender.submit(self._isend, flat, kind)
+            else:
+                work = Future()
+                work.set_result(self._isend(flat, kind))
+            self._sends.append(_Sending(flat, work))
+
+    def _isend(self, tensor: torch.Tensor, kind: Kind) -> dist.Work:
+        try:
+            work = dist.isend(tensor, dst=self._peers[kind], group=self._groups[kind])
+        except RuntimeError as error:
+            whom = f"process {self._peers[kind]}"
+            raise PeerLostError(f"stage {self._stage} could not send to {whom}: {error}") from error
+        assert work is not None
+        return work
+
+    def _receive(self, kind: Kind, micro_batch: int) -> list[torch.Tensor]:
+        inbox = self._inboxes[kind]
+        what = "activation" if kind is Kind.F else "gradient"
+        works, tensors = inbox.take(micro_batch)
+        for work in works:
+            self._wait(work, f"the {what} of micro-batch {micro_batch}", inbox.peer)
+        return tensors
+
+    def _wait(self, waited: dist.Work | Future[dist.Work], what: str, peer: int | None = None) -> None:
+        try:
+            with self._waits():
+                work = waited.result() if isinstance(waited, Future) else waited
+                if self._device.type == "cpu":
+                    work.wait(self._timeout)
+                else:
+                    work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"stage {self._stage} waited in vain for {what}" + ("" if peer is None else f" from process {peer}")
+            ) from error

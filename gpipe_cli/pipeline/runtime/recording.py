@@ -1,0 +1,193 @@
+"""When each stage did what: marks that the executor makes while it performs a schedule, and the timeline made of them.
+
+What the paper sums up in one chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
+weight update), here for every step of every run. A mark costs a look at a clock and nothing else: on a CPU the host's
+monotonic clock, which all processes of a machine share; on a GPU an event in its stream, read a step later, so that
+nobody waits for it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from gpipe_cli.pipeline.schedule.schedules import Action, Schedule, dependencies
+from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What, gap
+
+Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read
+MARKS = 4  # of an action: begun, everything received, computed, handed on
+_ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: their drift is parts in a million
+
+
+class Clock(Protocol):
+    """Makes marks in the order of a device's work."""
+
+    def begin_step(self) -> None: ...
+
+    def now(self) -> Mark: ...
+
+    def core_seconds(self) -> float:
+        """How long the thread that asks has had a core so far; 0 where that says nothing of what computes."""
+
+    def reader(self) -> Callable[[Mark], float]:
+        """How the marks of this step are read: as seconds of the host's monotonic clock."""
+
+
+class HostClock:
+    """A CPU's: work is done when the call returns."""
+
+    now = staticmethod(time.perf_counter)
+    # Of this thread, which computes; with more threads, those of OpenMP wait for each other within a millisecond, so
+    # that a core which one of them misses is missed by all.
+    core_seconds = staticmethod(time.thread_time)
+
+    def begin_step(self) -> None:
+        pass
+
+    def reader(self) -> Callable[[Mark], float]:
+        return float
+
+
+class StreamClock:
+    """A GPU's: work is only launched, so events are put between it.
+
+    Events tell the time since another event, in float32: so each step has an event of its own to count from, and that
+    counts from the step before.
+    """
+
+    core_seconds = staticmethod(float)  # the work is the device's
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = 0
+        self._reference: _Reference | None = None
+
+    def begin_step(self) -> None:
+        event = self.now()
+        anchored = self._reference is None or self._steps % _ANCHOR_STEPS == 0
+        if anchored:
+            event.synchronize()
+        self._reference = _Reference(
+            event, time.perf_counter() if anchored else None, None if anchored else self._reference
+        )
+        self._steps += 1
+
+    def now(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def reader(self) -> Callable[[Mark], float]:
+        assert self._reference is not None, "a step has begun"
+        return self._reference.read
+
+
+class _Reference:
+    """The first event of a step, and when it happened."""
+
+    def __init__(self, event: Any, seconds: float | None, previous: "_Reference | None") -> None:
+        self._event, self._known, self._previous = event, seconds, previous
+
+    @property
+    def seconds(self) -> float:
+        if self._known is None:
+            assert self._previous is not None
+            self._known = self._previous.read(self._event)
+            self._previous = None
+        return self._known
+
+    def read(self, mark: Any) -> float:
+        mark.synchronize()
+        return self.seconds + float(self._event.elapsed_time(mark)) / 1e3
+
+
+class Recording:
+    """The marks of one step on the stages of this process; read when there is time for it."""
+
+    def __init__(self, schedule: Schedule, readers: Mapping[int, Callable[[Mark], float]]) -> None:
+        self.schedule = schedule
+        self._readers = readers
+        self._marks: dict[int, list[Mark]] = {stage: [] for stage in readers}
+        self._updates: dict[int, tuple[Mark, Mark]] = {}
+        self._core_seconds = dict.fromkeys(readers, 0.0)
+
+    def action(
+        self, stage: int, begun: Mark, received: Mark, computed: Mark, handed_on: Mark, core_seconds: float = 0.0
+    ) -> None:
+        """What an action was; `core_seconds` of the time from received to computed it had a core."""
+        self._marks[stage] += (begun, received, computed, handed_on)
+        self._core_seconds[stage] += core_seconds
+
+    def update(self, stage: int, begun: Mark, ended: Mark) -> None:
+        self._updates[stage] = (begun, ended)
+
+    def without_core(self, stage: int) -> float:
+        """The share of its actions' time in which the stage had no core, as others had them all; 0 of a GPU's."""
+        had = self._core_seconds[stage]
+        if not had:
+            return 0.0
+        marks = self._marks[stage]
+        return max(0.0, 1 - had / sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS)))
+
+    def seconds(self) -> dict[int, list[float]]:
+        """For each stage: MARKS numbers per action, in the order of its schedule, then begin and end of its update."""
+        read: dict[int, list[float]] = {}
+        for stage, reader in self._readers.items():
+            marks = self._marks[stage]
+            read[stage] = [reader(mark) for mark in (*marks, *self._updates.get(stage, marks[-1:] * 2))]
+        return read
+
+
+class Recorder:
+    """Records steps on the stages (by index) of this process, which live on `devices`."""
+
+    def __init__(self, devices: Mapping[int, torch.device]) -> None:
+        by_device = {
+            device: HostClock() if device.type == "cpu" else StreamClock(device) for device in set(devices.values())
+        }
+        self.clocks: dict[int, Clock] = {stage: by_device[device] for stage, device in devices.items()}
+
+    def begin_step(self, schedule: Schedule) -> Recording:
+        for clock in set(self.clocks.values()):
+            clock.begin_step()
+        return Recording(schedule, {stage: clock.reader() for stage, clock in self.clocks.items()})
+
+
+def room(micro_batches: int) -> int:
+    """The most numbers that a stage's recording of so many micro-batches has: an F, an R and a B of each."""
+    return 3 * micro_batches * MARKS + 2
+
+
+def measured_timeline(
+    schedule: Schedule, seconds: Sequence[Sequence[float]], began_seconds: float = -math.inf
+) -> Timeline:
+    """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `Recording.seconds` gives them.
+
+    It begins at `began_seconds`: a stage that is done with the step before waits for its first micro-batch already
+    while stage 0 still ends that one. While a stage waits for its neighbour to compute it is idle; what it still waits
+    after that is the transfer, as is the time that it takes to hand on what it has computed.
+    """
+    ends: dict[Action, float] = {}
+    for actions, numbers in zip(schedule, seconds, strict=True):
+        for at, action in enumerate(actions):
+            ends[action] = numbers[at * MARKS + 2]
+    stages, events = [], []
+    for actions, numbers in zip(schedule, seconds, strict=True):
+        spans: list[Span] = []
+        beside: list[Event] = []
+        for at, action in enumerate(actions):
+            begun, received, computed, handed_on = numbers[at * MARKS : (at + 1) * MARKS]
+            needed = [ends[other] for other in dependencies(action, schedule) if other.stage != action.stage]
+            if needed:
+                beside += gap(action, max(begun, min(began_seconds, received)), received, max(needed))
+            spans.append(Span(action, received, computed))
+            if handed_on > computed:
+                beside.append(Event(What.TRANSFER, computed, handed_on, action))
+        begun, ended = numbers[len(actions) * MARKS :][:2]
+        if ended > begun:
+            beside.append(Event(What.UPDATE, begun, ended, None))
+        stages.append(tuple(spans))
+        events.append(tuple(beside))
+    return Timeline(tuple(stages), tuple(events))

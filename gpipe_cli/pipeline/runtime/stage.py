@@ -1,0 +1,246 @@
+"""A partition at work: its layers, its device, and what it keeps of each micro-batch between forward and backward.
+
+Paper section 2.3: after a forward a stage keeps only what came over its boundary; before the backward it runs its
+layers again. Which micro-batches are treated so is not decided here: the executor reads it off the schedule.
+
+What makes results independent of the cut (law 1), layer by layer and not stage by stage:
+
+* the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
+* the tensors between layers, and the gradients that come back through them, always have the same strides, because
+  kernels may sum in another order for another layout;
+* a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
+  depends on whether a cut lies between.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.profile.layer_cost import Boundary
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
+from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
+from gpipe_cli.pipeline.runtime.memory_layout import in_layout
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, as_value
+from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
+from gpipe_cli.pipeline.runtime.saved_activations import SavedBytes
+from gpipe_cli.pipeline.schedule.schedules import Keep
+
+
+class Objective(Protocol):
+    """What the last stage does with the model's output for micro-batch m."""
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        """The micro-batch's share of the mini-batch loss: a sum over its elements divided by the mini-batch's
+        denominator."""
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        """Called once per micro-batch, after its forward (never after a recomputation), to count what is right."""
+
+
+@dataclass
+class _Saved:
+    inputs: Tensors
+    outputs: Tensors | None = None
+
+
+class Stage:
+    """Stage `index` of the pipeline: consecutive layers of the model, the first of which is the model's layer
+    `first_layer`.
+
+    `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
+    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
+    `evaluation_inputs` do so in evaluation, where that may be something else. A stage that has nothing to train, and
+    nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do no work.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Sequential,
+        *,
+        first_layer: int,
+        inputs: Boundary,
+        evaluation_inputs: Boundary | None = None,
+        device: torch.device,
+        run_seed: int,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        replica: int = 0,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.layer_name = self.layer_shapes = ""  # of the layer that fails
+        self._inputs = inputs
+        in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
+        self._in_tuple = {
+            training: any(tensor.in_tuple for tensor in boundary)
+            for training, boundary in ((True, inputs), (False, in_evaluation))
+        }
+        self._first_layer = first_layer
+        self._memory_format = memory_format
+        self.statistics = BatchStatistics()
+        self._run_seed, self._replica, self._step = run_seed, replica, 0
+        self._objective: Objective | None = None
+        self._saved: dict[int, _Saved] = {}
+        self._saved_bytes: SavedBytes | None = None
+        defer_batch_norms(module, self.statistics)
+        self._layers = list(module.named_children())
+        self.goes_back = any(tensor.has_gradient for tensor in inputs) or any(
+            parameter.requires_grad for parameter in module.parameters()
+        )
+
+    def set_training(self, training: bool) -> None:
+        """Training or evaluation mode; what is frozen stays in evaluation mode."""
+        set_training(self.module, training)
+
+    def count_saved(self, on: bool) -> None:
+        """From the next step on, count the bytes that are kept between forward and backward, or no longer."""
+        self._saved_bytes = SavedBytes() if on else None
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """The most bytes held at once for micro-batches in flight since the step began; 0 if they are not counted."""
+        return 0 if self._saved_bytes is None else self._saved_bytes.peak_bytes
+
+    def begin_step(self, step: int, objective: Objective | None) -> None:
+        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the
+        seeds."""
+        assert not self._saved, "a step begins with nothing saved"
+        self._step, self._objective = step, objective
+        if self._saved_bytes is not None:
+            self._saved_bytes.begin_step([*self.module.parameters(), *self.module.buffers()])
+
+    def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
+        """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
+        keep = keep if self.goes_back else Keep.NOTHING
+        self.statistics.open(micro_batch)
+        try:
+            with torch.set_grad_enabled(keep is Keep.GRAPH), self._recording(micro_batch, keep):
+                leaves = self._leaves(inputs) if keep is Keep.GRAPH else inputs
+                outputs = self._run(micro_batch, leaves)
+                closed = self._close(micro_batch, outputs, observe=True)
+        finally:
+            self.statistics.close()
+        if keep is Keep.GRAPH:
+            self._keep(micro_batch, _Saved(leaves, closed))
+        elif keep is Keep.INPUT:
+            self._keep(micro_batch, _Saved(inputs))
+        return outputs
+
+    def recompute(self, micro_batch: int) -> None:
+        """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
+        if not self.goes_back:
+            return
+        saved = self._saved[micro_batch]
+        assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
+        with torch.enable_grad(), self._recording(micro_batch, Keep.GRAPH):
+            leaves = self._leaves(saved.inputs)
+            outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
+        self._keep(micro_batch, _Saved(leaves, outputs))
+
+    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """B: from the gradients of the outputs to those of the inputs; parameters accumulate theirs in `.grad`.
+
+        `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
+        """
+        if not self.goes_back:
+            return (None,) * len(self._inputs)
+        saved = self._saved.pop(micro_batch)
+        assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"
+        if self._objective is not None:
+            gradients = (None,) * len(saved.outputs)
+        roots = [
+            (output, gradient)
+            for output, gradient in zip(saved.outputs, gradients, strict=True)
+            if output.requires_grad and (gradient is not None or self._objective is not None)
+        ]
+        if roots:
+            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        if self._saved_bytes is not None:
+            self._saved_bytes.drop(micro_batch)
+        return tuple(
+            tensor.grad if tensor.requires_grad and tensor.grad is not None else None for tensor in saved.inputs
+        )
+
+    def finish_step(self) -> None:
+        """After the last action: batch norm commits once, nothing is left saved."""
+        assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
+        self.statistics.commit()
+        self._objective = None
+
+    def abandon_step(self) -> None:
+        """Let go of everything a failed step left behind."""
+        self._saved.clear()
+        self.statistics.discard()
+        self._objective = None
+
+    def _keep(self, micro_batch: int, saved: _Saved) -> None:
+        self._saved[micro_batch] = saved
+        if self._saved_bytes is not None:
+            self._saved_bytes.hold(micro_batch, *saved.inputs, *(saved.outputs or ()))
+
+    def _recording(self, micro_batch: int, keep: Keep) -> AbstractContextManager[None]:
+        if self._saved_bytes is None or keep is not Keep.GRAPH:
+            return nullcontext()
+        return self._saved_bytes.recording(micro_batch, self.statistics.slots)
+
+    def _leaves(self, inputs: Tensors) -> Tensors:
+        if not self._inputs:
+            return inputs
+        return tuple(
+            tensor.detach().requires_grad_(described.has_gradient)
+            for tensor, described in zip(inputs, self._inputs, strict=True)
+        )
+
+    def _run(self, micro_batch: int, inputs: Tensors) -> Tensors:
+        training = self.module.training
+        in_tuple = self._in_tuple[training]
+        for offset, (name, layer) in enumerate(self._layers):
+            self.layer_name = name
+            if training:
+                layer_number = self._first_layer + offset
+                seed = mix(self._run_seed, self._step, self._replica, micro_batch, layer_number)
+                seed_generator(self.device, seed)
+            try:
+                inputs, in_tuple = self._run_layer(name, layer, inputs, in_tuple, training)
+            except Exception:
+                self.layer_shapes = shapes_of(inputs)
+                raise
+        self.layer_name = ""
+        return inputs
+
+    def _run_layer(
+        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, training: bool
+    ) -> tuple[Tensors, bool]:
+        """What the layer hands over, and whether in a tuple. In evaluation nothing is kept that it could change."""
+        returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
+        return self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
+
+    def _hand_over(self, outputs: Tensors) -> Tensors:
+        """What every layer's outputs pass through, whether or not a cut follows."""
+        handed: list[torch.Tensor] = []
+        for tensor in outputs:
+            tensor = in_layout(tensor, self._memory_format)
+            if tensor.requires_grad:
+                if any(tensor is other for other in handed):
+                    tensor = tensor.view_as(tensor)
+                tensor.register_hook(self._layout_of_gradient)
+            handed.append(tensor)
+        return tuple(handed)
+
+    def _layout_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        return in_layout(gradient, self._memory_format)
+
+    def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
+        """On the last stage the loss takes the place of the outputs."""
+        if self._objective is None:
+            return outputs
+        loss = self._objective.loss(micro_batch, outputs)
+        if observe:
+            self._objective.observe(micro_batch, outputs, loss.detach())
+        return (loss,)

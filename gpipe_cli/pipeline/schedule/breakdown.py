@@ -1,0 +1,88 @@
+"""Where the time of a step goes, in shares: what the paper's authors charted for AmoebaNet-D on 8 accelerators.
+
+Section 3.1 of the NeurIPS version: computation 65.6 %, recomputation 22.5 %, bubble 4.1 %, load imbalance 3.2 %, set-up
+2.9 %, weight update 1.7 %. Transfers, which that chart leaves out as negligible, are a share of their own here.
+
+Idle time has two causes. With c_k for a forward and a backward of one micro-batch on stage k, a step of ``gpipe``
+without recomputation, with free transfers and the same slowest stage both ways, takes
+
+    P = sum c + (M - 1) max c
+
+so that K stages, which work M sum c together, are idle for
+
+    K P - M sum c = (K - 1) sum c  +  (M - 1) sum (max c - c_k)
+
+The first part is there if all stages are equal: the bubble, (K-1)/(M+K-1) of K P in that case. The second is there
+because they are not: the load imbalance. For other schedules, and for times that were measured, where c_k is a stage's
+work in its actions divided by M, the same rule tells them apart, the bubble being what the imbalance does not explain.
+"""
+
+from dataclasses import dataclass
+
+from gpipe_cli.pipeline.schedule.schedules import Kind
+from gpipe_cli.pipeline.schedule.timeline import Event, Timeline, What
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Shares of all stage-time of a step, from 0 to 1; together 1 (0 if nothing took any time)."""
+
+    compute: float  # forward and backward
+    recompute: float
+    bubble: float  # idle, as K equal stages would be too
+    imbalance: float  # idle because stages differ
+    transfer: float  # as far as nothing hides it
+    update: float  # of the weights
+    set_up: float  # the rest of the step, before, after and beside the update
+
+
+def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
+    """Tell apart what the stages did during a step.
+
+    Args:
+        timeline: with its events, as far as transfers and updates are to be seen.
+        micro_batches: M.
+        step_seconds: from the beginning of the step to its end, whatever it does besides; if left out, from the first
+            action's beginning to the end of the last action or update.
+    """
+    stages = len(timeline.stages)
+    assert stages > 0
+    assert micro_batches > 0
+    begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
+    if step_seconds is None:
+        ends = [event.end_seconds for events in timeline.events for event in events if event.what is What.UPDATE]
+        step_seconds = max([end, *ends]) - begin
+
+    busy = timeline.busy_seconds
+    recompute = sum(timeline.kind_seconds(Kind.R))
+    update = timeline.event_seconds(What.UPDATE)
+    transfer = idle = set_up = 0.0
+    for k in range(stages):
+        events = timeline.events[k] if timeline.events else ()
+        transfers, updates = (
+            sum(_inside(event, begin, end) for event in events if event.what is what)
+            for what in (What.TRANSFER, What.UPDATE)
+        )
+        transfer += transfers
+        idle += max(0.0, window - busy[k] - transfers - updates)
+        set_up += max(0.0, step_seconds - window - (update[k] - updates))
+    unequal = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches
+    imbalance = min(idle, unequal)
+
+    # Clocks of several machines may contradict each other a little: of what was found, not of K times the step.
+    total = sum(busy) + transfer + sum(update) + idle + set_up
+    scale = 1 / total if total > 0 else 0.0
+    return Breakdown(
+        compute=(sum(busy) - recompute) * scale,
+        recompute=recompute * scale,
+        bubble=(idle - imbalance) * scale,
+        imbalance=imbalance * scale,
+        transfer=transfer * scale,
+        update=sum(update) * scale,
+        set_up=set_up * scale,
+    )
+
+
+def _inside(event: Event, begin_seconds: float, end_seconds: float) -> float:
+    """How long an event lasts within a window."""
+    return max(0.0, min(event.end_seconds, end_seconds) - max(event.start_seconds, begin_seconds))

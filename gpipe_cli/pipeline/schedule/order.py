@@ -1,0 +1,145 @@
+"""A schedule on a unit clock: in which order one process can perform it, whether it can run at all, and its picture.
+
+The clock is that of Figure 2(c) of the paper: every action takes one tick. The grid drawn on it is the same
+everywhere, in comments, tests, errors and plans.
+"""
+
+from collections.abc import Collection
+
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, needs
+
+
+def linearize(schedule: Schedule) -> tuple[Action, ...]:
+    """All actions in one order in which a single process can perform them, breadth first by unit clock.
+
+    ``0F0``, ``1F0 0F1``, ``2F0 1F1 0F2``, ...: what a clock tick holds does not depend on itself, so a process that
+    launches work on several devices in this order keeps all of them busy. Any stages picked out of it keep an order
+    that is safe against deadlock. Takes time proportional to the number of actions. Raises ValueError on a deadlock.
+    """
+    ticks, stuck = _clock(schedule)
+    if stuck:
+        raise _deadlock(schedule, stuck)
+    by_tick: list[list[Action]] = [[] for _ in range(max((t[-1] + 1 for t in ticks if t), default=0))]
+    for stage in reversed(range(len(schedule))):
+        for action, tick in zip(schedule[stage], ticks[stage], strict=True):
+            by_tick[tick].append(action)
+    return tuple(action for actions in by_tick for action in actions)
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a schedule that could not run or would compute something else; the error ends with the grid.
+
+    Raises ValueError for an action on the wrong stage, double or missing; a backward before its forward; an edge on
+    which micro-batches are sent in another order than they are received; a deadlock.
+    """
+    if not schedule or not any(schedule):
+        raise ValueError("the schedule is empty: it needs at least one stage and one forward")
+    micro_batches = range(1 + max(a.micro_batch for actions in schedule for a in actions))
+    trains = any(a.kind is not Kind.F for actions in schedule for a in actions)
+    for stage, actions in enumerate(schedule):
+        seen: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # micro-batches
+        for a in actions:
+            kind, m = a.kind, a.micro_batch
+            if a.stage != stage:
+                raise _fault(schedule, f"{a} is in the list of stage {stage}; move it to stage {a.stage}", [a])
+            if m < 0:
+                raise _fault(schedule, f"{a}: micro-batches count from 0", [a])
+            if m in seen[kind]:
+                raise _fault(schedule, f"{a} is there twice; remove one", [a])
+            if kind is not Kind.F and m not in seen[Kind.F]:
+                f = Action(Kind.F, stage, m)
+                raise _fault(schedule, f"{a} comes before {f}, which it needs; put {f} first", [a, f])
+            if kind is Kind.R and m in seen[Kind.B]:
+                raise _fault(schedule, f"{a} comes after the backward it is for; put it before", [a])
+            seen[kind].add(m)
+        for kind in (Kind.F, Kind.B) if trains else (Kind.F,):
+            if len(seen[kind]) < len(micro_batches):
+                missing = Action(kind, stage, next(m for m in micro_batches if m not in seen[kind]))
+                raise _fault(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
+    for stage in range(len(schedule) - 1):
+        for kind, sender, receiver in ((Kind.F, stage, stage + 1), (Kind.B, stage + 1, stage)):
+            sent, received = ([a for a in schedule[k] if a.kind is kind] for k in (sender, receiver))
+            for s, r in zip(sent, received, strict=True):
+                if s.micro_batch != r.micro_batch:
+                    raise _fault(schedule, f"stage {sender} sends after {s} when stage {receiver} receives for {r}; "
+                                 f"give both stages the same order of {kind.value}", [s, r])  # fmt: skip
+    if stuck := _clock(schedule)[1]:
+        raise _deadlock(schedule, stuck)
+
+
+def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120) -> str:
+    """The schedule as text: a row per stage, a column per tick of a clock on which every action takes one tick.
+
+    ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>`` for ``|``. What is
+    longer than ``width`` characters continues in a further block of rows, like a musical score.
+    """
+    ticks = _clock(schedule)[0]
+    marked = set(mark)
+    absent = marked.difference(*schedule)
+    labels, rows = [], []
+    for stage, actions in enumerate(schedule):
+        pointed = any(a in marked for a in actions) or any(a.stage == stage for a in absent)
+        labels.append(f"stage {stage:<{len(str(len(schedule) - 1))}} {'>' if pointed else '|'} ")
+        row: list[str] = []
+        for i, a in enumerate(actions):  # what can never start has no tick, but is shown all the same
+            row += ["."] * (ticks[stage][i] - len(row) if i < len(ticks[stage]) else 0)
+            text = f"{a.kind.value}{a.micro_batch}" if a.stage == stage else str(a)
+            row.append(text + "!" * (a in marked))
+        rows.append(row)
+    cell = max((len(text) for row in rows for text in row), default=1)
+    columns = max(1, (width - len(labels[0]) + 1) // (cell + 1)) if labels else 1
+    blocks = []
+    for first in range(0, max(map(len, rows), default=0), columns):
+        lines = (label + " ".join(f"{text:<{cell}}" for text in row[first : first + columns])
+                 for label, row in zip(labels, rows, strict=True))  # fmt: skip
+        blocks.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(blocks)
+
+
+def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action]]:
+    """The earliest tick of each action; and for each stage that cannot go on, its next action and what that needs."""
+    ticks: list[list[int]] = [[] for _ in schedule]
+    ended: dict[tuple[Kind, int], dict[int, int]] = {}  # by kind and stage, then micro-batch: the tick after
+    waiting: dict[tuple[Kind, int, int], list[int]] = {}  # by the action waited for: the stages to look at again
+
+    def look_up(kind: Kind, stage: int) -> tuple[dict[int, int], list[dict[int, int]]]:
+        others = needs(kind, stage, len(schedule))
+        return ended.setdefault((kind, stage), {}), [ended.setdefault(other, {}) for other in others]
+
+    known: dict[tuple[Kind, int], tuple[dict[int, int], list[dict[int, int]]]] = {}
+    ready = list(range(len(schedule)))
+    while ready:
+        stage = ready.pop()
+        own = ticks[stage]
+        tick = own[-1] + 1 if own else 0
+        for position in range(len(own), len(schedule[stage])):
+            action = schedule[stage][position]
+            kind, at, m = action.kind, action.stage, action.micro_batch
+            if (kind, at) not in known:
+                known[kind, at] = look_up(kind, at)
+            mine, others = known[kind, at]
+            try:
+                for other in others:
+                    tick = max(tick, other[m])
+            except KeyError:
+                blocker = next(o for o in needs(kind, at, len(schedule)) if m not in ended[o])
+                waiting.setdefault((*blocker, m), []).append(stage)
+                break
+            own.append(tick)
+            tick += 1
+            mine.setdefault(m, tick)
+            if waiting:
+                ready += waiting.pop((kind, at, m), ())
+    stuck = {
+        schedule[stage][len(ticks[stage])]: Action(*b) for b, stages in waiting.items() for stage in sorted(stages)
+    }
+    return ticks, stuck
+
+
+def _deadlock(schedule: Schedule, stuck: dict[Action, Action]) -> ValueError:
+    waits = "; ".join(f"{action} waits for {blocker}" for action, blocker in stuck.items())
+    return _fault(schedule, f"deadlock ({waits}); reorder the marked actions", stuck)
+
+
+def _fault(schedule: Schedule, what: str, mark: Collection[Action]) -> ValueError:
+    return ValueError(f"schedule: {what}\n{grid(schedule, mark)}")

@@ -1,0 +1,99 @@
+"""Which micro-batches each stage recomputes if it recomputes as few as its memory allows.
+
+The paper (section 2.3) recomputes everything and pays a forward for each micro-batch. Memory is needed at the fullest
+moment only, though: a stage may keep the activations of the micro-batches for which there is room, and the schedule
+says for each of them, on each stage, what happens.
+
+A stage that recomputes everything holds the input of each micro-batch from its forward to its backward, and during a
+backward the graph of that one micro-batch. Keeping a micro-batch adds the rest of its graph from its forward until
+its backward begins. So the question is how many intervals may overlap at each action, and the answer is greedy: where
+there is one too many, drop the one that ends last, for it stands in the way longest.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, at_once, build
+
+
+class DoesNotFitError(ValueError):
+    """A stage's activations exceed its memory whatever it recomputes."""
+
+    def __init__(self, stage: int, missing_bytes: int) -> None:
+        # Both as arguments, so that a pickled error is made again as it was.
+        super().__init__(stage, missing_bytes)
+        self.stage = stage
+        self.missing_bytes = missing_bytes
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} lacks {self.missing_bytes} bytes for activations even if it recomputes all it can"
+
+
+def fewest_recomputations(
+    name: str,
+    partitions: int,
+    micro_batches: int,
+    graph_bytes: Sequence[int],
+    input_bytes: Sequence[int],
+    limit_bytes: Sequence[int],
+) -> tuple[frozenset[int], ...]:
+    """For each stage, the fewest micro-batches to recompute such that its activations stay within a limit.
+
+    What :func:`build` takes as ``recompute``; ``peak_bytes`` of that schedule is at most ``limit_bytes``. A micro-batch
+    whose backward directly follows its forward is never recomputed: nothing would be gained. Which ones are: under
+    ``gpipe`` those that came first, under ``1f1b`` those that came last before the memory was full.
+
+    Args:
+        name: of the schedule.
+        graph_bytes: per stage, all activations of one micro-batch, the input included.
+        input_bytes: per stage, what comes over the boundary for one micro-batch; not more than its graph.
+        limit_bytes: per stage, what there is room for.
+
+    Raises:
+        DoesNotFitError: names the stage that lacks most.
+        ValueError: an unknown name, fewer than one partition or micro-batch.
+    """
+    assert len(graph_bytes) == len(input_bytes) == len(limit_bytes) == partitions, "one size per stage"
+    orders = build(name, partitions, micro_batches, "never")
+    sizes = zip(orders, graph_bytes, input_bytes, limit_bytes, strict=True)
+    found = [_on_stage(*of_stage) for of_stage in sizes]
+    missing, stage = max((missing, -stage) for stage, (_, missing) in enumerate(found))
+    if missing > 0:
+        raise DoesNotFitError(-stage, missing)
+    return tuple(again for again, _ in found)
+
+
+def _on_stage(
+    actions: Sequence[Action], graph_bytes: int, input_bytes: int, limit_bytes: int
+) -> tuple[frozenset[int], int]:
+    """The micro-batches to recompute, and how many bytes are missing even so (0 if it fits).
+
+    ``actions`` are F and B only. A recomputation needs no look of its own: it holds what its backward holds.
+    """
+    assert 0 <= input_bytes <= graph_bytes, "a graph holds its input"
+    rest = graph_bytes - input_bytes
+    ends = {a.micro_batch: at for at, a in enumerate(actions) if a.kind is Kind.B}
+    free = at_once(actions)
+    again: set[int] = set()
+    kept: list[tuple[int, int]] = []  # heap: those that may be dropped, the one that ends last on top
+    flying = more = missing = 0  # micro-batches in flight; those of them that hold the rest of their graph, too
+    for at, a in enumerate(actions):
+        m = a.micro_batch
+        if a.kind is Kind.F:
+            flying += 1
+            more += 1
+            if m not in free:
+                heappush(kept, (-ends[m], m))
+        elif m in again:
+            more += 1  # recomputed just now
+        held = flying * input_bytes + more * rest
+        # Of those in `kept` that have ended none is on top while there is one that has not.
+        while held > limit_bytes and kept and -kept[0][0] > at and rest > 0:
+            again.add(heappop(kept)[1])
+            more -= 1
+            held -= rest
+        missing = max(missing, held - limit_bytes)
+        if a.kind is Kind.B:
+            flying -= 1
+            more -= 1
+    return frozenset(again), missing

@@ -1,0 +1,180 @@
+"""Who did what when in one training step: what Figure 2(c) of the paper shows, with a time axis.
+
+The simulator makes one from a schedule and costs, a measurement makes one from clocks; both are this class, so that
+a prediction and what became of it are compared number by number and picture by picture.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+
+
+class Span(NamedTuple):
+    """When an action ran; both times count from the same zero on every stage."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+
+class What(StrEnum):
+    """What a stage does beside its actions."""
+
+    WAITING = "waiting"  # for a neighbour to compute
+    TRANSFER = "transfer"  # for tensors to arrive that have been computed, or to be handed on
+    UPDATE = "update"  # of the weights
+
+
+class Event(NamedTuple):
+    """When a stage waited or did something else than an action; times as in a span."""
+
+    what: What
+    start_seconds: float
+    end_seconds: float
+    action: Action | None  # the one that had to wait, or whose outputs were handed on; None for the update
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+
+def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds: float | None) -> tuple[Event, ...]:
+    """What lies before an action that starts when its stage had been free for a while.
+
+    Until the neighbour ended what the action needs (at ``sent_seconds``; None if it needs nothing from a neighbour)
+    it is waiting, from then on it is a transfer that nothing hides. Simulated and measured times are told apart alike.
+    """
+    came = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
+    parts = ((What.WAITING, free_seconds, came), (What.TRANSFER, came, start_seconds))
+    return tuple(Event(what, start, end, action) for what, start, end in parts if end > start)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between, if that is known.
+
+    Spans of a stage do not overlap. A Timeline's own numbers are about actions: its window reaches from the first
+    action's beginning to the last one's end.
+    """
+
+    stages: tuple[tuple[Span, ...], ...]
+    events: tuple[tuple[Event, ...], ...] = ()
+
+    @property
+    def start_seconds(self) -> float:
+        """When the first action of any stage began; 0 without any."""
+        return min((span.start_seconds for spans in self.stages for span in spans), default=0.0)
+
+    @property
+    def end_seconds(self) -> float:
+        """When the last action of any stage ended; 0 without any."""
+        return max((span.end_seconds for spans in self.stages for span in spans), default=0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        """From the beginning of the first action to the end of the last."""
+        return self.end_seconds - self.start_seconds
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """For each stage, the time spent in actions, recomputation included."""
+        return tuple(sum(span.seconds for span in spans) for spans in self.stages)
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """For each stage, the rest of the step."""
+        step = self.step_seconds
+        return tuple(step - busy for busy in self.busy_seconds)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all stage-time without an action, from 0 to 1; `breakdown` tells its causes apart."""
+        available = self.step_seconds * len(self.stages)
+        return sum(self.idle_seconds) / available if available > 0 else 0.0
+
+    def kind_seconds(self, kind: Kind) -> tuple[float, ...]:
+        """For each stage, the time spent in actions of one kind (what the paper's overhead breakdown adds up)."""
+        return tuple(sum(s.seconds for s in spans if s.action.kind is kind) for spans in self.stages)
+
+    def event_seconds(self, what: What) -> tuple[float, ...]:
+        """For each stage, the time spent in events of one kind; zeros if none were recorded."""
+        if not self.events:
+            return (0.0,) * len(self.stages)
+        return tuple(sum(e.seconds for e in events if e.what is what) for events in self.events)
+
+    def grid(self, width: int = 120) -> str:
+        """The timeline as text, a row per stage, lengths proportional to time, ``.`` for idle.
+
+        K = 2, M = 2, a backward twice as long as a forward:
+
+            stage 0 | F0---F1---...............B1--------B0--------
+            stage 1 | .....F0---F1---B1--------B0--------..........
+
+        A span too short for its name shows the letter or nothing. Times round to the nearest of ``width`` columns.
+        """
+        labels = [f"stage {k:<{len(str(len(self.stages) - 1))}} | " for k in range(len(self.stages))]
+        columns = max(1, width - max(map(len, labels), default=0))
+        start, step = self.start_seconds, self.step_seconds
+        scale = columns / step if step > 0 else 0.0
+        return "\n".join(label + _row(s, start, scale, columns) for label, s in zip(labels, self.stages, strict=True))
+
+    def chrome_trace(self, name: str | None = None, pid: int = 0) -> list[dict[str, Any]]:
+        """Events of the Chrome trace format (a row per stage), which Perfetto and ``chrome://tracing`` open.
+
+        ``json.dump`` of this list is a complete trace file; so are several of them joined, such as a measured and a
+        predicted one, if each has its own ``pid`` and a ``name``. Times are microseconds, as the format asks for, since
+        the first of all that is shown began. A complete event has ``ph`` X, the name of a row or a group of rows
+        ``ph`` M. Actions are coloured by micro-batch where the viewer follows ``cname``; Perfetto chooses colours of
+        its own.
+        """
+        result: list[dict[str, Any]] = []
+        if name is not None:
+            result.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+            result.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
+        for stage in range(len(self.stages)):
+            place = {"pid": pid, "tid": stage}
+            result.append({"name": "thread_name", "ph": "M", **place, "args": {"name": f"stage {stage}"}})
+            result.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": stage}})
+        begin = min((event.start_seconds for events in self.events for event in events), default=self.start_seconds)
+        begin = min(begin, self.start_seconds)
+
+        def complete(text: str, category: str, colour: str, of: Span | Event, stage: int) -> dict[str, Any]:
+            args: dict[str, Any] = {"stage": stage}
+            if of.action is not None:
+                args = {"kind": of.action.kind.name, "stage": stage, "micro_batch": of.action.micro_batch}
+            times = {"ts": (of.start_seconds - begin) * 1e6, "dur": of.seconds * 1e6}
+            return {"name": text, "cat": category, "ph": "X", **times, "pid": pid, "tid": stage, "cname": colour,
+                    "args": args}  # fmt: skip
+
+        for stage, spans in enumerate(self.stages):
+            for span in spans:
+                colour = _COLOURS[span.action.micro_batch % len(_COLOURS)]
+                result.append(complete(str(span.action), span.action.kind.name, colour, span, stage))
+        for stage, events in enumerate(self.events):
+            for event in events:
+                result.append(complete(event.what.value, event.what.value, _EVENT_COLOURS[event.what], event, stage))
+        return result
+
+
+# Names that chrome://tracing reserves for colours (tr.b.ColorScheme of the Catapult project); it knows no others.
+_COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
+            "thread_state_iowait", "olive", "startup")  # fmt: skip
+_EVENT_COLOURS = {What.WAITING: "white", What.TRANSFER: "grey", What.UPDATE: "black"}
+
+
+def _row(spans: Sequence[Span], start: float, scale: float, columns: int) -> str:
+    row = ["."] * columns
+    for span in spans:
+        first, last = (round((t - start) * scale) for t in (span.start_seconds, span.end_seconds))
+        length = last - first
+        name = f"{span.action.kind.value}{span.action.micro_batch}"
+        # A name cut short would be the name of another micro-batch.
+        row[first:last] = (name if len(name) <= length else name[0]).ljust(length, "-")[:length]
+    return "".join(row)

@@ -1,0 +1,51 @@
+"""Which figures hold for the device at hand, and how much memory there is."""
+
+import os
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+
+from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.settings import load_hardware
+
+_BY_NAME = {
+    "H200": "h200",
+    "P100-PCIE": "p100_pcie",
+    "P40": "p40",
+}  # as drivers call a GPU -> its file in conf/hardware
+
+
+def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
+    """`auto` becomes the figures of the device at hand, as far as there are; what is given stays.
+
+    `device` is `cpu` or a CUDA device. Of a GPU that has no file everything that was not given stays None.
+    """
+    if hardware.name != "auto":
+        return hardware
+    model = gpu_model()
+    name = "cpu" if device == "cpu" else next((file for part, file in _BY_NAME.items() if part in model), None)
+    if name is None:
+        return hardware
+    found = load_hardware(name)
+    given = {
+        f.name: value for f in fields(hardware) if f.name != "name" and (value := getattr(hardware, f.name)) is not None
+    }
+    return replace(found, **given)
+
+
+def physical_memory_bytes() -> int:
+    """Of this machine, or of the container that this process is in."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return machine
+    return min(machine, int(allowed)) if allowed.isdecimal() else machine
+
+
+@cache
+def gpu_model() -> str:
+    """The first one's, by the driver's own list: asking CUDA would open a context in a process without a use for it."""
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        return file.read_text(encoding="utf-8", errors="replace").partition("Model:")[2].partition("\n")[0].strip()
+    return ""

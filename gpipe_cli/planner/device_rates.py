@@ -1,0 +1,111 @@
+"""How fast a device is at each kind of operation: by its data sheet, or fitted to layers that were timed on it.
+
+The paper's cost estimate c_i of a layer (section 2.1) is the FLOPs of it. On real devices an operation also takes time
+to begin, and one that computes little takes the time of the bytes it moves; so seconds are a sum over these.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
+
+COMPUTING = (OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.NARROW, OperationKind.DEPTHWISE)
+CONVOLUTIONS = COMPUTING[1:]
+# Which error of a layer is minimised: 1 is its share, 0 its seconds. Between them layers that take long count more, and
+# the short ones, which tell what it takes to begin, count too.
+_RELATIVE = 0.75
+_TELLABLE = 2e-6  # seconds: less is the clock's own
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of one direction through layers. A kind that is missing takes none."""
+
+    layer: float = 0.0  # once for each, whatever it does
+    operation: Mapping[OperationKind, float] = field(default_factory=dict)
+    flop: Mapping[OperationKind, float] = field(default_factory=dict)
+    byte: Mapping[OperationKind, float] = field(default_factory=dict)
+    weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a kind that is missing: as any byte
+
+    def seconds(self, work: Work, samples: float) -> float:
+        """Of a micro-batch of so many samples."""
+        total = self.layer if work.by_kind else 0.0
+        for kind, each in work.by_kind.items():
+            byte = self.byte.get(kind, 0.0)
+            total += each.count * self.operation.get(kind, 0.0) + each.flops * samples * self.flop.get(kind, 0.0)
+            total += each.bytes * samples * byte + each.fixed_bytes * self.weight_byte.get(kind, byte)
+        return total
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """A device, and the link to the next one."""
+
+    source: str  # one phrase: `hardware=cpu figures`
+    forward: Rates  # that keeps nothing
+    graph: Rates  # that keeps what the backward needs
+    backward: Rates
+    update: Rates  # of weights
+    link_seconds: float  # until the first byte of a message has arrived
+    link_byte_seconds: float
+    tensor_seconds: float = 0.0  # once a step for each tensor that is trained, beside its update
+    slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
+    together: int = 1
+    timed: bool = False  # on this machine: no figure of a data sheet is in it
+    known: bool = True  # False: the figures are those of another device, and tell layers from each other only
+
+
+def by_sheet(hardware: HardwareConfig, threads: int, known: bool = True) -> Speeds:
+    """All kinds of operations are alike; the figures of a CPU are those of one thread."""
+    assert hardware.tflops is not None
+    assert hardware.memory_gb_per_second is not None
+    speed = threads if hardware.name == "cpu" else 1
+    each = (hardware.operation_microseconds or 0.0) * 1e-6
+    rates = Rates(
+        0.0,
+        dict.fromkeys(OperationKind, each),
+        dict.fromkeys(OperationKind, 1 / (hardware.tflops * 1e12 * speed)),
+        dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
+    )
+    return Speeds(
+        f"hardware={hardware.name} figures",
+        rates,
+        rates,
+        rates,
+        rates,
+        (hardware.link_microseconds or 0.0) * 1e-6,
+        0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * 1e9),
+        known=known,
+    )
+
+
+def fitted(works: Iterable[Work], seconds: Sequence[float], samples: int) -> Rates:
+    """The rates that come closest to the seconds of layers; none is below zero."""
+    from scipy.optimize import nnls  # a fifth of a second that those who have no use for it save
+
+    kinds = tuple(OperationKind)
+    timed = [(_features(work, samples), taken) for work, taken in zip(works, seconds, strict=True) if taken > _TELLABLE]
+    matrix, taken = (np.array(values) for values in zip(*timed, strict=True))
+    scale = matrix.max(axis=0)
+    scale[scale == 0] = 1.0
+    counts = taken**-_RELATIVE
+    found, _ = nnls(matrix / scale * counts[:, None], taken * counts, maxiter=100 * matrix.shape[1])
+    found *= taken.sum() / (matrix / scale @ found).sum()  # what minimises shares is too little on the whole
+    values = iter((found / scale).tolist())
+    layer = next(values)
+    operation, flop, byte = (dict(zip(of, values, strict=False)) for of in (kinds, COMPUTING, kinds))
+    convolution, product = values
+    weights = dict.fromkeys(CONVOLUTIONS, convolution) | {OperationKind.PRODUCT: product}
+    return Rates(layer, operation, flop, byte, weights)
+
+
+def _features(work: Work, samples: int) -> list[float]:
+    """What each of the rates of `fitted` is multiplied by."""
+    of = {kind: work.by_kind.get(kind, Operations()) for kind in OperationKind}
+    moved = [each.bytes * samples + (0.0 if kind in COMPUTING else each.fixed_bytes) for kind, each in of.items()]
+    weights = sum(of[kind].fixed_bytes for kind in CONVOLUTIONS), of[OperationKind.PRODUCT].fixed_bytes
+    flops = [of[kind].flops * samples for kind in COMPUTING]
+    return [1.0 if work.by_kind else 0.0, *(each.count for each in of.values()), *flops, *moved, *weights]

@@ -1,0 +1,108 @@
+"""`gpipe plan solve=max_model`: the largest model that fits a memory, the question of the paper's Table 1."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.placement import memory_limit
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.search import Choice, CostsOf, Tried, try_plan
+
+_MOST_LAYERS = 3000  # where a search for the largest model ends: minutes away, and past the paper's largest
+_SILENT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A model of another size."""
+
+    config: TrainConfig
+    shapes: Shapes
+    one: Tried
+
+
+def solve_max_model(
+    config: TrainConfig, costs_of: CostsOf, say: Callable[[str], None] = lambda line: None
+) -> tuple[TrainConfig, Shapes, Plan, tuple[Choice, ...]]:
+    """The largest model that fits the memory limit, growing each of its sizes alone; the one with most parameters.
+
+    `say` is told of every size that was tried, once seconds have gone by.
+
+    Raises:
+        ValueError: there is no limit, the model has no sizes, or not even the smallest one fits.
+    """
+    if memory_limit(config) is None:
+        raise ValueError(
+            "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
+        )
+    began = time.monotonic()
+    found: list[_Grown] = []
+    choices = []
+    for key, step, most in _sizes(config):
+        tried: dict[int, _Grown] = {}
+
+        def fits(guess: int, key: str = key, step: int = step, tried: dict[int, _Grown] = tried) -> bool:
+            model = replace(config.model, **{key: guess * step})  # type: ignore[arg-type]  # a size is a whole number
+            candidate = replace(config, model=model)
+            shapes = read_shapes(candidate, build_model(candidate))
+            one = try_plan(candidate, str(guess * step), shapes, costs_of(candidate, shapes), memory_limit(candidate))
+            tried[guess] = _Grown(candidate, shapes, one)
+            if time.monotonic() - began > _SILENT_SECONDS:
+                say(f"model.{key}={guess * step} {'fits' if one.plan else 'does not fit'}")
+            return one.plan is not None
+
+        start = max(1, getattr(config.model, key) // step)
+        largest = _largest(fits, start, most // step)
+        end = "" if largest < most // step else f"; more than {most} were not tried"
+        choices.append((key, largest, tried, end))
+        if largest:
+            found.append(tried[largest])
+    if not found:
+        reason = next(grown.one.reason for _, _, tried, _ in choices for _, grown in sorted(tried.items()))
+        raise ValueError(
+            f"solve=max_model: not even the smallest model fits ({reason}); use a larger hardware.memory_gib, more "
+            "partitions or more micro_batches"
+        )
+    best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.shapes.costs))
+    assert best.one.plan is not None
+    shown = tuple(
+        Choice(
+            f"model.{key}",
+            f"the largest that fits, everything else as given{end}",
+            tuple(replace(grown.one, chosen=at == largest) for at, grown in sorted(tried.items())),
+        )
+        for key, largest, tried, end in choices
+    )
+    return best.config, best.shapes, best.one.plan, shown
+
+
+def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
+    """The largest number up to `most` that fits, 0 if none does: by doubling from `start`, then by halving."""
+    low, high = 0, None
+    guess = min(start, most)
+    while high is None or high - low > 1:
+        if fits(guess):
+            low = guess
+            if low == most:
+                return low
+        else:
+            high = guess
+        guess = min(2 * low, most) if high is None else (low + high) // 2
+    return low
+
+
+def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:
+    """The settings of the model that say how large it is, the step that they go in, and where a search ends."""
+    match config.model:
+        case AmoebaNetConfig():
+            return ("filters", 16, 1 << 14), ("normal_cells", 3, _MOST_LAYERS)
+        case TransformerLMConfig() | TransformerNMTConfig():
+            return (("layers", 1, _MOST_LAYERS),)
+    raise ValueError(
+        f"solve=max_model: model={config.model.name} has no size that can be varied; use amoebanet, transformer_lm or "
+        "transformer_nmt"
+    )

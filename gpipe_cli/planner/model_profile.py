@@ -1,0 +1,153 @@
+"""What a model costs, known from shapes alone: the base of the cut, of every plan and of every limit to memory.
+
+Nothing in here depends on K, M or the schedule, so it is read once, however many of them are compared.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from gpipe_cli.assembly.build import (
+    MEMORY_FORMATS,
+    build_model,
+    greatest_lengths,
+    memory_format_of,
+    model_inputs,
+    outputs_of,
+)
+from gpipe_cli.assembly.freezing import find_frozen
+from gpipe_cli.assembly.loss import loss_of_shapes
+from gpipe_cli.assembly.optimizer import state_bytes
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.pipeline.profile.layer_cost import Boundary, LayerCost
+from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.planner.sharing import Shared, find_shared
+from gpipe_cli.units import plural
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What a layer stores however large a micro-batch is; bytes, but for the counts."""
+
+    trained: int  # of its parameters
+    tensors: int
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int
+    optimizer_bytes: int  # its state, and the moving average of the weights
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model without memory. Sequences have an entry per layer."""
+
+    costs: tuple[LayerCost, ...]  # in training; those of the loss count to the last
+    evaluation: tuple[LayerCost, ...]  # boundaries only matter
+    weights: tuple[LayerWeights, ...]
+    inputs: Boundary  # of the first layer
+    lengths: tuple[int, ...]  # that sentences are padded to
+    frozen: Frozen
+    shared: tuple[Shared, ...]
+    own_costs: tuple[float, ...] | None  # what the layers of a user's model say of themselves, in any unit
+
+
+def read_shapes(
+    config: TrainConfig, model: nn.Sequential | None = None, lengths: tuple[int, ...] | None = None
+) -> Shapes:
+    """Trace the model, for sentences of `lengths`, by default the greatest there may be.
+
+    Raises ValueError, one line, for one that does not fit the data set, or itself.
+    """
+    model = build_model(config) if model is None else model
+    inputs, lengths = model_inputs(config), greatest_lengths(config) if lengths is None else lengths
+    shared = find_shared(model)
+    frozen = find_frozen(config, model)
+    freeze(model, frozen)
+    memory_format = MEMORY_FORMATS[memory_format_of(config)]
+    evaluation = trace_layers(model, inputs, training=False, lengths=lengths, memory_format=memory_format)
+    _check_outputs(config, evaluation[-1].outputs, lengths)
+    auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
+    loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
+    costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss, memory_format=memory_format)
+    known: dict[object, LayerWeights] = {}
+    weights = []
+    for layer in model.children():
+        sizes = tuple((p.shape, p.dtype, p.requires_grad) for p in layer.parameters())
+        key = (sizes, tuple((b.shape, b.dtype) for b in layer.buffers()))
+        if key not in known:
+            known[key] = _weights(config, layer)
+        weights.append(known[key])
+    return Shapes(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared, _own_costs(model))
+
+
+def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
+    """The paper's optional cost estimate c_i of each layer (section 2.1): its attribute `gpipe_cost`, if it has one.
+
+    Raises ValueError if only some layers have one, as they can only be compared with each other.
+    """
+    said = {name: getattr(layer, "gpipe_cost", None) for name, layer in model.named_children()}
+    if not (costs := {name: cost for name, cost in said.items() if cost is not None}):
+        return None
+    for name, cost in said.items():
+        if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+            raise ValueError(
+                f"model.target: layer {name} has gpipe_cost={cost}, and layer {next(iter(costs))} has "
+                f"{next(iter(costs.values()))}; each layer needs a number, 0 or more, or none of them one"
+            )
+    if not any(costs.values()):
+        raise ValueError("model.target: gpipe_cost is 0 in all layers; at least one must be above 0, or none have it")
+    return tuple(costs.values())
+
+
+def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = False) -> None:
+    """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1.
+
+    Raises ValueError if a mini-batch of `samples`, the short `last` one of an epoch or any other, would have one.
+    """
+    micro_batches = config.micro_batches
+    if micro_batch_sizes(samples, micro_batches)[-1] > 1:
+        return
+    model = build_model(config)
+    freeze(model, find_frozen(config, model))
+    memory_format = MEMORY_FORMATS[memory_format_of(config)]
+    try:
+        run_shapes(model, model_inputs(config), greatest_lengths(config), memory_format)
+    except ValueError as error:
+        what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * micro_batches} or more"]
+        if last:
+            what, remedies = "dataset.drop_last=false: the last", ["dataset.drop_last=true"]
+        if samples > 1:
+            remedies.append(f"micro_batches={samples // 2} or fewer")
+        raise ValueError(
+            f"{what} mini-batch has {plural(samples, 'sample')} and so a micro-batch of one, which this model cannot "
+            f"train on ({error}); use {', or '.join(remedies)}"
+        ) from error
+
+
+def _weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
+    parameters, buffers = list(layer.parameters()), list(layer.buffers())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    averaged = [*parameters, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
+    return LayerWeights(
+        trained=sum(p.numel() for p in trained),
+        tensors=len(parameters),
+        weight_bytes=sum(t.nbytes for t in (*parameters, *buffers)),
+        gradient_bytes=sum(p.nbytes for p in trained),
+        optimizer_bytes=state_bytes(config.optimizer, trained) + sum(t.nbytes for t in averaged),
+    )
+
+
+def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, ...]) -> None:
+    """Raises ValueError if the last layer of somebody's own model does not return logits for this data set."""
+    samples, classes = 2, outputs_of(config)
+    wanted = (samples, *lengths[-1:], classes)
+    found = outputs[0].shape(samples, lengths)
+    if found != wanted:
+        what = "classes" if config.task == "classification" else "tokens in its vocabulary"
+        target = getattr(config.model, "target", config.model.name)
+        raise ValueError(
+            f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "
+            f"{classes} {what}: {wanted} is needed; mend the model's last layer"
+        )

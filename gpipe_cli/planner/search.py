@@ -1,0 +1,195 @@
+"""Settings that are left to the plan: `partitions=auto`, `micro_batches=auto`, `recompute=auto`.
+
+Each candidate gets a plan of its own, and what was compared is kept: a choice that cannot be explained is not trusted.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import show
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.model_profile import Shapes, refuse_single_samples
+from gpipe_cli.planner.placement import costs_by_figures, memory_limit, usable_cores
+from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan, mini_batch_samples
+from gpipe_cli.units import size
+
+AUTO = ("partitions", "micro_batches")  # settings that may be `auto` and are numbers otherwise
+_AS_GOOD = 1.01  # a prediction is not more exact than this: of candidates as good, the one that asks for least
+
+CostsOf = Callable[[TrainConfig, Shapes], StepCosts]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate; `plan` is None where it does not fit, and `reason` says why."""
+
+    value: str
+    plan: Plan | None
+    reason: str = ""
+    chosen: bool = False
+    over: TooLargeError | None = None  # by which its fullest stage misses the limit
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a setting got its value."""
+
+    setting: str
+    rule: str
+    tried: tuple[Tried, ...]
+
+    @property
+    def chosen(self) -> Tried:
+        return next(tried for tried in self.tried if tried.chosen)
+
+
+def choose(
+    config: TrainConfig, auto: Collection[str], shapes: Shapes, costs_of: CostsOf, *, elsewhere: bool = False
+) -> tuple[TrainConfig, Plan, tuple[Choice, ...]]:
+    """The fastest of all values of the settings in `auto`, and its plan; without any, the plan of `config`.
+
+    `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
+
+    Raises:
+        ValueError: nothing fits, or there is nothing to choose from; one line.
+    """
+    if not auto:
+        plan = plan_or_refuse(config, shapes, costs_of)
+        return config, plan, _recomputation(config, shapes, plan)
+    if "micro_batches" in auto:
+        _refuse_no_choice(config)
+    setting = ", ".join(key for key in AUTO if key in auto)
+    tried: list[tuple[TrainConfig, Tried]] = []
+    for candidate in _candidates(config, auto, len(shapes.costs), elsewhere):
+        value = ", ".join(str(getattr(candidate, key)) for key in AUTO if key in auto)
+        try:
+            refuse_single_samples(candidate, mini_batch_samples(candidate, shapes.lengths))
+            tried.append(
+                (candidate, try_plan(candidate, value, shapes, costs_of(candidate, shapes), memory_limit(candidate)))
+            )
+        except ValueError as error:
+            tried.append((candidate, Tried(value, None, str(error))))
+    fitting = [(candidate, one.plan) for candidate, one in tried if one.plan is not None]
+    if not fitting:
+        over = [(one.over.missing_bytes, at) for at, (_, one) in enumerate(tried) if one.over is not None]
+        if not over:
+            reason = tried[0][1].reason if tried else f"the model has only {len(shapes.costs)} layers"
+            raise ValueError(f"{setting}=auto: none of {len(tried)} candidates will do; {reason}")
+        nearest, one = tried[min(over)[1]]
+        assert one.over is not None
+        raise _refusal(nearest, shapes, one.over, f"{setting}=auto: none of {len(tried)} candidates fits; ")
+    fastest = min(plan.step_seconds for _, plan in fitting)
+    best, plan = next(pair for pair in fitting if pair[1].step_seconds <= fastest * _AS_GOOD)
+    marked = tuple(replace(one, chosen=one.plan is plan) for _, one in tried)
+    choice = Choice(setting, "the shortest predicted step that fits", marked)
+    return best, plan, (choice, *_recomputation(best, shapes, plan))
+
+
+def _recomputation(config: TrainConfig, shapes: Shapes, plan: Plan) -> tuple[Choice, ...]:
+    """How `recompute=auto` compares with the modes that one could have given."""
+    if config.recompute != "auto":
+        return ()
+    of_stages = ", ".join(map(str, plan.recomputed))
+    chosen = Tried(f"auto: {of_stages} of {plan.micro_batches} per stage", plan, chosen=True)
+    limit, cut = memory_limit(config), replace(config.partition, balance=plan.balance)
+    never, most = (
+        try_plan(replace(config, recompute=mode, partition=cut), mode, shapes, plan.costs, limit)
+        for mode in ("never", "except_last")
+    )
+    return (Choice("recompute", "as few as fit the memory", (never, chosen, most)),)
+
+
+def plan_or_refuse(config: TrainConfig, shapes: Shapes, costs_of: CostsOf) -> Plan:
+    """The plan of settings that are all given. Raises ValueError, one line with the smallest change that would fit."""
+    try:
+        return make_plan(config, shapes, costs_of(config, shapes), memory_limit(config))
+    except TooLargeError as error:
+        raise _refusal(config, shapes, error, "") from None
+
+
+def try_plan(config: TrainConfig, value: str, shapes: Shapes, costs: StepCosts, limit_bytes: int | None) -> Tried:
+    try:
+        return Tried(value, make_plan(config, shapes, costs, limit_bytes))
+    except TooLargeError as error:
+        return Tried(value, None, f"stage {error.stage} is {size(error.missing_bytes)} over", over=error)
+
+
+def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhere: bool) -> Iterator[TrainConfig]:
+    whole = config.batch_size or 1
+    partitions = (
+        [k for k in _numbers_of_devices(config, elsewhere) if k <= layers]
+        if "partitions" in auto
+        else [config.partitions]
+    )
+    # powers of two, and the batch size itself
+    halves = sorted({*(1 << n for n in range(whole.bit_length()) if 1 << n <= whole), whole})
+    for k in partitions:
+        for m in halves if "micro_batches" in auto else [config.micro_batches]:
+            yield replace(config, partitions=k, micro_batches=m)
+
+
+def _numbers_of_devices(config: TrainConfig, elsewhere: bool) -> list[int]:
+    if (started := torchrun()) is not None:
+        return [started.processes]
+    if elsewhere:  # the paper's numbers
+        return [1, 2, 4, 8]
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    return list(range(1, (gpus or usable_cores()) + 1))
+
+
+def _refuse_no_choice(config: TrainConfig) -> None:
+    if config.batch_size is None:
+        raise ValueError(
+            f"micro_batches=auto: batch_tokens={config.batch_tokens} does not say how many samples there are; "
+            "give a number, e.g. micro_batches=4"
+        )
+    if config.batch_size == 1:
+        raise ValueError(
+            "micro_batches=auto: batch_size=1 cannot be divided, there is nothing to choose; use micro_batches=1, or "
+            "batch_size=2 or more"
+        )
+
+
+def _refusal(config: TrainConfig, shapes: Shapes, error: TooLargeError, prefix: str) -> ValueError:
+    """Which stage is how much over the limit, and the smallest change that would fit."""
+    given, balance = config.hardware.memory_gib, config.partition.balance
+    here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
+    what = here if given is None else f"hardware.memory_gib={given:g}"
+    cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
+    remedies = []
+    for changed, words in _changes(config, len(shapes.costs)):
+        try:  # what a layer takes does not matter to what fits: figures are enough
+            make_plan(changed, shapes, costs_by_figures(changed, shapes), memory_limit(changed))
+        except ValueError:
+            continue
+        remedies.append(words)
+        break
+    if given is not None:
+        enough = error.limit_bytes + error.missing_bytes
+        remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:g}")
+    advice = f"use {' or '.join(remedies)}" if remedies else "use a smaller model, or a machine with more memory"
+    where = f"{cut} stage {error.stage} of {config.partitions}"
+    return ValueError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
+
+
+def _changes(config: TrainConfig, layers: int) -> Iterator[tuple[TrainConfig, str]]:
+    """Changes that save memory, the smallest first, as one writes them."""
+    free = replace(config.partition, balance=None)
+    if config.partition.balance is not None:
+        yield replace(config, partition=free), "partition.balance=null"
+    if config.recompute not in ("auto", "always", "except_last"):
+        yield replace(config, recompute="auto"), "recompute=auto"
+    m = config.micro_batches
+    while config.batch_size is not None and 2 * m < config.batch_size:  # micro-batches of one sample suit few models
+        m = 2 * m
+        words = "" if config.recompute == "auto" else " recompute=auto"
+        yield replace(config, micro_batches=m, recompute="auto"), f"micro_batches={m}{words}"
+    k = config.partitions
+    for more in range(k + 1, 2 * k + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k):
+        if more <= layers:
+            yield replace(config, partitions=more, partition=free), f"partitions={more}"

@@ -1,0 +1,1 @@
+"""Pictures: timelines, partitions, shares, curves; and the style that they share."""

@@ -1,0 +1,103 @@
+"""Runs as bars: accuracy, speed, bubble and memory side by side, the four things that the paper trades.
+
+A row for each run, a panel for each number, so that what a run pays for its speed is found on one line. Only what was
+measured is drawn.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpipe_cli.reporting.compare.comparison import Column, Comparison
+from gpipe_cli.reporting.compare.run_names import labels
+from gpipe_cli.reporting.plots.curves import run_colour
+from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+    import numpy as np
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+# Columns of the comparison, and what a panel calls them.
+PANELS = {
+    "test_top1": ("top-1", "test, %"),
+    "test_perplexity": ("perplexity", "test, less is better"),
+    "samples_per_second": ("samples/s", "median"),
+    "tokens_per_second": ("tokens/s", "median"),
+    "bubble_measured": ("bubble", "measured, %"),
+    "memory_bytes_fullest": ("memory", "fullest stage, "),  # and the unit
+}
+ROW_INCHES, TOP_INCHES, BOTTOM_INCHES = 0.34, 0.6, 0.42
+CHARACTER_INCHES = 0.078
+MOST_NAME = 42  # characters of a run's name
+GAP_INCHES = 0.3
+SHARED_HATCH = "////"
+
+
+def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
+    """Bars as an image of shape (height, width, 3); None if no run has anything to draw."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = [column for column in comparison.columns if column.key in PANELS and column.printed]
+    if not drawn:
+        return None
+    shown = [_shortened(name) for name in labels(comparison.runs)]
+    rows = len(shown)
+    height = TOP_INCHES + ROW_INCHES * rows + BOTTOM_INCHES
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    left = 0.25 + CHARACTER_INCHES * max(map(len, shown))
+    room = (WIDTH_INCHES - left - 0.15) / len(drawn)
+    shared = [run.shared for run in comparison.runs]
+    for number, column in enumerate(drawn):
+        box = (
+            (left + number * room) / WIDTH_INCHES, BOTTOM_INCHES / height,
+            (room - GAP_INCHES) / WIDTH_INCHES, ROW_INCHES * rows / height,
+        )  # fmt: skip
+        axes = figure.add_axes(box)
+        if column.key == "samples_per_second":  # of text it would be sentences, beside images
+            text = [run.text for run in comparison.runs]
+            values = tuple(None if hidden else value for hidden, value in zip(text, column.values, strict=True))
+            texts = tuple("-" if hidden else word for hidden, word in zip(text, column.texts, strict=True))
+            column = replace(column, values=values, texts=texts)
+        _panel(axes, column, shared if "per_second" in column.key or "bubble" in column.key else [False] * rows)
+        axes.set_yticks(range(rows), shown if number == 0 else [""] * rows, fontsize=9, color=INK)
+    if any(shared):
+        note = "hatched: stages shared a device or cores, with each other or others: not the speed of a pipeline"
+        figure.text(left / WIDTH_INCHES, 0.12 / height, note, fontsize=8.5, color=PALE_INK)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _panel(axes: "Axes", column: Column, hatched: Sequence[bool]) -> None:
+    """One number of all runs, with its value behind each bar."""
+    rows = len(column.values)
+    values = [v if isinstance(v, int | float) and math.isfinite(v) else None for v in column.values]
+    largest = max((value for value in values if value is not None), default=0.0) or 1.0
+    for row, (value, text) in enumerate(zip(values, column.texts, strict=True)):
+        if value is not None:
+            axes.barh(
+                row, value, height=0.68, color=run_colour(row, rows, lightness=0.7), edgecolor="white", linewidth=0,
+                hatch=SHARED_HATCH if hatched[row] else None,
+            )  # fmt: skip
+        axes.text((value or 0.0) + largest * 0.025, row, text, va="center_baseline", fontsize=8.5, color=INK)
+    axes.set_xlim(0, largest * 1.32)  # room for the number behind the longest bar
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.tick_params(length=0, pad=5)
+    for name, side in axes.spines.items():
+        side.set_visible(name == "left")
+        side.set_color("#cfd0d8")
+    title, below = PANELS[column.key]
+    below += column.heading.partition("\n")[2] if below.endswith(" ") else ""
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK, pad=19)
+    axes.text(0, 1, below, transform=axes.transAxes, fontsize=8, color=PALE_INK, va="bottom")
+
+
+def _shortened(name: str) -> str:
+    """A long name without its middle."""
+    half = (MOST_NAME - 3) // 2
+    return name if len(name) <= MOST_NAME else f"{name[:half]}...{name[-half:]}"

@@ -1,0 +1,178 @@
+"""Curves of several runs over each other, as the paper's figure of consistent training would show them.
+
+Curves that are the same bits hide each other: K = 1, 2, 4 and 8 would look like one run. So the first of them is drawn
+wide and pale and the last one thin and dark, each within the one before, and the panel says who they are.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.reporting.compare.curves import compared_curve, same_curves, speed_tags
+from gpipe_cli.reporting.compare.run_names import labels, referred
+from gpipe_cli.reporting.compare.run_record import RunRecord
+from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+PANEL_INCHES, TITLE_INCHES, AXIS_INCHES = 2.6, 0.42, 0.36
+LEFT_INCHES, RIGHT_INCHES, LINE_INCHES = 0.85, 0.25, 0.24
+THIN, WIDE = 1.4, 9.0  # line widths in points
+MEDIAN_STEPS, LONG = 21, 60  # of a running median; and the steps above which speeds are drawn as one
+MARKED_POINTS = 30  # curves with no more than these show their points
+LOGARITHMIC = 30  # ratio of the largest to the smallest value from which on an axis is logarithmic
+MOST_ENTRIES = 30  # of the legend
+MOST_TITLE = 100  # characters of the title at the right
+CHARACTER_INCHES = 0.075
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
+DASHED_FROM = 6  # runs; fewer are told apart by their colours
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one curve is drawn."""
+
+    colour: str
+    width: float
+    dashes: Any  # as matplotlib has them
+    order: int  # the higher, the nearer to the eye
+
+
+def draw_curves(runs: Sequence[RunRecord], tags: Sequence[str]) -> "NDArray[np.uint8]":
+    """A panel for each tag, under each other, every run in each; an image of shape (height, width, 3).
+
+    Nothing is smoothed but speeds of long runs, whose panel then says so.
+    """
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    assert runs, "no runs to draw"
+    assert tags, "no curves to draw"
+    canvas = FigureCanvasAgg(_figure(runs, tags))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def styles(count: int, groups: Sequence[Sequence[int]]) -> list[Style]:
+    """How each of ``count`` curves is drawn, of which those in a group lie over each other."""
+    made = [
+        Style(run_colour(n, count), THIN, DASHES[n % len(DASHES)] if count >= DASHED_FROM else "-", 2 + n)
+        for n in range(count)
+    ]
+    for group in groups:
+        for rank, position in enumerate(group):
+            depth = 1 - rank / (len(group) - 1)  # 1: the widest, behind all others
+            colour = run_colour(position, count, lightness=0.42 + 0.44 * depth)
+            made[position] = Style(colour, THIN + (WIDE - THIN) * depth, "-", 2 + rank)
+    return made
+
+
+def run_colour(position: int, count: int, lightness: float = 0.58) -> str:
+    """The colour of a run among ``count``: from blue over red to yellow, as micro-batches have them."""
+    share = position / max(1, count - 1)
+    hue = palette.FIRST_HUE + share * (palette.LAST_HUE - palette.FIRST_HUE)
+    return palette.hexadecimal(palette.oklch(lightness, 0.15 if lightness < 0.7 else 0.1, hue))
+
+
+def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[float]:
+    """The median of ``width`` values around each, of fewer at both ends."""
+    half = width // 2
+    return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
+
+
+def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    known = labels(runs)
+    shown = known[:MOST_ENTRIES] + ([f"and {len(runs) - MOST_ENTRIES} more"] if len(runs) > MOST_ENTRIES else [])
+    room = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
+    across = max(1, min(len(shown), int(room / (0.75 + CHARACTER_INCHES * max(map(len, shown))))))
+    legend = 0.2 + LINE_INCHES * math.ceil(len(shown) / across)
+    height = len(tags) * (TITLE_INCHES + PANEL_INCHES) + AXIS_INCHES + 0.15 + legend
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    last = max((curve.steps[-1] for run in runs for tag in tags if (curve := compared_curve(run, tag))), default=1)
+    top = height
+    for tag in tags:
+        top -= TITLE_INCHES + PANEL_INCHES
+        box = (LEFT_INCHES / WIDTH_INCHES, top / height, room / WIDTH_INCHES, PANEL_INCHES / height)
+        _panel(figure.add_axes(box), runs, tag, last, lowest=tag == tags[-1])
+    _legend(figure, shown, styles(len(runs), same_curves(runs, tags[0])), across, len(runs))
+    return figure
+
+
+def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lowest: bool) -> None:
+    groups = same_curves(runs, tag)
+    smoothed = False
+    highest, least = -math.inf, math.inf
+    for run, style in zip(runs, styles(len(runs), groups), strict=True):
+        curve = compared_curve(run, tag)
+        if curve is None:
+            continue
+        values = [value if math.isfinite(value) else math.nan for value in curve.values]
+        finite = [value for value in values if value == value]
+        long = tag in speed_tags() and len(values) > LONG and len(finite) == len(values)
+        smoothed |= long
+        drawn = running_median(values) if long else values
+        highest, least = max([highest, *finite]), min([least, *finite])
+        points: dict[str, Any] = (
+            {"marker": "o", "markersize": style.width + 2.5} if len(values) <= MARKED_POINTS else {}
+        )
+        axes.plot(
+            curve.steps, drawn, color=style.colour, linewidth=style.width, linestyle=style.dashes, zorder=style.order,
+            solid_capstyle="round", **points,
+        )  # fmt: skip
+    said = []
+    if smoothed:
+        said.append(f"running median of {MEDIAN_STEPS} steps, of runs with more than {LONG}")
+    if least > 0 and highest > LOGARITHMIC * least and highest < math.inf:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        said.append("logarithmic")
+    if tag.endswith(("top1", "top5", "accuracy")):
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    _frame(axes, tag, said, [referred(runs, group) for group in groups], last_step, lowest)
+
+
+def _frame(axes: "Axes", tag: str, said: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:
+    """Everything around the curves."""
+    axes.set_xlim(0, last_step * 1.01)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.tick_params(axis="both", which="both", length=0, pad=5, labelsize=9, labelcolor=PALE_INK)
+    axes.grid(color="#e3e4e9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if lowest:
+        axes.set_xlabel("steps", fontsize=9, color=PALE_INK, loc="right", labelpad=3)
+    else:
+        axes.tick_params(labelbottom=False)
+    words = [f"{tag.replace('_', ' ')}", *said]
+    axes.set_title("  ·  ".join(words), loc="left", fontsize=11, fontweight="bold", color=INK, pad=7)
+    if groups:
+        text = f"identical to the last bit: {'  |  '.join(groups)}"
+        if len(text) > MOST_TITLE:
+            text = (
+                f"identical to the last bit: {len(groups)} groups" if len(groups) > 1 else "identical to the last bit"
+            )
+        axes.set_title(text, loc="right", fontsize=8.5, color=PALE_INK, pad=7)
+
+
+def _legend(figure: "Figure", shown: Sequence[str], made: Sequence[Style], across: int, count: int) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=style.colour, linewidth=min(style.width, 6), linestyle=style.dashes)
+        for style in made[: min(count, MOST_ENTRIES)]
+    ]
+    handles += [Line2D([], [], color="white")] * (len(shown) - len(handles))
+    left = LEFT_INCHES / WIDTH_INCHES
+    figure.legend(
+        handles, shown, loc="lower left", bbox_to_anchor=(left - 0.01, 0.0), ncols=across, frameon=False, fontsize=9,
+        labelcolor=INK, handlelength=2.6,
+    )  # fmt: skip

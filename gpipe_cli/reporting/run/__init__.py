@@ -1,0 +1,1 @@
+"""A run as it is shown: console, TensorBoard, result.json."""

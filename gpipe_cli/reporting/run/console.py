@@ -1,0 +1,148 @@
+"""How a run shows that it goes on: a bar in a terminal, and one line per epoch that stays.
+
+Where the output is not a terminal (a pipe, CI, a run of a sweep) there is no bar and no escape code; long epochs show
+a line now and then. Loss and accuracy of training are means over the epoch so far. The loss is the cross-entropy: what
+is minimized contains label smoothing and the auxiliary head, and would not compare with the test loss beside it.
+"""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from gpipe_cli.reporting.run.description import EvaluationMessage, RunDescription, StepMessage
+from gpipe_cli.reporting.run.measurement import EpochMeans
+from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
+from gpipe_cli.reporting.run.summary import show_banner, show_facts, show_line
+from gpipe_cli.reporting.run.task import scores, words_of
+from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
+
+LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what is left ends with the test's own score
+
+
+class RunConsole:
+    """Shows the progress of one run on one console."""
+
+    def __init__(self, console: Console, description: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
+        self.console = console
+        self._run = description
+        self._words = words_of(description.task)
+        self._line_seconds = line_seconds
+        self._bar: Progress | None = None
+        self._epoch = 0  # whose means follow
+        self._means = EpochMeans()
+        self._speed: float | None = None
+        self._learning_rate = description.learning_rate
+        self._line_waits = False  # the epoch has ended, but its evaluation may still come
+        self._header_shown = False
+        self._last_line = time.monotonic()
+
+    def banner(self, folder: Path) -> None:
+        """Shows what is about to run."""
+        show_banner(self.console, self._run, folder)
+
+    def start(self) -> None:
+        """Shows the bar, in a terminal."""
+        self._bar = progress_bar(self.console, "epoch {task.fields[epoch]}")
+        if self._bar is None:
+            return
+        assert self._run.steps_per_epoch is not None
+        epoch = min(self._run.first_step // self._run.steps_per_epoch + 1, self._run.epochs)
+        self._bar.add_task(
+            "",
+            total=self._run.total_steps,
+            completed=self._run.first_step,
+            epoch=self._of_epochs(epoch),
+            state=("waiting", "for the first step"),
+        )
+        self._bar.start()
+
+    def step(self, message: StepMessage, speed: float | None) -> None:
+        """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
+        self._turn_to(message["epoch"])
+        elements = message["tokens"] if self._words.text else message["samples"]
+        assert elements is not None, "a step of text without its tokens"
+        self._means.add(elements, message["cross_entropy"], message["top1"])
+        self._speed, self._learning_rate = speed, message["learning_rate"]
+        self._line_waits = message["position"] == self._run.steps_per_epoch
+        if self._bar is not None:
+            self._advance(self._bar, message["step"])
+        elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
+            share = 100 * message["position"] // (self._run.steps_per_epoch or 1)
+            self._line(f"{self._of_epochs(self._epoch)} {share}%")
+
+    def evaluated(self, message: EvaluationMessage) -> None:
+        """The line of the epoch, with the test set."""
+        self._turn_to(message["epoch"])
+        self._line_waits = False
+        self._line(self._of_epochs(self._epoch), message)
+
+    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Shows labelled lines in the middle of a run; a bar stays below them."""
+        show_facts(self.console, facts)
+
+    def stop(self) -> None:
+        """Takes the bar away and shows the line that still waits; harmless when repeated."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._show_waiting()
+
+    def _of_epochs(self, epoch: int) -> str:
+        return f"{epoch}/{self._run.epochs}"
+
+    def _turn_to(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._show_waiting()
+            self._epoch, self._means = epoch, EpochMeans()
+
+    def _show_waiting(self) -> None:
+        if self._line_waits:
+            self._line(self._of_epochs(self._epoch))
+        self._line_waits = False
+
+    def _advance(self, bar: Progress, step: int) -> None:
+        state = (
+            f"loss {loss(self._means.loss)}",
+            f"{self._words.accuracy} {percent(self._means.top1)}",
+            f"{rate(self._speed)} {self._words.speed}",
+            f"lr {learning_rate(self._learning_rate)}",
+        )
+        bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=state)
+
+    def _line(self, epoch: str, test: EvaluationMessage | None = None) -> None:
+        if not self._header_shown:
+            show_line(self.console, self._columns(*(heading for heading, _ in self._words.columns)), "bold")
+            self._header_shown = True
+        line = self._columns(
+            epoch,
+            loss(self._means.loss),
+            percent(self._means.top1),
+            *(("", "", "") if test is None else self._tested(test)),
+            rate(self._speed),
+            learning_rate(self._learning_rate),
+        )
+        show_line(self.console, f"{line} best" if test is not None and test["is_best"] else line)
+        self._last_line = time.monotonic()
+
+    def _tested(self, test: EvaluationMessage) -> tuple[str, str, str]:
+        found = scores(self._run.task, test["loss"], test["top1"], test["top5"])
+        if self._words.text:
+            return loss(found["loss"]), perplexity(found["perplexity"]), percent(found["token_accuracy"])
+        return loss(found["loss"]), percent(found["top1"]), percent(found["top5"])
+
+    def _columns(self, *cells: str) -> str:
+        """One line; a cell that is too long takes its room from the blanks of the next ones."""
+        ends = [end for _, end in self._words.columns]
+        widths = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
+        shown = list(range(len(widths)))
+        for column in LEFT_OUT:
+            if sum(widths[at] for at in shown) + len(" best") > self.console.width:
+                shown.remove(column)
+        line, end = cells[0], widths[0]
+        for at in shown[1:]:
+            end += widths[at]
+            line += f" {cells[at]}".rjust(end - len(line))
+        return line

@@ -1,0 +1,214 @@
+"""What the reporter is told: a run before it begins, then its steps and evaluations.
+
+Section 2 of the paper describes a run by K, M and the partitions; this is that description with what a reader needs to
+repeat it. Messages are plain dictionaries because they travel between processes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, TypedDict
+
+from gpipe_cli.reporting.plan_view import StageMemory
+from gpipe_cli.reporting.run.task import Task
+
+Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
+# contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
+SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
+Command = Literal["train", "bench"]
+
+WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
+
+
+@dataclass(frozen=True)
+class PartitionDescription:
+    """One of the K partitions, in order."""
+
+    layers: tuple[str, ...]  # names
+    parameters: int
+    cost_share: float | None  # of the computation, as the partitioner counts it, 0 to 1; None: unknown
+    device: str  # `cpu`, `cuda:0`
+    # Of each layer, forward and backward of one micro-batch as predicted; in a run without a prediction they tell
+    # layers from each other and no more. (): unknown.
+    layer_seconds: tuple[tuple[float, float], ...] = ()
+    memory: StageMemory | None = None  # predicted, without libraries; None: unknown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key that the configuration of some run may have, though not that of this one, if it has another model."""
+
+    key: str  # `model.filters`
+    kind: Literal["number", "switch", "text"]  # text: also what may be null, a list or one of several kinds
+    choices: tuple[str, ...] = ()  # of a text that can be nothing else
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run was said to take before it began; of one optimizer step."""
+
+    source: str  # of the seconds, one phrase: `hardware=cpu figures`, `measured layers`
+    measured: bool  # of the layers themselves
+    step_seconds: float
+    breakdown: Mapping[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
+    memory_bytes: tuple[int, ...]  # per stage, in all
+    activation_bytes: tuple[int, ...]  # per stage, of all micro-batches in flight
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """The operations that the model itself needs in a step, as the plan counts them, and what the devices could do."""
+
+    step: float  # forward and backward of every layer, recomputation not counted, of a full mini-batch
+    samples: int  # of that mini-batch
+    tokens: int | None  # of that mini-batch, all as long as the longest; None for images
+    peak_per_second: float | None  # of all devices that are used, by their data sheet; None: not known
+    peak_source: str  # where the peak comes from, or why it is not known
+
+    def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
+        """Of real samples, or for text of real tokens: padding is no work. None without a speed."""
+        rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
+        return None if rate is None else self.step / planned * rate
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """A run before its first step."""
+
+    model_name: str
+    dataset_name: str
+    train_samples: int | None  # None, as the two others: a dry run has not opened the data
+    test_samples: int | None
+    partitions: tuple[PartitionDescription, ...]
+    micro_batch_sizes: tuple[int, ...]  # samples of each of the M micro-batches of one replica; () with batch_tokens
+    schedule: str
+    recompute: str
+    executor: str
+    ideal_bubble: float  # share of stage-time, 0 to 1
+    epochs: int
+    steps_per_epoch: int | None
+    learning_rate: float  # of the first step
+    warm_up: tuple[int, float] | None  # its steps, and the learning rate behind it; None: this run has none before it
+    config: dict[str, Any]  # resolved; plain values only
+    config_yaml: str
+    speed_kind: SpeedKind  # as far as it is known before the run
+    threads: int  # of each process
+    replicas: int = 1
+    max_steps: int | None = None  # the run stops after this many steps
+    resumed_from: str | None = None  # run folder
+    first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
+    gpu_names: tuple[str, ...] = ()
+    task: Task = "classification"
+    preset: str | None = None  # name of the settings that it began with
+    notes: tuple[tuple[str, str], ...] = ()  # more lines of the banner: label, fact
+    prediction: Prediction | None = None
+    settings: tuple[Setting, ...] = ()  # of all runs, so that theirs stand in one table; (): those of `config`
+    flops: StepFlops | None = None
+    command: Command = "train"
+    warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
+    # Text only.
+    vocabulary: int | None = None  # tokens in it
+    languages: int | None = None  # of a translation
+    length: int | None = None  # tokens of a sequence of a language model
+    unigram_perplexity: float | None = None  # of a model of the test set that knows how frequent tokens are, no more
+    batch_tokens: int | None = None  # of one replica's mini-batch at most, where they are cut by tokens, not samples
+    micro_batches: int | None = None  # M, where micro_batch_sizes cannot tell
+
+    @property
+    def parameters(self) -> int:
+        return sum(partition.parameters for partition in self.partitions)
+
+    @property
+    def micro_batch_count(self) -> int:
+        """M."""
+        count = len(self.micro_batch_sizes) or self.micro_batches
+        assert count, "neither micro_batch_sizes nor micro_batches"
+        return count
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of one optimizer step, over all replicas; None where mini-batches are cut by tokens."""
+        return None if self.batch_tokens is not None else self.replicas * sum(self.micro_batch_sizes)
+
+    @property
+    def global_batch_tokens(self) -> int | None:
+        """As ``global_batch``, in tokens; None where mini-batches are cut by samples."""
+        return None if self.batch_tokens is None else self.replicas * self.batch_tokens
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, those before it was resumed included."""
+        assert self.steps_per_epoch is not None, "a dry run has no steps"
+        steps = self.epochs * self.steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+class StepMessage(TypedDict):
+    """One optimizer step, after it was done. Loss and shares are means over the samples of its mini-batch, for text
+    over its tokens."""
+
+    step: int  # steps done, this one included: the first is 1
+    epoch: int  # the first is 1
+    position: int  # steps done in this epoch, this one included: the last is steps_per_epoch
+    samples: int
+    tokens: int | None  # to be predicted, padding not counted; None for images
+    seconds: float
+    loss: float  # what was minimized: with label smoothing and the auxiliary head
+    cross_entropy: float  # in nats
+    top1: float  # share of right predictions, 0 to 1
+    top5: float | None  # None for text
+    learning_rate: float
+    gradient_norm: float | None  # over all stages, before clipping
+    memory_bytes: list[int]  # peak of each stage so far
+    without_core: list[float]  # of each stage, the share of its computing time in which it had no core; 0 on a GPU
+    lengths: NotRequired[tuple[int, ...]]  # that its sentences were padded to; () for images
+    # The most that each stage held, counted once, in one of the first steps; and what was to be expected of that
+    # mini-batch.
+    activation_bytes: NotRequired[list[int] | None]
+    predicted_activation_bytes: NotRequired[tuple[int, ...]]
+    library_bytes: NotRequired[list[int] | None]  # of each stage's process at that time; 0 on a GPU
+
+
+class RecordedMessage(TypedDict):
+    """When the stages did what in a step: known once the next one was done, as nobody waits for it."""
+
+    step: int
+    breakdown: dict[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
+
+
+class Translation(TypedDict):
+    """One sentence of the test set, as the model translates it."""
+
+    pair: str  # `de-en`
+    source: str
+    reference: str
+    translation: str
+
+
+class EvaluationMessage(TypedDict):
+    """The test set after some step; one evaluation for a step."""
+
+    step: int
+    epoch: int
+    tokens: int | None  # as in a step
+    loss: float  # cross-entropy, mean over the samples or tokens
+    top1: float
+    top5: float | None
+    averaged: bool  # whether the weights were the moving average
+    is_best: bool
+    translations: list[Translation]  # some of them; [] where there is nothing to translate
+
+
+class TranslationResult(TypedDict):
+    """How well a test set was translated, by sentences decoded without sight of their references; scores 0 to 100."""
+
+    bleu: float
+    chrf: float
+    bleu_copy: float  # of the sources, taken for translations
+    chrf_copy: float
+    sentences: int  # decoded
+    of: int  # sentences of the test set
+    beam: int
+    seconds: float  # to decode
+    bleu_signature: str  # how it was computed, in the words of the library that did
+    chrf_signature: str
+    examples: list[Translation]

@@ -1,0 +1,321 @@
+"""The one who hears of everything in a run and tells everybody: console, TensorBoard, result.json.
+
+It makes the numbers of the paper's tables (accuracy, throughput, memory) out of what the stages report, in the parent
+process. ``step`` in every message counts optimizer steps done, epochs count from 1.
+"""
+
+import io
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gpipe_cli.config.typed import one_line
+from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
+from gpipe_cli.reporting.run.bench import BenchConsole, show_measurement
+from gpipe_cli.reporting.run.console import RunConsole
+from gpipe_cli.reporting.run.description import (
+    EvaluationMessage,
+    RecordedMessage,
+    RunDescription,
+    Status,
+    StepMessage,
+)
+from gpipe_cli.reporting.run.measurement import (
+    Throughput,
+    flops_result,
+    hardware,
+    memory_result,
+    process_seconds,
+    versions,
+)
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
+from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_banner, show_error, show_summary, speed_kind
+from gpipe_cli.reporting.run.task import Task, scores, words_of
+from gpipe_cli.reporting.run.tensorboard import Dashboard
+from gpipe_cli.reporting.timeline_view import StepPicture
+
+TIMELINE_PICTURE = "timeline.png"
+PARTITION_PICTURE = "partitions.png"
+
+
+class Reporter:
+    """Reports one run into ``folder``, which is made if need be.
+
+    ``result.json`` is there from the beginning (status ``running``) and follows every evaluation, so that a run that
+    was killed leaves what it had. ``finish`` ends the report; what is said after it is not heard.
+    """
+
+    def __init__(self, folder: Path, description: RunDescription, console: Console | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._run = description
+        self._text = words_of(description.task).text
+        self._begin = time.monotonic() - process_seconds()
+        self._status: Status = "running"
+        self._error: str | None = None
+        self._steps = description.first_step
+        self._memory_bytes: list[int] = []
+        self._checkpoint: str | None = None
+        self._throughput = Throughput(description.warm_up_steps)
+        self._shares = MeasuredShares()
+        self._activation_bytes: list[int] | None = None
+        self._library_bytes: list[int] | None = None
+        self._predicted_activation_bytes: tuple[int, ...] | None = None
+        self._compared = False
+        self._pictures: list[StepPicture] = []
+        self._cut_drawn = False
+        self._machine = {
+            "versions": versions(self._text),
+            "hardware": hardware(description.gpu_names, description.threads),
+        }
+        self._test, self._best = _earlier(description)
+        shows = BenchConsole if description.command == "bench" else RunConsole
+        self._console = shows(console or Console(), description)
+        self._incomplete = False  # something that the run can do without could not be written
+        self._write()
+        self._dashboard = Dashboard(folder, description.first_step, description.task)
+        with self.optional():
+            self._dashboard.begin(description)
+            self._dashboard.predict(description.prediction, description.ideal_bubble)
+
+    def banner(self) -> None:
+        """Shows what is about to run."""
+        self._console.banner(self._folder)
+        plain = io.StringIO()
+        show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
+        with self.optional():
+            self._dashboard.describe(self._run.config_yaml, plain.getvalue())
+
+    def start(self) -> None:
+        """Training begins: in a terminal, a bar that waits for the first step. After the banner, or not at all."""
+        self._console.start()
+
+    def step(self, message: StepMessage) -> None:
+        """A step was done."""
+        if self._status != "running":
+            return
+        self._steps = message["step"]
+        self._memory_bytes = message["memory_bytes"]
+        speed = self._throughput
+        tokens = message["tokens"] if self._text else None
+        speed.add(message["samples"], message["seconds"], tokens, message["without_core"])
+        self._library_bytes = message.get("library_bytes") or self._library_bytes
+        if message.get("activation_bytes") is not None:
+            self._activation_bytes = message["activation_bytes"]
+            self._predicted_activation_bytes = message.get("predicted_activation_bytes")
+        with self.optional():
+            self._dashboard.step(message)
+        recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
+        self._console.step(message, recent)
+        if speed.steps >= COMPARED_STEPS:
+            self._compare()
+
+    def recorded(self, message: RecordedMessage) -> None:
+        """It is known where the time of a step went."""
+        if self._status != "running":
+            return
+        done = message["step"] - self._run.first_step
+        self._shares.add(message["breakdown"], done <= self._throughput.warm_up_steps)
+        with self.optional():
+            self._dashboard.recorded(message)
+
+    def timeline(self, picture: StepPicture) -> None:
+        """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
+        if self._status != "running":
+            return
+        from gpipe_cli.reporting.plots.timeline import draw, write_picture
+
+        self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
+        title = f"{self._run.model_name} on {self._run.dataset_name}"
+        views = [picture.measured] if picture.predicted is None else [picture.measured, picture.predicted]
+        with self.optional():
+            write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
+            image = draw(views)
+            write_picture(self._folder / TIMELINE_PICTURE, image)
+            self._dashboard.timeline(picture.step, image)
+        self._draw_cut()
+
+    def _draw_cut(self) -> None:
+        """The partitions as a picture, once: with the first timeline, as whoever waits for one waits for both."""
+        from gpipe_cli.reporting.plots import partition as partition_picture
+        from gpipe_cli.reporting.plots.timeline import write_picture
+
+        if self._cut_drawn or not partition_picture.known(self._run):
+            return
+        self._cut_drawn = True
+        with self.optional():
+            image = partition_picture.draw(self._run)
+            write_picture(self._folder / PARTITION_PICTURE, image)
+            self._dashboard.partitions(image)
+
+    def evaluated(self, message: EvaluationMessage) -> None:
+        """The test set was seen."""
+        if self._status != "running":
+            return
+        self._test = _tested(self._run.task, message)
+        if message["is_best"]:
+            self._best = self._test
+        self._console.evaluated(message)
+        with self.optional():
+            self._write()
+            self._dashboard.evaluated(message)
+
+    def checkpointed(self, step: int, kind: str, path: Path | None = None) -> None:
+        """A checkpoint is complete on disk; ``kind`` is last or best, and only from the last one a run is resumed."""
+        with self.optional():
+            self._dashboard.flush()  # what came before it is not done again, should the run be killed
+        if kind == "last":
+            self._checkpoint = f"{path or self._folder}, after step {step:,}"
+
+    @contextmanager
+    def optional(self) -> Iterator[None]:
+        """Around writing what a run can do without: pictures, pages, curves, the state of result.json half-way.
+
+        What cannot be written is said once for all of it, and the run goes on.
+        """
+        try:
+            yield
+        except OSError as error:
+            if not self._incomplete:
+                show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
+            self._incomplete = True
+
+    def finish(self, status: Status, error: str | None = None) -> None:
+        """Ends the report, at whatever point; repeated, it does nothing.
+
+        Raises:
+            OSError: all is said, and result.json could not be written.
+        """
+        if self._status != "running":
+            return
+        self._status, self._error = status, error
+        unwritten: OSError | None = None
+        try:
+            self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
+        except OSError as failed:
+            unwritten = failed
+        if status != "interrupted":  # whoever did that waits
+            self._draw_cut()
+        with self.optional():
+            self._dashboard.end(status, self._steps, self._result())
+        self._console.stop()
+        if not self._throughput.includes_warm_up:
+            self._compare()
+        if self._run.command == "bench":
+            note = "" if self._run.flops is None else self._run.flops.peak_source
+            show_measurement(self._console.console, self._result(), note, self._folder)
+        else:
+            show_summary(self._console.console, self._result(), self._folder, *self._resumable())
+        if unwritten is not None:
+            raise unwritten
+
+    def _resumable(self) -> tuple[str, str | None]:
+        """In words, the checkpoint to go on from, and the folder to name then."""
+        if self._checkpoint is not None:
+            return self._checkpoint, str(self._folder)
+        if self._run.resumed_from is not None:
+            return f"no new one; that of {self._run.resumed_from} is still there", self._run.resumed_from
+        return "none was written yet, there is nothing to resume", None
+
+    def _compare(self) -> None:
+        """Says once what became of the prediction."""
+        prediction, seconds = self._run.prediction, self._throughput.step_seconds
+        if self._compared or prediction is None or seconds is None:
+            return
+        self._compared = True
+        self._console.facts(comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
+        kind, share = self._throughput.kind(self._run.speed_kind), self._throughput.without_core
+        if kind is not None and kind != "measured":  # whatever was predicted, it was not this
+            self._console.facts([("", speed_kind(kind, share))])
+
+    def _write(self) -> None:
+        write_result(self._folder, self._result())
+
+    def _result(self) -> dict[str, Any]:
+        run, speed = self._run, self._throughput
+        return {
+            "command": run.command,
+            "status": self._status,
+            "error": self._error,
+            "task": run.task,
+            "model": run.model_name,
+            "dataset": run.dataset_name,
+            "model_parameters": run.parameters,
+            "epochs": self._steps
+            // (run.steps_per_epoch or 1),  # whole ones done, as are the steps, before a resume included
+            "steps": self._steps,
+            "seconds": time.monotonic() - self._begin,  # of this process, from its first moment on
+            "test": self._test,
+            "best": self._best,
+            "samples_per_second": speed.samples_per_second,
+            "samples_per_second_quartiles": speed.samples_per_second_quartiles,
+            "samples_per_second_kind": speed.kind(run.speed_kind),
+            "without_core": speed.without_core,
+            "step_seconds": speed.step_seconds,
+            "speed_includes_warm_up": speed.includes_warm_up,
+            "speed_steps": speed.counted_steps,
+            "warm_up_steps": speed.warm_up_steps,
+            **flops_result(run.flops, speed),
+            "memory_bytes": self._memory_bytes,
+            "memory": memory_result(
+                run.partitions,
+                run.executor == "distributed",
+                self._memory_bytes,
+                self._activation_bytes,
+                self._library_bytes,
+            ),
+            "global_batch": run.global_batch,
+            "executor": run.executor,
+            "ideal_bubble": run.ideal_bubble,
+            **share_result(self._shares, run.prediction, run.ideal_bubble),
+            "activation_bytes": self._activation_bytes,
+            "predicted_activation_bytes": self._predicted_activation_bytes,  # of the mini-batch that was counted
+            "partitions": [
+                {
+                    "layers": list(partition.layers),
+                    "parameters": partition.parameters,
+                    "cost_share": partition.cost_share,
+                    "device": partition.device,
+                }
+                for partition in run.partitions
+            ],
+            "resumed_from": run.resumed_from,
+            **self._machine,
+            "config": run.config,
+            **(self._result_of_text() if self._text else {}),
+        }
+
+    def _result_of_text(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": self._throughput.tokens_per_second,
+            "tokens_per_second_quartiles": self._throughput.tokens_per_second_quartiles,
+            "unigram_perplexity": self._run.unigram_perplexity,
+            "global_batch_tokens": self._run.global_batch_tokens,
+        }
+
+
+def _tested(task: Task, message: EvaluationMessage) -> dict[str, Any]:
+    """An evaluation as result.json has it."""
+    test: dict[str, Any] = {
+        "step": message["step"],
+        "epoch": message["epoch"],
+        **scores(task, message["loss"], message["top1"], message["top5"]),
+        "averaged": message["averaged"],
+    }
+    return test | {"tokens": message["tokens"]} if words_of(task).text else test
+
+
+def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The last and the best test of the run that is resumed, as far as they lie before the point of resumption."""
+    try:
+        result = {} if run.resumed_from is None else read_result(Path(run.resumed_from))
+    except (OSError, ValueError):  # it was never written, or is damaged: the run goes on without it
+        result = {}
+    tests = (result.get("test"), result.get("best"))
+    last, best = (test if test is not None and test["step"] <= run.first_step else None for test in tests)
+    return last, best

@@ -1,0 +1,291 @@
+"""The TensorBoard events of a run: every tag of the project is in this file.
+
+The curves behind the paper's accuracies (section 3) and their speed. One writer per run, in the parent process. Steps
+count those done; accuracies are shares, 0 to 1.
+"""
+
+import html
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.tensorboard.summary import custom_scalars, image, scalar, text
+
+from gpipe_cli.reporting.run.description import (
+    EvaluationMessage,
+    Prediction,
+    RecordedMessage,
+    RunDescription,
+    Status,
+    StepMessage,
+    Translation,
+)
+from gpipe_cli.reporting.run.event_file import EventFile
+from gpipe_cli.reporting.run.hyperparameters import (
+    end_summary,
+    experiment_summary,
+    forget,
+    hyperparameters,
+    start_summary,
+    varied_by,
+)
+from gpipe_cli.reporting.run.step_breakdown import share_word
+from gpipe_cli.reporting.run.task import Task, perplexity, words_of
+from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
+from gpipe_cli.units import duration, size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TRAIN_LOSS = "train/loss"  # what is minimized
+TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
+TRAIN_TOP1 = "train/top1"  # images, as are all of top-1 and top-5
+TRAIN_TOP5 = "train/top5"
+TRAIN_PERPLEXITY = "train/perplexity"  # text, as is all of tokens; of the cross-entropy
+TRAIN_TOKEN_ACCURACY = "train/token_accuracy"
+TEST_LOSS = "test/loss"
+TEST_TOP1 = "test/top1"
+TEST_TOP5 = "test/top5"
+TEST_PERPLEXITY = "test/perplexity"
+TEST_TOKEN_ACCURACY = "test/token_accuracy"
+LEARNING_RATE = "learning_rate"
+GRADIENT_NORM = "gradient_norm"
+SAMPLES_PER_SECOND = "speed/samples_per_second"
+TOKENS_PER_SECOND = "speed/tokens_per_second"
+STEP_SECONDS = "speed/step_seconds"
+PREDICTED_STEP_SECONDS = "speed/predicted_step_seconds"
+IDLE_MEASURED = "idle/measured"  # shares of the stage-time of a step, as all below
+IDLE_PREDICTED = "idle/predicted"
+BUBBLE_MEASURED = "bubble/measured"
+BUBBLE_PREDICTED = "bubble/predicted"
+BUBBLE_IDEAL = "bubble/ideal"  # (K-1)/(M+K-1)
+# What became of a run, once, beside its settings. HParams shows the first five of a task at first, and as parallel
+# coordinates only runs that have all of what is shown.
+FINAL_TOP1 = "final/top1"  # of the test set, as are top-5, loss, perplexity and accuracy
+FINAL_TOP5 = "final/top5"
+FINAL_LOSS = "final/loss"
+FINAL_PERPLEXITY = "final/perplexity"
+FINAL_TOKEN_ACCURACY = "final/token_accuracy"
+FINAL_SAMPLES_PER_SECOND = "final/samples_per_second"
+FINAL_TOKENS_PER_SECOND = "final/tokens_per_second"
+FINAL_STEP_SECONDS = "final/step_seconds"
+FINAL_BUBBLE = "final/bubble"
+FINAL_MEMORY = "final/memory_gib"  # of the fullest stage
+_FINAL_OF_ALL = (FINAL_STEP_SECONDS, FINAL_BUBBLE, FINAL_MEMORY, FINAL_LOSS)
+_FINAL_OF_IMAGES = (FINAL_TOP1, FINAL_SAMPLES_PER_SECOND, *_FINAL_OF_ALL, FINAL_TOP5)
+_FINAL_OF_TEXT = (FINAL_PERPLEXITY, FINAL_TOKENS_PER_SECOND, *_FINAL_OF_ALL, FINAL_TOKEN_ACCURACY)
+TIMELINE = "timeline"  # pictures, one per epoch
+PARTITIONS = "partitions"  # a picture of the cut
+PREDICTION = "prediction"  # in words
+TRANSLATIONS = "translations"
+CONFIG = "config"
+BANNER = "banner"
+
+GIB = 2**30
+
+
+def memory_tag(stage: int) -> str:
+    """Peak memory of a stage in GiB."""
+    return f"memory/stage_{stage}_gib"
+
+
+EVERY_MEMORY = r"memory/stage_\d+_gib$"  # of all stages, however many a run has, as charts of Custom Scalars name tags
+
+
+def share_tag(share: str) -> str:
+    """Measured share of the stage-time of a step."""
+    return f"step/{share}"
+
+
+class Dashboard:
+    """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed.
+
+    Every method raises OSError where events cannot be written; they are written later, if they can be then.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
+        # A resumed run repeats what came after its checkpoint.
+        self._events = EventFile(folder, first_step + 1)
+        self._folder = folder
+        self._first_step = first_step
+        self._text = words_of(task).text
+        self._constants: tuple[tuple[str, float], ...] = ()
+
+    def describe(self, config_yaml: str, banner: str) -> None:
+        """Puts the configuration and the banner beside the curves."""
+        # Four blanks are Markdown for text that stays as it is.
+        for tag, words in ((CONFIG, config_yaml), (BANNER, banner)):
+            self._events.add(text(tag, "\n".join(f"    {line}" for line in words.splitlines())), self._first_step)
+        self._events.flush()
+
+    def begin(self, run: RunDescription) -> None:
+        """The settings, in the tab HParams from now on: a run that is killed is there with them."""
+        forget(self._folder)  # what a run that is resumed into its folder said of itself before
+        values = hyperparameters(run.config, run.settings)
+        varied = varied_by(self._folder, values)
+        own, others = (_FINAL_OF_TEXT, _FINAL_OF_IMAGES) if self._text else (_FINAL_OF_IMAGES, _FINAL_OF_TEXT)
+        self._events.add(experiment_summary(values, run.settings, varied, tuple(dict.fromkeys((*own, *others)))))
+        self._events.add(start_summary(values, time.time()))
+        self._events.flush()
+
+    def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
+        """What became of the run, beside its settings; ``result`` is that of result.json."""
+        self._draw(step, _final(result))
+        self._events.add(end_summary(status, time.time()))
+        self._events.flush()
+
+    def predict(self, prediction: Prediction | None, ideal_bubble: float) -> None:
+        """What measured curves are compared with: level lines beside them from now on, and all of it in words.
+
+        The tab Custom Scalars of TensorBoard then shows measured, predicted and ideal values in one chart.
+        """
+        self._constants = ((BUBBLE_IDEAL, ideal_bubble),)
+        if prediction is not None:
+            self._constants += (
+                (IDLE_PREDICTED, idle(prediction.breakdown)),
+                (BUBBLE_PREDICTED, prediction.breakdown["bubble"]),
+                (PREDICTED_STEP_SECONDS, prediction.step_seconds),
+            )
+            self._events.add(text(PREDICTION, _prediction_table(prediction)), self._first_step)
+        self._events.add(custom_scalars(_layout(self._text, prediction is not None)))
+        self._events.flush()
+
+    def step(self, message: StepMessage) -> None:
+        """The curves of training; what is None is left out."""
+        self._draw(message["step"], _training(message))
+        self._draw(message["step"], _training_text(message) if self._text else _training_images(message))
+
+    def recorded(self, message: RecordedMessage) -> None:
+        """Where the time of a step went."""
+        breakdown = message["breakdown"]
+        shares = ((share_tag(share), value) for share, value in breakdown.items())
+        measured = ((IDLE_MEASURED, idle(breakdown)), (BUBBLE_MEASURED, breakdown["bubble"]))
+        self._draw(message["step"], [*measured, *shares, *self._constants])
+
+    def evaluated(self, message: EvaluationMessage) -> None:
+        """The curves of the test set, and what was translated of it."""
+        self._draw(message["step"], _test_text(message) if self._text else _test_images(message))
+        if self._text and message["translations"]:
+            self._events.add(text(TRANSLATIONS, _table(message["translations"])), message["step"])
+        self._events.flush()
+
+    def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
+        """A picture of a step, of shape (height, width, 3)."""
+        self._events.add(image(TIMELINE, picture, dataformats="HWC"), step)
+        self._events.flush()
+
+    def partitions(self, picture: "NDArray[np.uint8]") -> None:
+        """A picture of the cut, of shape (height, width, 3)."""
+        self._events.add(image(PARTITIONS, picture, dataformats="HWC"), self._first_step)
+        self._events.flush()
+
+    def flush(self) -> None:
+        """Writes what waits."""
+        self._events.flush()
+
+    def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:
+        for tag, value in points:
+            if value is not None:
+                self._events.add(scalar(tag, value), step)
+
+
+def _training(message: StepMessage) -> Iterator[tuple[str, float | None]]:
+    yield TRAIN_LOSS, message["loss"]
+    yield TRAIN_CROSS_ENTROPY, message["cross_entropy"]
+    yield LEARNING_RATE, message["learning_rate"]
+    yield GRADIENT_NORM, message["gradient_norm"]
+    yield SAMPLES_PER_SECOND, message["samples"] / message["seconds"]
+    yield STEP_SECONDS, message["seconds"]
+    for stage, peak in enumerate(message["memory_bytes"]):
+        yield memory_tag(stage), peak / GIB
+
+
+def _training_images(message: StepMessage) -> Iterator[tuple[str, float | None]]:
+    yield TRAIN_TOP1, message["top1"]
+    yield TRAIN_TOP5, message["top5"]
+
+
+def _training_text(message: StepMessage) -> Iterator[tuple[str, float | None]]:
+    assert message["tokens"] is not None, "a step of text without its tokens"
+    yield TRAIN_PERPLEXITY, perplexity(message["cross_entropy"])
+    yield TRAIN_TOKEN_ACCURACY, message["top1"]
+    yield TOKENS_PER_SECOND, message["tokens"] / message["seconds"]
+
+
+def _test_images(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, message["loss"]
+    yield TEST_TOP1, message["top1"]
+    yield TEST_TOP5, message["top5"]
+
+
+def _test_text(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, message["loss"]
+    yield TEST_PERPLEXITY, perplexity(message["loss"])
+    yield TEST_TOKEN_ACCURACY, message["top1"]
+
+
+def _final(result: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    test = result["test"] or {}
+    yield FINAL_TOP1, test.get("top1")
+    yield FINAL_TOP5, test.get("top5")
+    yield FINAL_LOSS, test.get("loss")
+    yield FINAL_PERPLEXITY, test.get("perplexity")
+    yield FINAL_TOKEN_ACCURACY, test.get("token_accuracy")
+    yield FINAL_SAMPLES_PER_SECOND, result["samples_per_second"]
+    yield FINAL_TOKENS_PER_SECOND, result.get("tokens_per_second")
+    yield FINAL_STEP_SECONDS, result["step_seconds"]
+    yield FINAL_BUBBLE, result["bubble"]["measured"]
+    yield FINAL_MEMORY, max(result["memory_bytes"]) / GIB if result["memory_bytes"] else None
+
+
+def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
+    """The tab Custom Scalars: its charts show all runs that are ticked.
+
+    TensorBoard merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a chart
+    does not depend on K, and runs of images and of text add to each other.
+    """
+    accuracy = ("perplexity", [TRAIN_PERPLEXITY, TEST_PERPLEXITY]) if text else ("top-1", [TRAIN_TOP1, TEST_TOP1])
+    speed = ("tokens per second", [TOKENS_PER_SECOND]) if text else ("samples per second", [SAMPLES_PER_SECOND])
+    runs = [accuracy, speed, ("idle", [IDLE_MEASURED]), ("memory of every stage, GiB", [EVERY_MEMORY])]
+    layout = {"runs side by side": {title: ["Multiline", tags] for title, tags in runs}}
+    if predicted:
+        layout["measured and predicted"] = {
+            "idle": ["Multiline", [IDLE_MEASURED, IDLE_PREDICTED]],
+            "bubble": ["Multiline", [BUBBLE_MEASURED, BUBBLE_PREDICTED, BUBBLE_IDEAL]],
+            "step seconds": ["Multiline", [STEP_SECONDS, PREDICTED_STEP_SECONDS]],
+            "step": ["Multiline", [share_tag(share) for share in SHARES]],
+        }
+    return layout
+
+
+def _prediction_table(prediction: Prediction) -> str:
+    """As Markdown: the shares of a step, then the stages."""
+    shown = in_percent(prediction.breakdown)
+    names = (*BUSY, "idle", *IDLE)
+    shares = "".join(f"| {'of it ' * (name in IDLE)}{share_word(name)} | {shown[name]:.1f} % |\n" for name in names)
+    stages = "".join(
+        f"| {stage} | {size(memory)} | {size(activations)} |\n"
+        for stage, (memory, activations) in enumerate(
+            zip(prediction.memory_bytes, prediction.activation_bytes, strict=True)
+        )
+    )
+    return (
+        f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step\n\n"
+        f"| of a step's stage-time | predicted |\n| --- | --- |\n{shares}\n"
+        f"| stage | memory without libraries, predicted | of it activations |\n| --- | --- | --- |\n{stages}"
+    )
+
+
+def _table(translations: Iterable[Translation]) -> str:
+    """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
+    rows = ((shown["pair"], shown["source"], shown["reference"], shown["translation"]) for shown in translations)
+    lines = ["| pair | source | reference | translation |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
+
+
+def _cell(text: str) -> str:
+    one_line = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_{}\[\]|])", r"\\\1", one_line)

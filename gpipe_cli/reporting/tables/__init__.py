@@ -1,0 +1,1 @@
+"""Tables of commands: plan, check, bench, sweeps, recipes."""

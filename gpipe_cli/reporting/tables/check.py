@@ -1,0 +1,212 @@
+"""What `gpipe check` found: whether the paper's promise holds, that partitions change nothing (sections 1 and 2.2).
+
+Every way to run the mini-batch is a row. The console folds rows that say the same; check.json has each of them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpipe_cli.reporting.run.result import write_result
+from gpipe_cli.reporting.run.summary import show_facts, show_line
+from gpipe_cli.reporting.tables.wide_table import show_in_parts
+from gpipe_cli.units import loss, plural
+
+CHECK = "check.json"
+
+Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
+Kind = Literal["in_place", "random", "state"]
+
+# Of the gradients' norm: more than what another order of sums does to float32, less than what a lost micro-batch does.
+TOLERANCE = 1e-5
+RECOMPUTE = ("always", "except_last", "never")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the mini-batch, and how what it gives compares with the reference of its schedule: one partition,
+    nothing recomputed. Executor `pytorch` is no pipeline, but the untouched model. The reference of `1f1b`, and one
+    with other micro-batches, compare with that of `gpipe`."""
+
+    partitions: int
+    micro_batches: int
+    schedule: str
+    recompute: str
+    executor: str
+    verdict: Verdict
+    difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm
+    layer: str | None = None  # the first that differs, or the one that fails
+    stage: int | None = None
+    micro_batch: int | None = None
+    text: str = ""  # what differs or fails, where and why, as far as it is known
+
+    @property
+    def bad(self) -> bool:
+        return self.verdict in ("differs", "fails")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a layer does that a pipeline cannot bear, wherever that shows."""
+
+    kind: Kind
+    layer: str
+    text: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """All that a check found."""
+
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+    shared: tuple[str, ...]  # what a cut must keep together, as sentences
+    loss: float | None  # of the mini-batch, an element's mean; None if the reference failed
+    config: dict[str, Any]
+
+    @property
+    def identical(self) -> bool:
+        """What a layer does counts, whatever the rows of this one mini-batch and these cuts say."""
+        return not self.findings and not any(row.bad for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        word = "differs" if any(row.verdict == "differs" for row in self.rows) else "fails"
+        compared = [row for row in self.rows if row.verdict not in ("reference", "left out")]
+        bad = [row for row in compared if row.bad]
+        if self.identical and self.loss is not None:
+            return (
+                "identical: partitions, recomputation and executors change nothing "
+                f"({plural(len(compared), 'variant')}, loss {loss(self.loss)})"
+            )
+        if not bad:
+            return f"refused: {self.findings[0].text}"
+        layers = list(dict.fromkeys(row.layer for row in bad if row.layer is not None))
+        where = f"; first in layer {', '.join(layers[:3])}" if layers else ""
+        return f"{word}: {len(bad)} of {len(compared)} variants{where}"
+
+
+def write_check(folder: Path, report: CheckReport) -> Path:
+    """Writes check.json; returns where it is."""
+    values = {
+        "identical": report.identical,
+        "verdict": report.verdict,
+        "loss": report.loss,
+        "rows": [asdict(row) for row in report.rows],
+        "findings": [asdict(finding) for finding in report.findings],
+        "shared": report.shared,
+        "config": report.config,
+    }
+    write_result(folder, values, CHECK)
+    return folder / CHECK
+
+
+def show_check(console: Console, folder: Path, report: CheckReport) -> None:
+    """Shows the table, what is wrong in full, and the verdict."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("partitions", "schedule", "recompute", "executor", "result"):
+        table.add_column(heading, overflow="fold", no_wrap=heading != "result")
+    for rows in _folded([row for row in report.rows if row.micro_batches == report.rows[0].micro_batches]):
+        table.add_row(*(Text(cell) for cell in _cells(rows)))
+    console.print()
+    show_in_parts(console, table)
+    console.print()
+    usual = report.rows[0].micro_batches
+    others = [row for row in report.rows if row.micro_batches != usual]
+    notes = [
+        (f"M = {row.micro_batches}", f"{_result(row)}, against M = {usual}{'' if row.bad else _more(row)}")
+        for row in others
+    ]
+    if any(row.verdict == "within tolerance" for row in report.rows):
+        notes.append(("tolerance", f"{TOLERANCE:.0e} of the gradients' norm, where they are summed in another order"))
+    unusual = {row.text: row.verdict for row in report.rows if row.bad or row.verdict == "left out"}
+    notes += [
+        (verdict, text)
+        for text, verdict in unusual.items()
+        if text and not any(text in other and text != other for other in unusual)
+    ]
+    said = " ".join(row.text for row in report.rows)
+    notes += [("refused", finding.text) for finding in report.findings if finding.text not in said]
+    notes += [("shared", text) for text in report.shared if text not in said]
+    show_facts(console, [*notes, ("details", str(folder / CHECK))])
+    show_line(console, report.verdict, "bold")
+
+
+def _folded(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that say the same, together where they are all of a kind, and by partitions where they are not."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.schedule, row.executor == "pytorch", *_said(row)), []).append(row)
+    folded = []
+    for group in groups.values():
+        if _is_whole(group, rows):
+            folded.append(group)
+            continue
+        parts: dict[int, list[Row]] = {}
+        for row in group:
+            parts.setdefault(row.partitions, []).append(row)
+        for part in parts.values():
+            folded += [part] if _is_whole(part, rows) else [[row] for row in part]
+    return folded
+
+
+def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
+    """Whether the group is all there is of its partitions, recompute modes and executors: then a line can say so."""
+    partitions = {row.partitions for row in group}
+    modes = {row.recompute for row in group}
+    executors = {row.executor for row in group}
+    there = [
+        row
+        for row in rows
+        if row.schedule == group[0].schedule
+        and row.partitions in partitions
+        and row.recompute in modes
+        and row.executor in executors
+        and row.verdict not in ("reference", "within tolerance")
+    ]
+    return len(there) == len(group)
+
+
+def _said(row: Row) -> tuple[object, ...]:
+    return (row.verdict, row.difference) if row.verdict == "within tolerance" else (row.verdict, row.layer, row.text)
+
+
+def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+    modes = [mode for mode in RECOMPUTE if any(row.recompute == mode for row in rows)]
+    executors = list(dict.fromkeys(row.executor for row in rows))
+    result = _result(rows[0]) if len(rows) == 1 else f"{_result(rows[0])} ({len(rows)} of {len(rows)})"
+    return (
+        _ranges(sorted({row.partitions for row in rows})),
+        rows[0].schedule,
+        "all three" if len(modes) == len(RECOMPUTE) else ", ".join(modes),
+        "both" if len(executors) > 1 else executors[0],
+        result,
+    )
+
+
+def _result(row: Row) -> str:
+    value = "" if row.difference is None or row.layer is not None else f" ({row.difference:.1e})"
+    where = "" if row.layer is None else f" in layer {row.layer}"
+    return f"{row.verdict}{where}{value}"
+
+
+def _more(row: Row) -> str:
+    return f": {row.text}" if row.text else ""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """1, 2, 3, 5 -> `1..3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

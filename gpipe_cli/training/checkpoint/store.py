@@ -1,0 +1,413 @@
+"""Training state on disk, keyed by global names: what is written by any number of partitions is read by any other.
+
+A checkpoint is a folder `checkpoints/step_00000123`: one safetensors file per stage and `index.json` with sizes,
+checksums and the position in the run. Nothing is ever unpickled. It is written beside its final name, fsynced and
+renamed: a reader finds the old one or the new one, never half of one.
+
+Tensor names: `model/<parameter or buffer>`, `optimizer/<parameter>/<state>`, `ema/<parameter or buffer>`.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from gpipe_cli.config.typed import Count, Within, one_line, show, typed
+from gpipe_cli.system.files import read_json, regular_size, write_whole
+
+FORMAT = 2
+_PREFIX = "step_"
+_STEP = re.compile(rf"{_PREFIX}\d{{8,12}}")
+_FILE = re.compile(r"stage_\d{1,5}\.safetensors")
+_KINDS = ("model", "optimizer", "ema")
+_MOST_SHOWN = 200  # characters of what is wrong with an index
+
+
+Done = Annotated[int, Within(0, 10**12)]  # steps, epochs
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: the next mini-batch is number `position` of epoch `epoch`, and `step` have been done."""
+
+    step: Done
+    epoch: Done
+    position: Done
+    seed: Annotated[int, Within(0, 2**32 - 1)]
+    batch_size: Count | None
+    batch_tokens: Count | None
+    steps_per_epoch: Done  # 0: the data was not open yet
+    ema_updates: Done
+    best_score: float | None  # top-1, or of text the loss with a minus: more is better
+    best_step: Done | None
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """One stage's file as the index lists it."""
+
+    name: str
+    bytes: Annotated[int, Within(0, 2**60)]
+    sha256: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json says of a checkpoint."""
+
+    format: int
+    progress: Progress
+    layers: tuple[str, ...]
+    files: tuple[WrittenFile, ...]
+    without_state: tuple[str, ...] = ()  # parameters of which the optimizer kept nothing: frozen, or never used
+
+    @property
+    def tensors(self) -> list[str]:
+        return [name for file in self.files for name in file.tensors]
+
+
+class DamagedError(ValueError):
+    """A checkpoint that nobody can use; an older one of the run may be intact."""
+
+
+def checkpoints_in(run_folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    folders = (run_folder / "checkpoints").glob(f"{_PREFIX}*")
+    found = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
+    return sorted(found, key=_step_of)
+
+
+def find_checkpoint(
+    run_folder: Path,
+    which: str,
+    setting: str,
+    check: Callable[[Path], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """The `last` or the `best` checkpoint; if that is damaged the newest one that is not, and `say` is told.
+
+    `check` raises DamagedError for one that cannot be used; without it, one whose files are not what was written.
+    Raises ValueError naming `setting` if the run has none that can be used, and what else `check` raises.
+    """
+    found = checkpoints_in(run_folder)[::-1]
+    if not found:
+        raise ValueError(
+            f"{setting}={run_folder}: the run has written no checkpoint (looked in {run_folder / 'checkpoints'}); "
+            "it ended before its first one, start it again"
+        )
+    if which == "best":
+        best = _best_of(found)
+        found.sort(key=lambda checkpoint: checkpoint != best)
+    damaged: list[DamagedError] = []
+    for checkpoint in found:
+        try:
+            (check or _check_checkpoint)(checkpoint)
+        except DamagedError as error:
+            damaged.append(error)
+            continue
+        if damaged:
+            say(f"warning: {damaged[0]}; {checkpoint.name} is taken, the newest checkpoint that is intact")
+        return checkpoint
+    raise ValueError(f"{setting}={run_folder}: none of its checkpoints is intact: {damaged[0]}; give another run")
+
+
+def _best_of(newest_first: Sequence[Path]) -> Path | None:
+    for checkpoint in newest_first:
+        with suppress(DamagedError):
+            best = read_index(checkpoint).progress.best_step
+            return None if best is None else checkpoint.with_name(folder_name(best))
+    return None
+
+
+def folder_name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def begin_checkpoint(run_folder: Path, step: int) -> Path:
+    """Make the folder that the stages write into; readers do not look at it. Raises CheckpointError."""
+    draft = run_folder / "checkpoints" / f".{folder_name(step)}.writing"
+    remove_drafts(run_folder)
+    with writing(draft):
+        draft.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted does not come back
+        draft.mkdir()
+    return draft
+
+
+def remove_drafts(run_folder: Path) -> None:
+    """Remove what a run that has ended while it wrote a checkpoint has left of it."""
+    for abandoned in (run_folder / "checkpoints").glob(f".{_PREFIX}*.writing"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written; those before it are as they were."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around writing part of a checkpoint. Raises CheckpointError, one line, if that cannot be done."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2].partition(" (os error")[0]
+        name = path.name.removeprefix(".").removesuffix(".writing")
+        raise CheckpointError(f"{path.parent / name}: the checkpoint cannot be written ({why})") from error
+
+
+def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
+    """Write one stage's tensors and make sure they are on disk. Raises CheckpointError."""
+    file = draft / f"stage_{stage}.safetensors"
+    # a plain copy each: safetensors refuses strides and memory that two names share
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with writing(draft):
+        save_file(copies, file)
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+        return WrittenFile(file.name, file.stat().st_size, digest, tuple(tensors))
+
+
+def finish_checkpoint(
+    draft: Path,
+    progress: Progress,
+    files: Iterable[WrittenFile],
+    *,
+    layers: Iterable[str],
+    without_state: Iterable[str],
+    config: str,
+    keep: int,
+) -> Path:
+    """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one
+    stay. What lies behind this step is of a run that was left, as its checkpoint was damaged, and goes too.
+
+    Raises CheckpointError.
+    """
+    index = {
+        "format": FORMAT,
+        **asdict(progress),
+        "layers": list(layers),
+        "files": [asdict(file) for file in files],
+        "without_state": list(without_state),
+        "config": config,
+    }
+    final = draft.parent / folder_name(progress.step)
+    best = final.name if progress.best_step is None else folder_name(progress.best_step)
+    with writing(draft):
+        write_whole(draft / "index.json", json.dumps(index, indent=1, allow_nan=False))
+        _sync_folder(draft)
+        _move_into_place(draft, final)
+        _point(final.parent / "last", final.name)
+        if (final.parent / best).exists():
+            _point(final.parent / "best", best)
+        _sync_folder(final.parent)
+        found = checkpoints_in(final.parent.parent)
+        kept = [one for one in found if _step_of(one) <= progress.step][-keep:]
+        for other in found:
+            if other not in kept and other.name != best:
+                shutil.rmtree(other)
+    return final
+
+
+def _move_into_place(draft: Path, final: Path) -> None:
+    """Give a draft its name; one of that step is replaced: a run that went on from an earlier one came by again."""
+    replaced = draft.parent / f".{final.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed right here: nothing is renamed over it
+    if final.exists():
+        final.rename(replaced)
+    draft.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def adopt(last: Path, run_folder: Path) -> None:
+    """Bring the checkpoint that a run goes on from, and the best one of its run, along into the new folder.
+
+    The new run can then be resumed and evaluated by itself, from its first moment on. Raises CheckpointError.
+    """
+    target = run_folder / "checkpoints"
+    best = _best_of([last])
+    for link, checkpoint in (("best", best or last), ("last", last)):
+        if last.parent.resolve() == target.resolve() or not checkpoint.exists():
+            continue
+        adopted = target / checkpoint.name
+        with writing(adopted):
+            target.mkdir(exist_ok=True)
+            if not adopted.exists():
+                draft = adopted.with_name(f".{checkpoint.name}.writing")
+                shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
+                draft.rename(adopted)
+            _point(target / link, checkpoint.name)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Checkpoints are never written to again, so two folders may share the files where the file system can."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _point(link: Path, target: str) -> None:
+    """`last` and `best`, for people and scripts; replaced in one go."""
+    draft = link.with_name(f".{link.name}.writing")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target)
+    draft.replace(link)
+
+
+def read_index(checkpoint: Path) -> Index:
+    """Raises DamagedError, one line, if index.json is not what this program writes."""
+    file = checkpoint / "index.json"
+    try:
+        values = read_json(file)
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {type(values).__name__}")
+        if values.get("format") != FORMAT:
+            raise ValueError(f"it has format {show(values.get('format'))}, this version of gpipe reads format {FORMAT}")
+        if not isinstance(values.pop("config", None), str):  # for people; of several lines, as no setting is
+            raise ValueError("config: must be a text")
+        progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}
+        index = typed(Index, values | {"progress": progress})
+        _check_index(index, checkpoint.resolve().name)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else one_line(error)
+        why = str(why).partition(";")[0].replace("progress.", "")
+        raise DamagedError(f"{file}: is not the index of a checkpoint ({why[:_MOST_SHOWN]})") from error
+    return index
+
+
+def _check_index(index: Index, folder: str) -> None:
+    """Raises ValueError for values that are possible each by itself, and not together."""
+    at, names, tensors = index.progress, [file.name for file in index.files], index.tensors
+    wrong = {
+        f"step={at.step}: the folder is {folder}": folder_name(at.step) != folder,
+        f"step={at.step}: is not mini-batch {at.position} of epoch {at.epoch}, of {at.steps_per_epoch}": (
+            at.step != at.epoch * at.steps_per_epoch + at.position or at.position > at.steps_per_epoch
+        ),
+        f"batch_size={show(at.batch_size)}, batch_tokens={show(at.batch_tokens)}: one of them is null": (
+            (at.batch_size is None) == (at.batch_tokens is None)
+        ),
+        f"ema_updates={at.ema_updates}: there were {at.step} steps": at.ema_updates > at.step,
+        f"best_step={show(at.best_step)}, best_score={show(at.best_score)}: do not go together": (
+            (at.best_step is None) != (at.best_score is None) or (at.best_step or 0) > at.step
+        ),
+        "files: a name is not that of a stage's file": not all(_FILE.fullmatch(name) for name in names),
+        "files: a sha256 is none": not all(re.fullmatch("[0-9a-f]{64}", file.sha256) for file in index.files),
+        "files: a name stands there twice": len({*names}) < len(names),
+        "layers: a name stands there twice": len({*index.layers}) < len(index.layers),
+        "tensors: a name stands there twice": len({*tensors}) < len(tensors),
+        "tensors: a name is of no layer": not (
+            {_kind(name) for name in tensors} <= {*_KINDS} and {_layer(name) for name in tensors} <= {*index.layers}
+        ),
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ValueError(what)
+
+
+def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype, as safetensors calls it, and the shape of every tensor in files of a checkpoint; nothing is loaded.
+
+    Raises DamagedError if a file cannot be read, or holds others than the index says.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in files:
+        path = checkpoint / file.name
+        _check_size(path, file)
+        with _reading(path), safe_open(path, framework="pt") as opened:
+            if {*opened.keys()} != {*file.tensors}:
+                raise DamagedError(f"{path}: does not hold the tensors that index.json lists")
+            slices = {name: opened.get_slice(name) for name in file.tensors}
+            found |= {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    return found
+
+
+def read_tensors(checkpoint: Path, layers: Iterable[str], kinds: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of some layers, of the given kinds (`model`, `optimizer`, `ema`), from whichever files hold them.
+
+    Every file that is needed is first compared with its size and checksum. Raises DamagedError if one is damaged.
+    """
+    wanted, kinds = set(layers), set(kinds)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in read_index(checkpoint).files:
+        names = [name for name in file.tensors if _kind(name) in kinds and _layer(name) in wanted]
+        if not names:
+            continue
+        check_files(checkpoint, [file])
+        path = checkpoint / file.name
+        with _reading(path), safe_open(path, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in names}
+    return tensors
+
+
+def check_files(checkpoint: Path, files: Sequence[WrittenFile]) -> None:
+    """Raises DamagedError if a file is not what was written: first by the sizes of all, then by their checksums."""
+    paths = [checkpoint / file.name for file in files]
+    for path, file in zip(paths, files, strict=True):
+        _check_size(path, file)
+    with ThreadPoolExecutor() as pool:
+        for path, file, found in zip(paths, files, pool.map(_digest, paths), strict=True):
+            if found != file.sha256:
+                raise DamagedError(f"{path}: damaged (checksum {found[:12]}, {file.sha256[:12]} expected)")
+
+
+def _check_checkpoint(checkpoint: Path) -> None:
+    check_files(checkpoint, read_index(checkpoint).files)
+
+
+def _check_size(path: Path, file: WrittenFile) -> None:
+    with _reading(path):
+        size = regular_size(path)
+    if size != file.bytes:
+        raise DamagedError(f"{path}: damaged ({size} bytes, {file.bytes} expected)")
+
+
+def _digest(path: Path) -> str:
+    with _reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises DamagedError, one line, where a file of a checkpoint cannot be read."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise DamagedError(f"{path}: part of the checkpoint cannot be read ({why})") from error
+
+
+def select(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """Those of one kind, without the prefix."""
+    return {name.removeprefix(f"{kind}/"): tensor for name, tensor in tensors.items() if _kind(name) == kind}
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _layer(name: str) -> str:
+    return name.partition("/")[2].partition(".")[0]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

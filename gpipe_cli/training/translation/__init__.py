@@ -1,0 +1,1 @@
+"""What only translation needs: sentences decoded and scored."""

@@ -1,0 +1,236 @@
+"""Translating sentences (paper, Section 5): greedy and beam search, through the executor that trains and evaluates.
+
+The paper reports BLEU and does not say how it decoded; beam search with a length penalty is its group's way (Wu et al.
+2016, Section 7). Each step is one mini-batch: the model runs forward over every hypothesis that may still grow, and the
+last stage says which tokens could follow. Keys and values of earlier tokens are not kept, as that would be a second way
+to run a model, for sentences that are short.
+
+Every process of the run keeps the same hypotheses. What only the last stage has seen it tells the others once a step.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_cli.data.pairs import target_language
+from gpipe_cli.data.translation import PairSplit
+from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.step import evaluation_schedule
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to decode: `beam` hypotheses of a sentence grow at a time, 1 is greedy; `batch_sentences` sentences share a
+    mini-batch.
+
+    Of what has ended, the best one by log-probability / ((5 + length) / 6) ** length_penalty is taken, where the length
+    counts the end (Wu et al. 2016, equation 14, without their penalty for coverage). 0 compares log-probabilities, more
+    favours long ones.
+    """
+
+    beam: int
+    length_penalty: float
+    batch_sentences: int
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """The beginning of a translation: tokens without begin and end, and its log-probability."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+class Beam:
+    """The search for the translation of one sentence: what may still grow, and the best of what has ended.
+
+    `most` tokens at most, the end included. Candidates rank by log-probability, equal ones by their hypothesis and then
+    their token, the lower first. Of the first `beam` candidates those that end have ended, and the first `beam` others
+    grow on. It is over once `beam` have ended, once nothing that grows can come to beat the best that has ended, or
+    after `most` tokens. With a beam of 1 all this is the greedy search.
+    """
+
+    def __init__(self, search: Search, most: int) -> None:
+        assert search.beam > 0, search
+        assert most > 0, most
+        self.growing = [Hypothesis((), 0.0)]  # all of the same length, the best first
+        self._search, self._most = search, most
+        self._length, self._ended = 0, 0
+        self._best: tuple[float, tuple[int, ...]] | None = None  # score by its length, tokens
+
+    @property
+    def over(self) -> bool:
+        """Whether the translation is settled."""
+        if not self.growing or self._ended >= self._search.beam or self._length == self._most:
+            return True
+        if self._best is None:
+            return False
+        # A log-probability only falls. What divides it only grows with the length, or only shrinks (negative penalty):
+        # the highest score within reach is that of ending at once or as late as possible.
+        ahead = self.growing[0].score
+        return self._best[0] >= max(self._by_length(ahead, self._length + 1), self._by_length(ahead, self._most))
+
+    def advance(self, candidates: Sequence[Sequence[tuple[float, float]]]) -> None:
+        """One token more. `candidates[h]` are (token, log-probability) of what may follow `growing[h]`: the end, and
+        the `beam` most probable others (all, if there are fewer); minus infinity and NaN make no candidate."""
+        ranked = sorted(
+            (-(hypothesis.score + score), rank, int(token))
+            for rank, (hypothesis, row) in enumerate(zip(self.growing, candidates, strict=True))
+            for token, score in row
+            if score > -math.inf  # which NaN is not either
+        )
+        self._length += 1
+        grown: list[Hypothesis] = []
+        for place, (cost, rank, token) in enumerate(ranked):
+            tokens = self.growing[rank].tokens
+            if token != END:
+                if len(grown) < self._search.beam:
+                    grown.append(Hypothesis((*tokens, token), -cost))
+            elif place < self._search.beam:
+                self._ended += 1
+                score = self._by_length(-cost, self._length)
+                if self._best is None or score > self._best[0]:
+                    self._best = score, tokens
+        self.growing = grown
+
+    def translation(self) -> list[int]:
+        """The best that has ended. If none has, the most probable that was cut off; nothing if no token could follow,
+        as when the model returns no numbers."""
+        if self._best is not None:
+            return list(self._best[1])
+        return list(self.growing[0].tokens) if self.growing else []
+
+    def _by_length(self, score: float, length: int) -> float:
+        return score / ((5 + length) / 6) ** self._search.length_penalty
+
+
+class Candidates:
+    """What the last stage makes of the logits (n, T, vocabulary): the end and `wanted` tokens that could follow each
+    row.
+
+    Only the last position counts, and of the tokens those below `vocabulary`: a model may be made for more than its
+    text has. `forbidden` tokens (int64, where the logits are) have a log-probability of minus infinity; of equally
+    probable tokens the lower come first.
+    """
+
+    def __init__(self, forbidden: torch.Tensor, wanted: int, vocabulary: int) -> None:
+        self._forbidden, self._wanted, self._vocabulary = forbidden, wanted, vocabulary
+        self._found: list[torch.Tensor] = []
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        """There is nothing to compare with."""
+        return outputs[0].new_zeros(())
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        assert micro_batch == len(self._found), "micro-batches come in order"
+        logits = outputs[0][:, -1, : self._vocabulary].float()
+        scores = logits.log_softmax(dim=1).index_fill_(1, self._forbidden, -math.inf)
+        tokens, values = [torch.full_like(scores[:, END], END, dtype=torch.int64)], [scores[:, END].clone()]
+        scores[:, END] = -math.inf
+        for _ in range(self._wanted):
+            # not topk: which of equal values it finds is not said, and max finds the first
+            value, token = scores.max(dim=1)
+            tokens.append(token)
+            values.append(value)
+            scores.scatter_(1, token[:, None], -math.inf)
+        # stays on the device: reading it here would make the pipeline wait for this micro-batch
+        self._found.append(torch.stack([torch.stack(tokens, dim=1).double(), torch.stack(values, dim=1).double()], -1))
+
+    def table(self) -> torch.Tensor:
+        """float64 (rows, 1 + wanted, 2) on the CPU: token and log-probability, the end first."""
+        return torch.cat(self._found).cpu()
+
+
+def decode(
+    engine: Engine,
+    team: Team,
+    search: Search,
+    micro_batches: int,
+    limit: int,
+    split: PairSplit | None,
+    indices: Sequence[int],
+    tell: Callable[[int], None] = lambda done: None,
+) -> list[list[int]]:
+    """The translations of the pairs `indices`, in that order and the same in every process: tokens without begin and
+    end.
+
+    Called in every process of the run, inside `engine.evaluating`; `tell` hears how many sentences are done. `split` is
+    needed where the first or the last stage lives. A translation has at most min(limit, 2 * source + 10) tokens, the
+    end included, where `source` counts all of the source's tokens and `limit` is the model's length. Raises as the
+    executor does.
+    """
+    if not indices:
+        return []
+    lengths, vocabulary = _agree(engine, team, split, indices)
+    wanted = min(search.beam, vocabulary)
+    forbidden = None
+    if engine.has_last:
+        assert split is not None
+        forbidden = torch.tensor(_never_chosen(split), device=engine.last_device)
+    # sentences of similar lengths need little padding; the longest come first, so that memory runs out soon or never
+    order = sorted(range(len(indices)), key=lambda at: -lengths[at])
+    translations: list[list[int]] = [[] for _ in indices]
+    for start in range(0, len(order), search.batch_sentences):
+        chosen = order[start : start + search.batch_sentences]
+        sources = None
+        if engine.has_first:
+            assert split is not None
+            where = torch.tensor([indices[at] for at in chosen])
+            sources = split.sources.padded(where, lengths[chosen[0]], PAD).to(engine.first_device)
+        beams = [Beam(search, min(limit, 2 * lengths[at] + 10)) for at in chosen]
+        while growing := [at for at, beam in enumerate(beams) if not beam.over]:
+            objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
+            rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
+            longest = lengths[chosen[growing[0]]]
+            _run(engine, rows, longest, sources, objective, micro_batches)
+            shape = len(rows), 1 + wanted, 2
+            known = torch.zeros(shape, dtype=torch.float64) if objective is None else objective.table()
+            # processes are in the order of the stages: the last one has seen the logits
+            found = iter(team.gather(known.flatten()).wait()[-1].view(shape).tolist())
+            for at in growing:
+                beams[at].advance([next(found) for _ in beams[at].growing])
+        for at, beam in zip(chosen, beams, strict=True):
+            translations[at] = beam.translation()
+        tell(start + len(chosen))
+    return translations
+
+
+def _run(
+    engine: Engine,
+    rows: Sequence[tuple[int, tuple[int, ...]]],
+    longest: int,
+    sources: torch.Tensor | None,
+    objective: Candidates | None,
+    micro_batches: int,
+) -> None:
+    """One step: every row is a sentence of `sources` (n, S), of which `longest` tokens are needed, and what has been
+    chosen for it."""
+    sizes = micro_batch_sizes(len(rows), micro_batches)
+    schedule = evaluation_schedule(engine.layout.partitions, len(sizes))
+    inputs = None
+    if sources is not None:
+        where = torch.tensor([at for at, _ in rows], device=sources.device)
+        so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in rows], device=sources.device)
+        inputs = sources[where, :longest].contiguous(), so_far
+    engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
+
+
+def _agree(engine: Engine, team: Team, split: PairSplit | None, indices: Sequence[int]) -> tuple[list[int], int]:
+    """The tokens of each source and the size of the vocabulary, which the process with the first stage says to all."""
+    known = None
+    if engine.has_first:
+        assert split is not None
+        known = split.sources.lengths_of(torch.tensor(indices)).tolist(), split.vocabulary_size
+    lengths, vocabulary = next(said for said in team.collect(known) if said is not None)
+    return lengths, vocabulary
+
+
+def _never_chosen(split: PairSplit) -> list[int]:
+    """Tokens that no answer holds. Text is never unknown: the vocabulary spells in bytes what it has no piece for."""
+    symbols = {f"<2{target_language(name)}>" for name in split.languages}
+    return [PAD, BEGIN, UNKNOWN, *sorted(map(split.vocabulary.symbol, symbols))]

@@ -1,0 +1,76 @@
+"""The loss of a mini-batch does not know how it was cut into micro-batches."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gpipe_cli.assembly.loss import CrossEntropy, Totals
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+
+N, CLASSES = 11, 7
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(N, CLASSES, generator=generator).requires_grad_()
+    auxiliary = torch.randn(N, CLASSES, generator=generator).requires_grad_()
+    return logits, auxiliary, torch.randint(CLASSES, (N,), generator=generator)
+
+
+def run(micro_batches: int, smoothing: float, weight: float, *, auxiliary: bool) -> tuple[list[torch.Tensor], Totals]:
+    logits, extra, targets = batch()
+    outputs = (logits, extra) if auxiliary else (logits,)
+    sizes = micro_batch_sizes(N, micro_batches)
+    objective = CrossEntropy(targets, sizes, label_smoothing=smoothing, auxiliary_weight=weight)
+    total = torch.zeros(())
+    for m, parts in enumerate(zip(*(split(output, sizes) for output in outputs), strict=True)):
+        loss = objective.loss(m, parts)
+        objective.observe(m, parts, loss.detach())
+        total = total + loss
+    total.backward()  # type: ignore[no-untyped-call]
+    return [total.detach(), *(output.grad for output in outputs if output.grad is not None)], objective.totals()
+
+
+@pytest.mark.parametrize("auxiliary", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 11])
+def test_the_sum_over_micro_batches_is_torchs_mean_over_the_mini_batch(
+    micro_batches: int, smoothing: float, auxiliary: bool
+) -> None:
+    found, _ = run(micro_batches, smoothing, 0.4, auxiliary=auxiliary)
+    logits, extra, targets = batch()
+    expected = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    if auxiliary:
+        expected = expected + 0.4 * F.cross_entropy(extra, targets, label_smoothing=smoothing)
+    expected.backward()  # type: ignore[no-untyped-call]
+    gradients = [logits.grad, extra.grad] if auxiliary else [logits.grad]
+    torch.testing.assert_close(found[0], expected.detach())
+    for one, other in zip(found[1:], gradients, strict=True):
+        assert other is not None
+        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
+
+
+def test_what_is_counted() -> None:
+    _, totals = run(4, 0.1, 0.4, auxiliary=True)
+    logits, extra, targets = batch()
+    order = logits.argsort(dim=1, descending=True).tolist()
+    assert totals.elements == N
+    assert totals.top1 == sum(row[0] == target for row, target in zip(order, targets.tolist(), strict=True))
+    assert totals.top5 == sum(target in row[:5] for row, target in zip(order, targets.tolist(), strict=True))
+    assert 0 < totals.top1 < totals.top5 < N
+    plain = F.cross_entropy(logits, targets, reduction="sum")
+    smoothed = [F.cross_entropy(x, targets, label_smoothing=0.1, reduction="sum") for x in (logits, extra)]
+    assert totals.cross_entropy == pytest.approx(plain.item(), rel=1e-6)
+    assert totals.loss == pytest.approx((smoothed[0] + 0.4 * smoothed[1]).item(), rel=1e-6)
+
+
+def test_fewer_than_five_classes_count_for_top5() -> None:
+    targets = torch.tensor([0, 1, 2])
+    objective = CrossEntropy(targets, (3,), label_smoothing=0, auxiliary_weight=0)
+    logits = (torch.randn(3, 3),)
+    objective.observe(0, logits, objective.loss(0, logits))
+    assert objective.totals().top5 == 3
+
+
+def test_totals_add_up() -> None:
+    assert Totals(2, 1.0, 2.0, 1.0, 2.0) + Totals(1, 0.5, 0.25, 0.0, 1.0) == Totals(3, 1.5, 2.25, 1.0, 3.0)

@@ -1,0 +1,216 @@
+"""RMSProp as TensorFlow has it, against its formulas, and its state under parameter names."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.assembly.optimizer import (
+    build_optimizer,
+    gradients_of,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+    state_bytes,
+)
+from gpipe_cli.config.optimizer import (
+    AdafactorConfig,
+    AdamConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    SGDConfig,
+)
+
+RATES = (0.1, 0.1, 0.02, 0.5, 0.003)
+
+
+def config(**changes: float) -> RMSPropConfig:
+    settings = {"decay": 0.9, "momentum": 0.8, "epsilon": 1.0, "weight_decay": 0.01} | changes
+    return RMSPropConfig(name="rmsprop", **settings)
+
+
+def module() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(5)
+    layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4)).double()
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layers
+
+
+def gradient(shape: torch.Size, step: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 3
+
+
+def train(layers: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_learning_rate(optimizer, RATES[step])
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.grad = gradient(parameter.shape, step, number)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("epsilon", "momentum"), [(1.0, 0.8), (1e-3, 0.8), (1.0, 0.0)])
+def test_it_is_tensorflows(epsilon: float, momentum: float) -> None:
+    """`ApplyRMSProp` of TensorFlow: ms += (g^2 - ms)(1 - decay); mom = momentum mom + lr g / sqrt(ms + epsilon); with
+    ms = 1 at first, and the L2 penalty in the gradients of kernels only."""
+    layers = module()
+    optimizer = build_optimizer(config(epsilon=epsilon, momentum=momentum), dict(layers.named_parameters()))
+    assert optimizer is not None
+    expected = []
+    for number, parameter in enumerate(layers.parameters()):
+        value, square, moved = parameter.detach().clone(), 1.0, 0.0
+        for step, rate in enumerate(RATES):
+            g = gradient(parameter.shape, step, number) + (0.01 * value if parameter.ndim > 1 else 0)
+            square = square + (g * g - square) * (1 - 0.9)
+            moved = momentum * moved + rate * g / torch.sqrt(square + epsilon)
+            value = value - moved
+        expected.append(value)
+    train(layers, optimizer, range(len(RATES)))
+    for parameter, value in zip(layers.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_own_is_another_one() -> None:
+    """With AmoebaNet's epsilon the two differ from the first step on: the test above can tell them apart."""
+    layers, other = module(), module()
+    train(other, torch.optim.RMSprop(other.parameters(), alpha=0.9, momentum=0.8, eps=1.0), range(1))
+    optimizer = build_optimizer(config(weight_decay=0), dict(layers.named_parameters()))
+    assert optimizer is not None
+    train(layers, optimizer, range(1))
+    weights = next(layers.parameters()), next(other.parameters())
+    assert (weights[0] - weights[1]).abs().max() > 1e-3
+
+
+OTHERS = [
+    SGDConfig("sgd", momentum=0.9, nesterov=True, weight_decay=1e-3),
+    SGDConfig("sgd", momentum=0.0, nesterov=False, weight_decay=0),
+    AdamConfig("adam", beta1=0.9, beta2=0.98, epsilon=1e-9, weight_decay=1e-2, decoupled=True),
+    AdamConfig("adam", beta1=0.9, beta2=0.98, epsilon=1e-9, weight_decay=1e-2, decoupled=False),
+    AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0),
+]
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: settings.name)
+def test_others_are_the_librarys_and_spare_vectors_the_penalty(settings: OptimizerConfig) -> None:
+    """Against the library's optimizer given two groups by hand."""
+    made, by_hand = module(), module()
+    optimizer = build_optimizer(settings, dict(made.named_parameters()))
+    assert optimizer is not None
+    matrices = [p for p in by_hand.parameters() if p.ndim > 1]
+    vectors = [p for p in by_hand.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    match settings:
+        case SGDConfig():
+            other = torch.optim.SGD(groups, lr=0, momentum=settings.momentum, nesterov=settings.nesterov)
+        case AdamConfig():
+            kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
+            other = kind(groups, lr=0, betas=(0.9, 0.98), eps=1e-9)
+        case _:
+            other = torch.optim.Adafactor(groups, lr=0, beta2_decay=-0.8, d=1.0)
+    before = [p.detach().clone() for p in made.parameters()]
+    train(made, optimizer, range(3))
+    train(by_hand, other, range(3))
+    for p, q, old in zip(made.parameters(), by_hand.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, old)
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: settings.name)
+def test_every_optimizers_state_comes_back(settings: OptimizerConfig) -> None:
+    """Adafactor keeps rows and columns, whose shapes are not the parameter's."""
+    whole, again = module(), module()
+    names, copies = dict(whole.named_parameters()), dict(again.named_parameters())
+    optimizer, other = build_optimizer(settings, names), build_optimizer(settings, copies)
+    assert optimizer is not None
+    assert other is not None
+    train(whole, optimizer, range(3))
+    again.load_state_dict(whole.state_dict())
+    load_optimizer_state(other, copies, {n: t.clone() for n, t in optimizer_state(optimizer, names).items()})
+    train(whole, optimizer, range(3, 5))
+    train(again, other, range(3, 5))
+    assert all(torch.equal(names[name], copies[name]) for name in names)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_state_goes_by_name_through_another_cut(channels_last: bool) -> None:
+    """Saved by one optimizer of all layers, loaded by two of some layers each: the next steps have the same bits."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    whole = module().to(memory_format=memory_format)
+    names = dict(whole.named_parameters())
+    optimizer = build_optimizer(config(), names)
+    assert optimizer is not None
+    train(whole, optimizer, range(3))
+    saved = {name: tensor.clone(memory_format=torch.contiguous_format)
+             for name, tensor in optimizer_state(optimizer, names).items()}  # fmt: skip
+    assert {"0.weight/square_avg", "0.weight/momentum_buffer", "3.bias/square_avg"} <= set(saved)
+
+    again = module().to(memory_format=memory_format)
+    again.load_state_dict(whole.state_dict())
+    parts = []
+    for layers in (("0", "1"), ("2", "3")):
+        own = {name: p for name, p in again.named_parameters() if name.partition(".")[0] in layers}
+        part = build_optimizer(config(), own)
+        load_optimizer_state(part, own, {n: t for n, t in saved.items() if n.partition(".")[0] in layers})
+        parts.append(part)
+    train(whole, optimizer, range(3, 5))
+    for step in range(3, 5):
+        for number, parameter in enumerate(again.parameters()):
+            parameter.grad = gradient(parameter.shape, step, number)
+        for part in parts:
+            assert part is not None
+            set_learning_rate(part, RATES[step])
+            part.step()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_a_stage_without_parameters_has_no_optimizer() -> None:
+    assert build_optimizer(config(), {}) is None
+    assert optimizer_state(None, {}) == {}
+    load_optimizer_state(None, {}, {})
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert build_optimizer(config(), dict(frozen.named_parameters())) is None
+
+
+def test_gradients_that_are_there() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    assert [g.shape for g in gradients_of(layer.parameters())] == [(2, 2)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config(),
+        config(momentum=0.0),
+        SGDConfig("sgd", momentum=0.9, nesterov=False, weight_decay=0.0),
+        SGDConfig("sgd", momentum=0.0, nesterov=False, weight_decay=0.0),
+        AdamConfig("adam", beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, decoupled=True),
+        AdamConfig("adam", beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, decoupled=False),
+        AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0.0),
+    ],
+    ids=lambda settings: f"{settings.name} {getattr(settings, 'momentum', '')}",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bytes_of_its_state_are_known_from_shapes(settings: OptimizerConfig, dtype: torch.dtype) -> None:
+    """Of matrices, kernels, vectors and numbers; what is frozen has none."""
+    shapes = [(3, 4), (5,), (2, 3, 5, 7), (), (5,), (6, 1)]
+    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    optimizer = build_optimizer(settings, {str(at): parameter for at, parameter in enumerate(parameters)})
+    assert optimizer is not None
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    real = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    frozen = nn.Parameter(torch.zeros(9, 9), requires_grad=False)
+    on_meta = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in parameters]
+    assert state_bytes(settings, [*on_meta, frozen]) == real
+    if getattr(settings, "momentum", 1.0):
+        assert real > 0

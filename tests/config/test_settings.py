@@ -1,0 +1,346 @@
+"""The configuration: YAML, dataclasses and what is refused."""
+
+import os
+import tomllib
+from dataclasses import is_dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from gpipe_cli.commands.bench import BenchSettings
+from gpipe_cli.commands.evaluate import evaluation
+from gpipe_cli.commands.folders import run_folder
+from gpipe_cli.commands.train import resumed
+from gpipe_cli.config.settings import (
+    EvaluateSettings,
+    TrainConfig,
+    find_run,
+    from_tree,
+    load,
+    to_yaml,
+)
+from gpipe_cli.config.typed import settings
+
+ROOT = Path(__file__).parent.parent
+NOW = datetime(2026, 1, 31, 12, 0, 5)
+
+
+def tree(*overrides: str, name: str = "train") -> Any:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+def train(*overrides: str) -> TrainConfig:
+    return from_tree(TrainConfig, tree(*overrides))
+
+
+def save(config: TrainConfig, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+def test_a_run_from_before_there_was_a_setting_is_read(tmp_path: Path) -> None:
+    file = save(train(), tmp_path / "run") / "config.yaml"
+    older = OmegaConf.load(file)
+    for key in ("cost", "hardware", "check_layers"):
+        del older[key]
+    OmegaConf.save(older, file)
+    assert load(file) == train()
+
+
+def test_defaults_are_the_small_job() -> None:
+    config = train()
+    assert (config.partitions, config.micro_batches, config.dataset.name) == (2, 4, "digits")
+    assert config.partition.balance is None
+    assert config.optimizer.epsilon == 0.1
+    assert config.dataset.root is None
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    ["digits", "cifar10", "cifar100", "image_folder dataset.root=x dataset.num_classes=3", "synthetic_images"],
+)
+def test_every_dataset_composes(dataset: str) -> None:
+    config = train(*f"dataset={dataset}".split())
+    assert config.dataset.name == dataset.split()[0]
+
+
+# a preset chooses values of settings that are explained elsewhere
+EXPLAINING = [file for file in sorted((ROOT / "conf").rglob("*.yaml")) if file.parent.name != "presets"]
+
+
+def test_every_yaml_file_of_a_group_is_one_of_its_choices() -> None:
+    for file in (ROOT / "conf").glob("*/*.yaml"):
+        if file.parent.name == "presets":  # of a model and a data set together
+            continue
+        read = yaml.safe_load(file.read_text())
+        name = read.get("name") or read["model"]["name"]  # resuming a run relies on it
+        assert name == {"timm": "???"}.get(file.stem, file.stem)
+
+
+@pytest.mark.parametrize("file", EXPLAINING, ids=lambda file: file.name)
+def test_every_setting_is_explained(file: Path) -> None:
+    names = {"name", "horizontal_flip"}  # they explain themselves
+    for line in file.read_text().partition("\nhydra:")[0].splitlines():
+        key, _, rest = line.strip().partition(":")
+        if rest.strip() and not key.startswith(("#", "-")) and key not in names:
+            assert "#" in rest, line
+
+
+def test_types_survive_yaml(tmp_path: Path) -> None:
+    config = train(
+        "schedule=1f1b",
+        "partition.balance=[4,8]",
+        "gradient_clipping=1",
+        "max_steps=3",
+        "dataset.augmentation.random_resized_crop=[0.5,1]",
+    )
+    assert config.schedule == "1f1b"
+    assert config.partition.balance == (4, 8)
+    assert isinstance(config.gradient_clipping, float)
+    assert config.dataset.augmentation.random_resized_crop == (0.5, 1.0)
+    assert load(save(config, tmp_path / "run")) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "micro_batches=64",
+            "micro_batches=64: a mini-batch has only batch_size=32 samples; "
+            "use micro_batches=32 or fewer, or batch_size=64 or more",
+        ),
+        ("+filters=3", "filters=3: there is no such setting; did you mean model.filters?"),
+        ("+partitons=3", "partitons=3: there is no such setting; did you mean partitions?"),
+        ("+model.filtrs=3", "model.filtrs=3: there is no such setting; did you mean model.filters?"),
+        ("+dataset.augmentation.cutot=3", "did you mean dataset.augmentation.cutout?"),
+        ("+typo=4", "typo=4: there is no such setting; --cfg job lists all"),
+        ("partitions=two", "partitions=two: must be a whole number; for example partitions=4"),
+        ("partitions=true", "partitions=true: must be a whole number"),
+        ("partitions=2.0", "partitions=2.0: must be a whole number"),
+        ("partitions=null", "partitions=null: must be a whole number"),
+        (
+            "partitions=0",
+            "partitions=0: must be 1 or more and at most 10000, as no model has more layers; use partitions=1",
+        ),
+        ("partitions=99999999999", "partitions=99999999999: must be 1 or more and at most 10000"),
+        ("threads=100000", "must be 1 or more and at most 1024, as no machine has more cores; use threads=1024"),
+        ("data_workers=100000", "must be 0 or more and at most 64, as each is a process; use data_workers=8"),
+        ("timeout_seconds=1e300", "timeout_seconds=1e+300: must be 0.1 or more and at most 604800"),
+        ("model.filters=1000000000000", "model.filters=1000000000000: must be 1 or more and at most 65536"),
+        ("learning_rate.per_sample=0", "learning_rate.per_sample=0.0: must be above 0 and at most 1e+30"),
+        ("model=resnet model.depth=20", "model.depth=20: must be one of 18, 34, 50, 101, 152"),
+        ("output=''", "output=: must be a text of one line that is not empty"),
+        ('run_folder="a\x1bb"', "run_folder=a\\x1bb: must be a text of one line"),
+        (
+            "partitions=10000 batch_size=1000 micro_batches=1000",
+            "micro_batches=1000: with partitions=10000 a step has 30000000 actions, more than 5000000; "
+            "use micro_batches=166 or fewer",
+        ),
+        ("dry_run=1", "dry_run=1: must be true or false"),
+        ("init_head=keep", "init_head=keep: no weights are taken, as init_from=null; give init_from=..."),
+        ("init_from=x init_head=old", "init_head=old: must be one of auto, keep, new"),
+        ("freeze=[taken]", "freeze=[taken]: nothing is taken, as init_from=null; give init_from=..., or name layers"),
+        ("freeze=[1]", "freeze=1: must be a text"),
+        ("freeze=stem", "freeze=stem: must be a list"),
+        ("output=3", "output=3: must be a text"),
+        ("label_smoothing=nan", "label_smoothing=nan: must be a finite number"),
+        ("label_smoothing=1", "label_smoothing=1.0: must be 0 or more and below 1"),
+        ("learning_rate.decay=1.5", "learning_rate.decay=1.5: must be above 0 and at most 1"),
+        ("schedule=gpip", "schedule=gpip: must be one of gpipe, 1f1b"),
+        ("partition.balance=3", "partition.balance=3: must be a list; for example partition.balance=[1,1]"),
+        ("freeze=stem", "freeze=stem: must be a list; for example freeze=[stem]"),
+        ("partition.balance=[a]", "partition.balance=a: must be a whole number"),
+        ("partition=3", "partition=3: is a group of settings"),
+        ("dataset.augmentation.random_resized_crop=[1]", "must be a list of 2"),
+        ("dataset.augmentation.random_resized_crop=[1,0.5]", "random_resized_crop=[1.0,0.5]: must be two ascending"),
+        ("model.normal_cells=2", "model.normal_cells=2: must be 3 or more"),
+        ("dataset=image_folder", "dataset.root=???: a value is required; give dataset.root=..."),
+        ("+dataset.root=x", "dataset.root=x: dataset=digits has no such setting"),
+        ("dataset=cifar10 dataset.root=null", "dataset.root=null: dataset=cifar10 needs a value"),
+        ("+dataset.download=true", "dataset.download=true: dataset=digits cannot be downloaded"),
+        ("+dataset.train_samples=5", "dataset.train_samples=5: dataset=digits has no such setting"),
+        ("~epochs", "epochs: the setting is missing"),
+        ("output=${nowhere}", "configuration: "),
+    ],
+)
+def test_bad_values_are_one_line(overrides: str, line: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the line is compared below, without escaping it)
+        train(*overrides.split())
+    assert line in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, EvaluateSettings, BenchSettings])
+def test_every_number_has_bounds(kind: type) -> None:
+    """`data_workers=100000` once started as many processes, and `timeout_seconds=1e300` overflowed in a worker."""
+
+    def unbounded(hint: Any, name: str) -> list[str]:
+        if get_origin(hint) is Annotated:
+            return []
+        if isinstance(hint, type) and is_dataclass(hint):
+            hints = get_type_hints(hint, include_extras=True)
+            return [f"{name}.{found}" for key, inner in hints.items() for found in unbounded(inner, key)]
+        return [name] if hint in (int, float) else [one for inner in get_args(hint) for one in unbounded(inner, name)]
+
+    # classes are numbers of the data set, which knows how many it has
+    assert set(unbounded(kind, kind.__name__)) <= {"TrainConfig.dataset.classes"}
+
+
+def test_settings_are_all_keys_in_dotted_form() -> None:
+    keys = settings(TrainConfig)
+    assert {"partitions", "model", "model.filters", "dataset.augmentation.cutout"} <= set(keys)
+    assert len(keys) == len(set(keys))
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for text in ("a: [", "- 1", "partitions: 2"):
+        file.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"config\.yaml: cannot be read as the configuration of a run: .*"
+        ) as error:
+            load(tmp_path)
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
+    saved = train("partitions=3", "epochs=9", "dataset=cifar10", "dataset.root=/x", "model.filters=32", "max_steps=5")
+    now = tree("resume=run", "micro_batches=8", "dataset=cifar10", "model.dropout=0.1")
+    config = resumed(saved, now, ["resume", "micro_batches", "dataset", "model.dropout"])
+    assert (config.partitions, config.epochs, config.micro_batches) == (3, 9, 8)
+    assert config.dataset == saved.dataset  # the same choice, so the run's own settings
+    assert config.model == replace(saved.model, dropout=0.1)
+    assert config.resume == "run"
+    assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
+
+
+def test_fine_tuning_survives_yaml_and_a_resumption(tmp_path: Path) -> None:
+    saved = train("init_from=outputs/a", "freeze=[stem,'cell_0*',taken]", "init_head=new")
+    assert saved.freeze == ("stem", "cell_0*", "taken")
+    assert load(save(saved, tmp_path / "run")) == saved
+    config = resumed(saved, tree("resume=run", "freeze=null"), ["resume", "freeze"])
+    assert (config.init_from, config.init_head, config.freeze) == ("outputs/a", "new", None)
+    assert resumed(saved, tree("resume=run"), ["resume"]).freeze == saved.freeze
+
+
+def test_weights_of_timm_count_as_taken() -> None:
+    timm = ["model=timm", "model.name=resnet18", "freeze=[taken]"]
+    assert train(*timm, "model.pretrained=true").freeze == ("taken",)
+    with pytest.raises(ValueError, match="nothing is taken"):
+        train(*timm)
+
+
+def test_resume_with_another_choice_takes_the_whole_group() -> None:
+    saved = train("dataset=cifar10", "dataset.image_size=48")
+    now = tree("resume=run", "dataset=cifar100", "dataset.root=/y")
+    config = resumed(saved, now, ["resume", "dataset", "dataset.root"])
+    assert config.dataset == train("dataset=cifar100", "dataset.root=/y").dataset
+
+
+def test_resume_with_other_partitions_drops_the_balance() -> None:
+    saved = train("partition.balance=[4,8]")
+    assert resumed(saved, tree("epochs=9"), ["epochs"]).partition.balance == (4, 8)
+    assert resumed(saved, tree("partitions=3"), ["partitions"]).partition.balance is None
+    given = ["partitions", "partition.balance"]
+    assert resumed(saved, tree("partitions=3", "partition.balance=[4,4,4]"), given).partition.balance == (4, 4, 4)
+
+
+def test_resume_refuses_unknown_keys() -> None:
+    with pytest.raises(ValueError, match="filtrs=3: there is no such setting"):
+        resumed(train(), tree("+filtrs=3"), ["filtrs"])
+
+
+def evaluate(run: Path, *overrides: str) -> Any:
+    given = tree(f"run='{run}'", *overrides, name="evaluate")
+    return evaluation(from_tree(EvaluateSettings, given))
+
+
+def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
+    saved = train(
+        "partitions=2", "partition.balance=[4,8]", "micro_batches=2", "dataset=cifar10", "executor=in_process"
+    )
+    run = save(saved, tmp_path / "run")
+    assert evaluate(run).training == saved
+    assert evaluate(run).checkpoint == "best"
+    config = evaluate(run, "partitions=5", "dataset.root=/y", "checkpoint=last").training
+    assert config.partition.balance is None  # it was for two partitions
+    assert (config.partitions, config.dataset.root, config.executor) == (5, "/y", "in_process")
+    assert evaluate(run, "partitions=3", "partition.balance=[4,4,4]").training.partition.balance == (4, 4, 4)
+    with pytest.raises(ValueError, match=r"micro_batches=64: a mini-batch has only batch_size=32 samples"):
+        evaluate(run, "micro_batches=64")
+
+
+def test_an_unknown_run_lists_the_newest(tmp_path: Path) -> None:
+    for age, name in enumerate(["a", "b", "sweep/c", "d"]):
+        file = save(train(), tmp_path / name) / "config.yaml"
+        os.utime(file, (1e9 - age, 1e9 - age))
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (compared below)
+        find_run("run", "nowhere", str(tmp_path))
+    newest = ", ".join(str(tmp_path / name) for name in ("a", "b", "sweep/c"))
+    assert (
+        str(error.value) == f"run=nowhere: no run there (looked for nowhere/config.yaml); the newest runs are {newest}"
+    )
+    with pytest.raises(ValueError, match=r"there is no run in .*empty either"):
+        find_run("run", "nowhere", str(tmp_path / "empty"))
+
+
+def open_folder(config: TrainConfig) -> None:
+    with run_folder(config, NOW):
+        pass
+
+
+def test_run_folders_do_not_collide(tmp_path: Path) -> None:
+    config = replace(train(), output=str(tmp_path / "new" / "outputs"))
+    stem, outputs = "2026-01-31_12-00-05_amoebanet_digits_K2_M4", tmp_path / "new" / "outputs"
+    with run_folder(config, NOW) as one, run_folder(config, NOW) as two, run_folder(config, NOW) as three:
+        assert [one.name, two.name, three.name] == [stem, f"{stem}-2", f"{stem}-3"]
+        assert set(outputs.iterdir()) == {one, two, three}
+    assert not (tmp_path / "new").exists(), "nothing was written"
+
+
+def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path) -> None:
+    run = save(train(), tmp_path / "run")
+    config = replace(train(), run_folder=str(run))
+    with pytest.raises(ValueError, match=r"run_folder=.*: the folder is not empty; .*resume="):
+        open_folder(config)
+    with run_folder(replace(config, resume=str(run)), NOW) as folder:
+        assert folder == run
+    with run_folder(replace(config, run_folder=str(tmp_path / "a" / "b")), NOW) as folder:
+        assert folder.is_dir()
+    assert (run / "config.yaml").exists()
+
+
+def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
+    """Two runs in one folder took each other's checkpoints away."""
+    run = save(train(), tmp_path / "run")
+    config = replace(train(), run_folder=str(run), resume=str(run))
+    with run_folder(config, NOW), pytest.raises(ValueError, match=rf"^run_folder={run}: process {os.getpid()} .*wait"):
+        open_folder(config)
+    open_folder(config)
+    assert [path.name for path in run.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output=.*file: no folder can be made there"):
+        open_folder(replace(train(), output=str(tmp_path / "file")))
+
+
+def test_under_torchrun_one_process_makes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    with run_folder(replace(train(), output=str(tmp_path)), NOW) as folder:
+        assert not folder.exists()
+
+
+def test_every_package_is_installed() -> None:
+    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {".".join(file.parent.relative_to(ROOT).parts) for file in ROOT.glob("gpipe_cli/**/*.py")}
+    assert found | {"gpipe_cli.conf"} <= named

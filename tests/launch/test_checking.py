@@ -1,0 +1,355 @@
+"""What `gpipe check` is made of: layers are watched, bits are compared, shared parameters are kept together."""
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import custom_models
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
+
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.launch.checking import _Checked
+from gpipe_cli.launch.job import Checking
+from gpipe_cli.pipeline.profile.layer_probes import Watch, watching
+from gpipe_cli.pipeline.runtime.digests import digest
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
+from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import build
+from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.sharing import SeparatedError, check_cut, find_shared
+from gpipe_cli.reporting.tables.check import CheckReport, Finding, Row
+from gpipe_cli.verify.differences import Digests, Variant, differs, first_difference, within
+from gpipe_cli.verify.variants import check
+
+CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
+CPU = torch.device("cpu")
+
+
+class SumOfSquares:
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return outputs[0].square().sum()
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        pass
+
+
+def watched(model: nn.Sequential) -> Watch:
+    """What its layers are seen to do with a micro-batch that is run, and run again."""
+    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
+    executor = Executor({0: stage}, 1, HandOver([CPU]))
+    with contextlib.suppress(ActionFailedError, ChangedInputError), watching([stage]) as watch:
+        executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
+    return watch
+
+
+def test_digests_are_of_bits_and_not_of_places() -> None:
+    tensor = torch.arange(24.0).reshape(1, 2, 3, 4)
+    assert digest((tensor,)) == digest((tensor.to(memory_format=torch.channels_last),))
+    assert digest((tensor,)) != digest((tensor.reshape(2, 1, 3, 4),))
+    assert digest((tensor,)) != digest((tensor.double(),))
+    changed = tensor.clone()
+    changed[0, 1, 2, 3] = torch.nextafter(changed[0, 1, 2, 3], torch.tensor(torch.inf))
+    assert digest((tensor,)) != digest((changed,))
+
+
+def layer(made: nn.Module) -> nn.Sequential:
+    return custom_models.with_layer(made)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (custom_models.works_in_place(), "in_place", "use inplace=False"),
+        (custom_models.scales_in_place(), "in_place", "use inplace=False"),
+        (layer(custom_models.Hidden()), "in_place", "use inplace=False"),
+        (custom_models.draws_elsewhere("random"), "random", "draws from Python's random module"),
+        (custom_models.draws_elsewhere("numpy"), "random", "draws from numpy.random"),
+        (custom_models.draws_elsewhere("generator"), "state", "a source that torch's seed does not rule"),
+        (custom_models.counts(), "state", "it keeps something between calls"),
+        (layer(custom_models.Remembers()), "state", "it keeps something between calls"),
+        (layer(custom_models.Asks()), "state", "asks whether gradients are recorded"),
+        (custom_models.tracks(), "state", "changes its own seen"),
+        (layer(custom_models.Tracks()), "state", "changes its own seen"),
+        (layer(nn.InstanceNorm2d(4, track_running_stats=True)), "state", "changes its own running_mean"),
+        (layer(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "state", "changes its own parametrizations"),
+    ],
+)
+def test_the_layer_that_cannot_be_pipelined_is_named(model: nn.Sequential, kind: str, words: str) -> None:
+    found = watched(model).findings
+    assert [(finding.kind, finding.layer) for finding in found] == [(kind, "1")]
+    assert words in found[0].text
+
+
+def test_layers_that_can_are_left_alone() -> None:
+    """Also by being watched: weights, statistics, what they remember, gradients and generators are as before."""
+
+    def make(inner: nn.Module) -> nn.Sequential:
+        made = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), inner, nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 4)]
+        return nn.Sequential(*made)
+
+    model = make(custom_models.Remembers())
+    model[2].register_buffer("stretched", torch.ones(1).expand(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate()
+    assert watched(model).draws
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model[2].calls == 0
+    assert watched(make(nn.ReLU())).findings == ()
+    assert not watched(make(nn.ReLU()).eval()).draws
+
+
+def test_what_a_layer_raises_ends_the_watch() -> None:
+    model = nn.Sequential(nn.Flatten(), custom_models.LookUp(2, 2), custom_models.Remembers())
+    assert watched(model).findings == ()
+
+
+def test_a_layer_that_runs_another_is_no_state() -> None:
+    model = custom_models.holds_another()
+    assert watched(model).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"), [("works_in_place", "1"), ("scales_in_place", "1"), ("changes_a_mask", "2")]
+)
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_training_refuses_a_layer_that_changes_its_input(
+    model: str, layer: str, partitions: int, tmp_path: Path
+) -> None:
+    """A mask that needs no gradient was halved in place just behind a cut: recomputed from what was left of it, the
+    gradients were others, and nothing said so. Some of it can be seen on the meta device, the rest at the first F."""
+    settings = [f"model.target=custom_models:{model}", f"partitions={partitions}", "executor=in_process"]
+    balance = [] if partitions == 1 else [f"partition.balance=[{layer},{ {'1': 4, '2': 5}[layer] }]".replace(" ", "")]
+    with pytest.raises(ChangedInputError, match=f"layer {layer} changes its input in place") as refused:
+        train_here(configure(*CUSTOM, *settings, *balance, "check_layers=false", "recompute=always"), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_training_refuses_what_a_recomputation_would_count_twice(tmp_path: Path) -> None:
+    """It was trained without a word, with statistics that depended on what was recomputed."""
+    settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "partitions=2", "max_steps=1"]
+    with pytest.raises(ValueError, match=r"layer 1 changes its own seen.*check_layers=false"):
+        train_here(configure(*settings), tmp_path / "refused")
+    assert not list((tmp_path / "refused").iterdir())
+    train_here(configure(*settings, "check_layers=false"), tmp_path / "as_it_is")
+    assert final_tensors(tmp_path / "as_it_is")["model/1.seen"] != 0
+
+
+def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+    """Of one that goes on neither: it is watched again, since its code may be another."""
+    settings = [*CUSTOM, "model.target=custom_models:odd", "executor=in_process", "partitions=3", "epochs=2"]
+    settings += ["ema_decay=0.9", "data_workers=1"]
+    train_here(configure(*settings, "check_layers=false"), tmp_path / "not_watched")
+    heard = train_here(configure(*settings, "max_steps=4"), tmp_path / "begun")
+    assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
+    heard = train_here(configure(*settings, f"resume={tmp_path / 'begun'}"), tmp_path / "watched")
+    assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
+    assert_same_tensors(final_tensors(tmp_path / "watched"), final_tensors(tmp_path / "not_watched"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "layer"),
+    [
+        (["model.target=custom_models:odd"], "identical", None),
+        # what a layer is given lies in memory as in every other pipeline, and not as its layer before has left it
+        (["model.target=custom_models:looks_at_strides"], "differs", "2"),
+        (["model.target=custom_models:odd", "freeze=['1?']", "memory_format=contiguous"], "identical", None),
+    ],
+)
+def test_a_pipeline_is_compared_with_plain_pytorch(
+    settings: list[str], verdict: str, layer: str | None, tmp_path: Path
+) -> None:
+    """All variants could be wrong in the same way, as they were where each lost the forward of a batch norm."""
+    config = configure(*CUSTOM, *settings, "partitions=1")
+    first, untouched = _Checked(config).crews()[0][:2]
+    heard: list[tuple[str, dict[str, Any]]] = []
+    check(
+        config,
+        Checking((first, untouched), {}, tmp_path, None),
+        first.layout,
+        0,
+        lambda: (Team(0, 1), None),
+        lambda kind, message: heard.append((kind, message)),
+        lambda *action: None,
+    )
+    row = heard[-1][1]["row"]
+    assert (row.executor, row.verdict, row.layer) == ("pytorch", verdict, layer)
+    assert not heard[0][1]["findings"]
+    if verdict == "differs":
+        assert row.difference > 1e-3
+
+
+def test_shared_parameters_stay_in_one_partition() -> None:
+    shared = find_shared(custom_models.shares())
+    assert [(one.first_name, one.second_name, one.what) for one in shared] == [("1", "2", "parameter weight")]
+    check_cut(shared, (5,))
+    check_cut(shared, (3, 2))
+    check_cut(shared, (1, 2, 2))
+    with pytest.raises(SeparatedError, match=r"layers 1 and 2 share parameter weight.*balance=\[1,4\]") as refused:
+        check_cut(shared, (2, 3))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("partitions", [2, 3, 4])
+def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
+    """Whatever two of five layers share it, the balance in the message is a cut that keeps them together."""
+    for first in range(4):
+        for second in range(first + 1, 5):
+            layers = [nn.Linear(2, 2) for _ in range(5)]
+            layers[second].bias = layers[first].bias
+            shared = find_shared(nn.Sequential(*layers))
+            sizes = [1] * (partitions - 1) + [6 - partitions]
+            for place in range(partitions):  # every balance with one large partition
+                balance = [1] * partitions
+                balance[place] = sizes[-1]
+                try:
+                    check_cut(shared, balance)
+                except SeparatedError as error:
+                    remedy = str(error).rpartition("; ")[2]
+                    if "partition.balance" in remedy:
+                        wanted = [int(size) for size in remedy.rpartition("[")[2].rstrip("]").split(",")]
+                        assert len(wanted) == partitions
+                        assert sum(wanted) == 5
+                        assert min(wanted) > 0
+                        check_cut(shared, wanted)
+                    else:
+                        fewest = first + (5 - second - 1) + 1
+                        assert f"use partitions={fewest} or fewer" in remedy
+                        assert fewest < partitions
+
+
+def test_a_training_refuses_to_separate_them() -> None:
+    settings = [*CUSTOM, "model.target=custom_models:shares", "executor=in_process"]
+    make_layout(configure(*settings, "partitions=2", "partition.balance=[3,2]"))
+    with pytest.raises(ValueError, match="share parameter weight"):
+        make_layout(configure(*settings, "partitions=2", "partition.balance=[2,3]"))
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.inner = nn.Conv2d(4, 4, 1), inner
+
+
+def buffered(table: torch.Tensor) -> nn.Module:
+    block = Block(nn.ReLU())
+    block.register_buffer("table", table)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("layers", "what"),
+    [
+        (lambda: [Block(norm := nn.BatchNorm2d(4, affine=False)), nn.Sequential(nn.Flatten(), norm)], "module 1"),
+        (lambda: [buffered(table := torch.ones(4)), buffered(table)], "buffer table"),
+        (lambda: [Block(inner := custom_models.Asks()), Block(inner)], "module inner"),
+        (lambda: list(custom_models.holds_another().children())[1:3], "module others.0"),
+        (lambda: [Block(activation := nn.ReLU()), Block(activation)], None),  # one of torch's functions
+    ],
+)
+def test_whatever_two_layers_share_stays_in_one_partition(
+    layers: Callable[[], Sequence[nn.Module]], what: str | None
+) -> None:
+    """Buffers too, and modules, which may count: in two processes each had its own, and after three steps they were
+    others."""
+    first, second = layers()
+    shared = find_shared(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()))
+    assert [(one.first, one.second, one.what) for one in shared] == ([] if what is None else [(0, 2, what)])
+    check_cut(shared, (3, 1))
+    if what is not None:
+        with pytest.raises(SeparatedError, match=rf"layers 0 and 2 share {what}.*balance=\[3,1\]"):
+            check_cut(shared, (1, 3))
+
+
+def test_a_module_has_one_place() -> None:
+    with pytest.raises(ValueError, match="layers 2 and 4 are the same module"):
+        make_layout(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
+
+
+def variant() -> Variant:
+    config = configure(*CUSTOM, "model.target=custom_models:small", "partitions=2", "partition.balance=[5,3]")
+    return Variant(make_layout(config), 3, "gpipe", "always", "in_process")
+
+
+def test_the_first_difference_is_where_it_began() -> None:
+    layout = variant().layout
+    names = ("0", "1", "7")
+    reference = Digests(
+        1.0,
+        outputs={(name, m): "" for name in names for m in range(2)},
+        gradients={"0.weight": "", "1.shift": "", "7.weight": ""},
+        statistics={"2.running_mean": ""},
+        weights={"0.weight": "", "1.shift": "", "7.weight": ""},
+    )
+    same = replace(reference, again=dict(reference.outputs))
+    assert first_difference(layout, same, reference) is None
+
+    def first(**changed: object) -> tuple[str, int, int, str]:
+        found = first_difference(layout, replace(same, **changed), reference)  # type: ignore[arg-type]
+        assert found is not None
+        return found.layer, found.stage, found.micro_batch, found.name
+
+    outputs, gradients = reference.outputs, reference.gradients
+    # forwards, in the order of the layers
+    assert first(outputs=outputs | {("7", 0): "x", ("1", 1): "x"}, loss=2.0) == ("1", 0, 1, "")
+    # then what is run again
+    assert first(again=outputs | {("1", 1): "x"}, gradients=gradients | {"7.weight": "x"}) == ("1", 0, 1, "")
+    # backwards, from the loss
+    assert first(gradients={"0.weight": "x", "7.weight": "x"}) == ("7", 1, 0, "7.weight")
+    # a gradient that there is no more
+    assert first(gradients={"0.weight": "", "7.weight": ""}) == ("1", 0, 0, "1.shift")
+    assert first(statistics={"2.running_mean": "x"}, weights={"7.weight": "x"}) == ("2", 0, 0, "2.running_mean")
+    found = first_difference(layout, replace(same, again=outputs | {("1", 1): "x"}), reference)
+    assert found is not None
+    row = differs(variant(), found, 0.5)
+    assert (row.verdict, row.layer, row.stage, row.micro_batch) == ("differs", "1", 0, 1)
+    assert row.text == "layer 1 gives other values when micro-batch 1 is recomputed"
+
+
+@pytest.mark.parametrize(
+    ("difference", "verdict"), [(0.0, "identical"), (3.1e-7, "within tolerance"), (1.1e-5, "differs")]
+)
+def test_another_order_of_sums_has_a_tolerance(difference: float, verdict: str) -> None:
+    assert within(variant(), difference).verdict == verdict
+
+
+@pytest.mark.parametrize("difference", [float("nan"), float("inf")])
+def test_not_a_number_is_not_within(difference: float) -> None:
+    row = within(variant(), difference)
+    assert (row.verdict, row.difference) == ("differs", None)  # JSON has no such numbers
+    assert "not finite" in row.text
+
+
+def test_the_verdict_counts_what_was_compared() -> None:
+    rows = (
+        Row(1, 3, "gpipe", "never", "in_process", "reference"),
+        Row(2, 3, "gpipe", "never", "in_process", "identical"),
+        Row(2, 3, "gpipe", "never", "distributed", "left out", text="no GPU"),
+    )
+    report = CheckReport(rows, (), (), 2.3026, {})
+    assert report.identical
+    assert report.verdict.endswith("(1 variant, loss 2.3026)")
+    bad = replace(report, rows=(*rows, Row(2, 3, "1f1b", "never", "in_process", "differs", layer="stem")))
+    assert not bad.identical
+    assert bad.verdict == "differs: 1 of 2 variants; first in layer stem"
+    # what no bit of this mini-batch and no cut that was tried shows can still be wrong
+    for finding in (
+        Finding("random", "noise", "layer noise draws from numpy.random"),
+        Finding("in_place", "relu", "layer relu changes its input in place"),
+    ):
+        refused = replace(report, findings=(finding,))
+        assert not refused.identical
+        assert refused.verdict == f"refused: {finding.text}"

@@ -1,0 +1,177 @@
+"""Layers are timed by workers like those of a run, in segments if need be, and what was found is remembered."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, configure
+
+from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.launch import machine_timing as timing
+from gpipe_cli.launch.layer_benchmark import segment_layers
+from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.reporting.views import plan_view
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
+    return tmp_path / "gpipe" / "costs"
+
+
+@pytest.fixture(autouse=True)
+def machine_is_not_timed() -> None:
+    """Here it is timed."""
+
+
+def timed(config: TrainConfig, shapes: Shapes) -> tuple[StepCosts, list[str]]:
+    said: list[str] = []
+    return step_costs(config, shapes, said.append), said
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
+    config = configure(*TINY, "cost=measured", f"partitions={partitions}", "ema_decay=0.9")
+    shapes = read_shapes(config)
+    costs, said = timed(config, shapes)
+    assert costs.measured
+    assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
+    assert min(costs.updates) > 0
+    assert costs.set_up > 0
+    assert costs.slowdown[0] == 1.0
+    assert len(costs.slowdown) == 2 or partitions == 1
+    linked = min(edge.forward_seconds for edge in costs.edges) > 0
+    assert linked == (partitions == 2)
+    assert said == [f"timing each of {len(shapes.costs)} layers for micro-batches of 3 (cost=measured) ..."]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_what_was_measured_is_remembered_until_something_changes(cache: Path) -> None:
+    config = configure(*TINY, "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    first, _ = timed(config, shapes)
+    (file,) = cache.iterdir()
+    again, said = timed(config, shapes)
+    assert (again, said) == (first, [])
+    # what layers do not depend on changes nothing; neither does a number of epochs
+    assert timed(replace(config, epochs=99, recompute="never"), shapes)[1] == []
+    # a file that was damaged is measured again
+    file.write_text("{", encoding="utf-8")
+    assert len(timed(config, shapes)[1]) == 1
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole.replace("0.0", "0.1", 1), encoding="utf-8")
+    assert whole.count("0.0")
+    assert len(timed(config, shapes)[1]) == 1
+    # other micro-batches, and being told to
+    assert len(timed(replace(config, micro_batches=1), shapes)[1]) == 1
+    assert len(timed(replace(config, cost="measured_anew"), shapes)[1]) == 1
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
+    """8 samples in 3: the largest has 3 and is what is timed."""
+    config = configure(*TINY, "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    costs, _ = timed(config, shapes)
+    (file,) = cache.iterdir()
+    raw, _ = json.loads(file.read_text(encoding="utf-8"))
+    assert costs.layers[0].backward == pytest.approx(raw["alone"][0][2] * 8 / 9)
+
+
+def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(*TINY, "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    monkeypatch.setattr(timing, "physical_memory_bytes", lambda: 2 * 10**6)
+    layout = timing.make_layout(replace(config, cost="figures"), shapes)
+    assert len(timing._segments(config, shapes, 3, layout)) > 1
+    costs, _ = timed(config, shapes)
+    assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "segments"),
+    [((1, 1, 1), 9, (3,)), ((5, 5, 5), 10, (2, 1)), ((20, 1, 20), 10, (1, 1, 1)), ((3,), 1, (1,))],
+)
+def test_segments_hold_what_fits(sizes: tuple[int, ...], limit: int, segments: tuple[int, ...]) -> None:
+    assert segment_layers(sizes, limit) == segments
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "model=transformer_lm model.layers=2 model.width=16 model.hidden=32 model.heads=2 model.length=8 "
+        "dataset=synthetic_text dataset.vocabulary=20 batch_tokens=null batch_size=4 micro_batches=2",
+        "model=transformer_nmt model.layers=1 model.width=16 model.hidden=32 model.heads=2 model.length=8 "
+        "dataset=cldr dataset.vocabulary=4000 batch_tokens=64 micro_batches=2",
+        "freeze=[stem]",
+    ],
+)
+def test_text_and_frozen_layers_are_timed_too(settings: str) -> None:
+    base = TINY if "freeze" in settings else ["threads=1"]
+    config = configure(*base, *settings.split(), "cost=measured", "partitions=1")
+    shapes = read_shapes(config)
+    costs, _ = timed(config, shapes)
+    assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
+    if "freeze" in settings:
+        assert (costs.layers[0].backward, costs.updates[0] > 0) == (0.0, True)  # the moving average, if there is one
+
+
+def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    config = configure(*TINY, "cost=measured", "partitions=2")
+    with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
+        step_costs(config, read_shapes(config))
+
+
+def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hardware=auto: remembered for as long as a probe takes as long as it did, and never for other processes."""
+    monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_probe", lambda: 1.0)
+    config = configure(*TINY, "partitions=2")
+    shapes = read_shapes(config)
+    remembered = cache.parent / "hardware"
+    costs, said = timed(config, shapes)
+    assert costs.source.startswith("hardware=auto: this machine, timed just now")
+    assert not costs.measured
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
+    assert min(edge.forward_seconds for edge in costs.edges) > 0
+    assert costs.timed
+    assert len(said) == len(list(remembered.iterdir())) == 1
+    assert timed(replace(config, micro_batches=1), shapes)[1] == []
+    plan = make_plan(config, shapes, costs, None)
+    view = plan_view(config, "model", shapes, plan, load_hardware("cpu"), None, (), ())
+    assert view.hardware.flops_per_second is None, "no data sheet is behind it"
+    monkeypatch.setattr(timing, "_probe", lambda: 1.5)
+    assert len(timed(config, shapes)[1]) == 1, "it has become slower"
+    assert len(list(remembered.iterdir())) == 1
+    assert len(timed(replace(config, partitions=1), shapes)[1]) == 1
+    assert len(list(remembered.iterdir())) == 2, "one process alone is another machine"
+    monkeypatch.setattr(timing, "_OWN_SHARE", 2.0)  # busy, whatever else runs
+    costs, _ = timed(replace(config, partitions=1, memory_format="contiguous"), shapes)
+    assert "while it was busy" in costs.source
+    assert (
+        "other programs had the cores"
+        in timed(replace(config, partitions=1, memory_format="contiguous"), shapes)[1][-1]
+    )
+    assert len(list(remembered.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "settings", ["hardware=cpu", "hardware=h200", "hardware.operation_microseconds=0", "dry_run=true"]
+)
+def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
+    config = configure(*TINY, settings)
+    _, said = timed(config, read_shapes(config))
+    assert said == []
+    assert not cache.parent.exists()

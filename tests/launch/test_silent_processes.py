@@ -1,0 +1,64 @@
+"""Which process is to blame for a run that stands still."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpipe_cli.launch import silent_processes as silence
+from gpipe_cli.launch.job import Awaited, Doing
+from gpipe_cli.launch.silent_processes import Silence
+
+WORKS = Doing(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
+WAITS = replace(WORKS, awaited=Awaited.PROCESS)
+READS = replace(WORKS, awaited=Awaited.DATA)
+PREPARES = Doing(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("processes", "stopped", "whole", "blamed"),
+    [
+        ({0: WAITS, 1: WORKS, 2: WAITS}, [], True, 1),
+        ({0: WAITS, 1: WORKS}, [0], True, 1),  # both; it has been silent for longer
+        ({0: READS, 1: WAITS}, [], True, 0),
+        ({0: WAITS, 1: WAITS}, [], True, 1),  # a fault of ours, but nothing hangs
+        ({1: WAITS}, [], False, None),  # for one on another machine
+        ({0: PREPARES, 1: WAITS}, [], True, None),  # it may learn a vocabulary
+        ({0: PREPARES, 1: WAITS}, [0], True, 0),
+    ],
+)
+def test_who_is_silent_and_waits_for_no_other_is_to_blame(
+    processes: dict[int, Doing], stopped: list[int], whole: bool, blamed: int | None, clock: list[float]
+) -> None:
+    watched = Silence(5, whole)
+    assert watched.find(processes | {0: replace(processes.get(0, WAITS), changes=1)}, stopped) is None
+    found = []
+    for _ in range(7):
+        clock[0] += 1
+        found.append(watched.find(processes, stopped))
+    assert found[:5] == [None] * 5, "5 s are not too long"
+    assert (found[-1] and found[-1][0]) == blamed
+
+
+def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[float]) -> None:
+    watched = Silence(5, True)
+    for doing in (WORKS, WORKS, WORKS, replace(WORKS, changes=8)):
+        assert watched.find({0: doing}, []) is None
+        clock[0] += 1.9
+    assert watched.find({0: WORKS}, []) is None
+    clock[0] += 3600  # Ctrl-Z, and fg an hour later
+    assert watched.find({0: WORKS}, []) is None
+    clock[0] += 1.9
+    watched.broken(0)
+    clock[0] += 1.9
+    assert watched.find({0: WORKS}, []) is None
+    clock[0] += 1.9
+    watched.find({0: WORKS}, [])
+    clock[0] += 1.9
+    assert watched.find({0: WORKS}, []) == (0, pytest.approx(5.8))

@@ -1,0 +1,129 @@
+"""The bytes of every possible stage against counting them one by one."""
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from memory_runs import SAMPLES
+
+from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, Boundary, BoundaryTensor, LayerCost, Saved
+
+
+def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
+    return BoundaryTensor((0, width), (1, 0), torch.float32, has_gradient)
+
+
+def layer(outputs: Boundary, saved: Saved, trained: int = 1) -> LayerCost:
+    return LayerCost("layer", 1, NO_WORK, NO_WORK, outputs, trained=trained, saved=saved)
+
+
+def counted(costs: list[LayerCost], inputs: Boundary, samples: int, first: int, end: int) -> int:
+    """Run the layers of the stage by hand: a set of all memory that is held, each with its bytes."""
+    boundary = inputs if first == 0 else costs[first - 1].outputs
+    current = [("input", position) for position in range(len(boundary))]
+    held = {name: described.bytes(samples) for name, described in zip(current, boundary, strict=True)}
+    for at in range(first, end):
+        saved = costs[at].saved
+        made: list[tuple[object, int]] = []
+        sizes = {}
+        for position, described in enumerate(costs[at].outputs):
+            origin = saved.origins[position]
+            if origin is None:
+                made.append((at, position))
+                sizes[at, position] = described.bytes(samples)
+            else:
+                made.append(current[origin] if origin >= 0 else made[-1 - origin])
+        for position in saved.inputs:
+            if current[position] not in held:
+                held[current[position]] = bytes_of(costs, current[position], samples)
+        for position in saved.outputs:
+            held[made[position]] = sizes[made[position]]
+        held["inside", at] = saved.inside_bytes(samples)
+        current = made
+    if end < len(costs):
+        for name in current:
+            if name not in held:
+                held[name] = bytes_of(costs, name, samples)
+    return sum(held.values())
+
+
+def bytes_of(costs: list[LayerCost], name: tuple[object, int], samples: int) -> int:
+    where, position = name
+    assert isinstance(where, int)
+    return costs[where].outputs[position].bytes(samples)
+
+
+def random_layers(generator: random.Random) -> tuple[list[LayerCost], Boundary]:
+    """Layers that save some of what comes and goes, pass tensors on and hand them over twice, but never a tensor that
+    came in twice: at a boundary these are two."""
+    widths = {number: generator.randint(1, 9) for number in range(100)}
+    inputs = tuple(tensor(widths[number]) for number in range(2))
+    costs, names, fresh = [], [0, 1], 2
+    for _ in range(generator.randint(1, 7)):
+        origins: list[int | None] = []
+        made: list[int] = []
+        for _ in range(generator.randint(1, 3)):
+            choices = [i for i, name in enumerate(names) if name not in made]
+            if choices and generator.random() < 0.4:
+                origins.append(generator.choice(choices))
+                made.append(names[origins[-1] or 0])
+            else:
+                origins.append(None)
+                made.append(fresh)
+                fresh += 1
+        saved = Saved(
+            tuple(i for i in range(len(names)) if generator.random() < 0.4),
+            tuple(p for p, origin in enumerate(origins) if origin is None and generator.random() < 0.4),
+            generator.randint(0, 5),
+            generator.randint(0, 5),
+            tuple(origins),
+        )
+        costs.append(layer(tuple(tensor(widths[name]) for name in made), saved))
+        names = made
+    return costs, inputs
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_stage_holds_what_counting_finds(seed: int) -> None:
+    costs, inputs = random_layers(random.Random(seed))
+    for samples in (1, 3):
+        memory = ActivationMemory(costs, inputs, samples)
+        for first, end in combinations(range(len(costs) + 1), 2):
+            assert memory.graph_bytes(first, end) == counted(costs, inputs, samples, first, end), (first, end)
+            boundary = inputs if first == 0 else costs[first - 1].outputs
+            assert memory.input_bytes(first) == sum(t.bytes(samples) for t in boundary)
+
+
+def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twice() -> None:
+    costs = [
+        layer((tensor(5), tensor(5)), Saved(origins=(None, -1))),
+        layer((tensor(1),), Saved((0, 1), (), 0, 0, (None,))),
+    ]
+    memory = ActivationMemory(costs, (tensor(2),), 1)
+    assert memory.graph_bytes(0, 1) == 4 * (2 + 5)
+    assert memory.graph_bytes(1, 2) == 4 * (5 + 5)
+    assert memory.graph_bytes(0, 2) == 4 * (2 + 5)
+
+
+def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
+    frozen = [layer((tensor(5, False),), Saved(origins=(None,)), trained=0) for _ in range(2)]
+    costs = [*frozen, layer((tensor(3),), Saved((0,), (), 0, 1, (None,))), layer((tensor(1),), Saved(origins=(None,)))]
+    memory = ActivationMemory(costs, (tensor(2, False),), 1)
+    assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
+    assert memory.input_bytes(0) == memory.input_bytes(0, 3) == 4 * 2
+    assert memory.graph_bytes(1, 3) == 4 * 5 + 4 * 5 + 1 + 4 * 3
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_a_longer_stage_holds_more_but_for_what_its_last_layer_has_no_use_for(name: str) -> None:
+    """An AmoebaNet's classifier takes two tensors, saves neither and hands on none: who ends before it holds them."""
+    sample = SAMPLES[name]
+    costs = sample.costs()
+    memory = ActivationMemory(costs, sample.inputs, 2, sample.lengths)
+    for first in range(len(costs)):
+        sizes = [memory.graph_bytes(first, end) for end in range(first + 1, len(costs) + 1)]
+        for end, (shorter, longer) in enumerate(pairwise(sizes), start=first + 1):
+            let_go = sum(t.bytes(2, sample.lengths) for t in costs[end - 1].outputs)
+            assert longer >= shorter - (let_go if costs[end].name == "classifier" else 0)

@@ -1,0 +1,84 @@
+"""Equal layers must do the same; layers that might not are never equal."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.profile.layer_signature import signature
+
+
+class Size(NamedTuple):
+    width: int
+
+
+class Setting:
+    """An object that nothing is known of."""
+
+
+class Layer(nn.Module):
+    def __init__(self, setting: Any) -> None:
+        super().__init__()
+        self.setting = setting
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return hash(signature(one)) == hash(signature(other)) and signature(one) == signature(other)
+
+
+SHARED, DTYPE = Setting(), torch.float16
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [None, True, 3, 2.5, "x", (1, "a"), [1, [2.0]], {"a": [1]}, OrderedDict(a=1), {1, 2}, Size(3), DTYPE, SHARED,
+     torch.relu, torch.device("cpu")],
+)  # fmt: skip
+def test_layers_with_the_same_settings_are_equal(setting: Any) -> None:
+    assert same(Layer(setting), Layer(setting))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, 2), (1, True), (1, 1.0), (0, False), ("a", "b"), ((1, 2), [1, 2]), ({"a": 1}, {"a": 2}), (Size(1), (1,)),
+     (Setting(), Setting()), (torch.zeros(2), torch.zeros(2)), (lambda x: x, lambda x: x), (torch.relu, torch.tanh),
+     ([Setting()], [Setting()]), (None, 0), ({}, None)],
+)  # fmt: skip
+def test_layers_that_differ_in_an_attribute_are_not_equal(one: Any, other: Any) -> None:
+    assert not same(Layer(one), Layer(other))
+
+
+def test_parameters_and_buffers_count_by_shape_type_and_whether_they_are_trained() -> None:
+    plain = nn.Linear(4, 4)
+    assert same(plain, nn.Linear(4, 4))
+    frozen = nn.Linear(4, 4)
+    frozen.weight.requires_grad_(False)
+    hooked = nn.Linear(4, 4)
+    hooked.weight.register_hook(lambda gradient: gradient)
+    marked = nn.Linear(4, 4)
+    marked.weight.mark = 1  # type: ignore[attr-defined]
+    others = [frozen, hooked, marked, nn.Linear(4, 4).double(), nn.Linear(4, 5), nn.Linear(4, 4, bias=False)]
+    assert not any(same(plain, other) for other in others)
+    assert not same(nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
+
+
+def test_modules_count_by_type_order_and_which_are_one() -> None:
+    twice = nn.Linear(4, 4)
+    assert same(nn.Sequential(twice, twice), nn.Sequential(*[nn.Linear(4, 4)] * 2))
+    assert not same(nn.Sequential(twice, twice), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert not same(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU()))
+    one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    assert same(one, other)
+    other[1].weight = other[0].weight
+    assert not same(one, other)
+
+
+def test_hooks_modes_and_functions_of_an_instance_count() -> None:
+    plain, hooked, evaluated, replaced = (Layer(0) for _ in range(4))
+    hooked.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+    evaluated.inner.eval()
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    assert not any(same(plain, other) for other in (hooked, evaluated, replaced))

@@ -1,0 +1,95 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind
+from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.runtime.storage_bytes import Extents
+
+
+def test_views_are_no_operations() -> None:
+    x = torch.empty(3, 4, device="meta")
+    with OperationCounter() as counter:
+        y = (x.t() @ x).view(16)[2:].relu() + 1
+        torch.empty_like(y)
+    # each reads and writes: the product 12 + 12 and 16, the relu and the sum 14 and 14
+    assert counter.by_kind == {
+        OperationKind.PRODUCT: Counted(1, 2 * 4 * 3 * 4, 4 * (12 + 12 + 16)),
+        OperationKind.ELEMENTWISE: Counted(2, 0, 4 * (14 + 14 + 14 + 14)),
+    }
+
+
+def test_each_kind_of_layer_is_counted_as_its_kind() -> None:
+    """Forwards and backwards: what follows from it is the time that a device is said to take."""
+    kinds = OperationKind
+    for layer, kind in (
+        (nn.Conv2d(32, 16, 3, bias=False), kinds.CONVOLUTION),
+        (nn.Conv2d(32, 15, 3, bias=False), kinds.NARROW),
+        (nn.Conv2d(32, 32, 3, groups=32, bias=False), kinds.DEPTHWISE),
+        (nn.Conv2d(32, 32, 3, groups=2, bias=False), kinds.CONVOLUTION),
+        (nn.Conv2d(32, 32, 3, groups=4, bias=False), kinds.NARROW),
+        (nn.BatchNorm2d(32), kinds.NORMALIZATION),
+        (nn.GroupNorm(2, 32), kinds.NORMALIZATION),
+        (nn.LayerNorm(8), kinds.NORMALIZATION),
+        (nn.MaxPool2d(2), kinds.POOLING),
+        (nn.AvgPool2d(2), kinds.POOLING),
+        (nn.Linear(8, 8, bias=False), kinds.PRODUCT),
+        (nn.Dropout(0.5), kinds.RANDOM),
+        (nn.GELU(), kinds.ELEMENTWISE),
+    ):
+        x = torch.empty(2, 32, 8, 8, device="meta", requires_grad=True)
+        for work in (lambda: layer.to("meta")(x), lambda: torch.autograd.grad(y.sum(), x)):  # noqa: B023
+            with OperationCounter() as counter:
+                y = work()
+            if kind is not kinds.RANDOM or isinstance(y, Tensor):  # the backward of a dropout is a multiplication
+                assert kind in counter.by_kind, layer
+
+
+def attention(device: str, mask: bool, causal: bool, dropout: float, width: int = 16) -> int:
+    """Bytes that attention saves for its backward."""
+    query, key = (torch.rand(2, 4, 8, width, device=device, requires_grad=True) for _ in range(2))
+    value = torch.rand(2, 4, 8, 16, device=device, requires_grad=True)
+    seen = torch.ones(2, 1, 1, 8, dtype=torch.bool, device=device) if mask else None
+    saved = Extents()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        saved.add((tensor,))
+        return kept[-1]
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor), KernelsOfCpu():
+        F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, is_causal=causal)
+    return saved.bytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("mask", "causal"), [(False, False), (False, True), (True, False)])
+def test_attention_keeps_what_it_keeps_on_a_cpu(mask: bool, causal: bool, dropout: float) -> None:
+    assert attention("meta", mask, causal, dropout) == attention("cpu", mask, causal, dropout)
+
+
+def test_attention_of_other_widths_is_taken_apart_as_on_a_cpu() -> None:
+    assert attention("meta", False, False, 0.0, width=8) == attention("cpu", False, False, 0.0, width=8)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_keeps_what_it_keeps_on_a_cpu(training: bool) -> None:
+    found = []
+    for device in ("meta", "cpu"):
+        norm = nn.BatchNorm2d(5).to(device).train(training)
+        shapes: list[tuple[int, ...]] = []
+
+        def keep(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
+            shapes.append(tuple(tensor.shape))
+            return tensor.detach()
+
+        counter = OperationCounter() if device == "meta" else nullcontext()
+        with saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+            norm(torch.ones(2, 5, 3, 3, device=device, requires_grad=True))
+        found.append(shapes)
+    assert found[0] == found[1]

@@ -1,0 +1,343 @@
+"""FLOPs, bytes, boundaries and what is saved of layers against closed forms; equal layers are traced once."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from memory_runs import SAMPLES
+from torch import nn
+
+from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor, LayerCost, OperationKind, Saved, as_boundary
+from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+
+
+def trace(example: tuple[int, ...], *, training: bool = True, **layers: nn.Module) -> dict[str, LayerCost]:
+    model = nn.Sequential(OrderedDict(layers)).to("meta")
+    costs = trace_layers(model, as_boundary((torch.empty(1, *example),)), training=training)
+    return {cost.name: cost for cost in costs}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer(bias: bool) -> None:
+    """2 m n a sample forwards; backwards the same for the weights, and again for the inputs where they need it."""
+    costs = trace((20,), first=nn.Linear(20, 30, bias=bias), second=nn.Linear(30, 7, bias=bias))
+    assert costs["first"].forward.flops == 2 * 20 * 30
+    assert costs["first"].backward.flops == 2 * 20 * 30
+    assert costs["second"].forward.flops == 2 * 30 * 7
+    assert costs["second"].backward.flops == 2 * 2 * 30 * 7
+    assert costs["first"].flops == 4 * 20 * 30
+    assert [cost.parameters for cost in costs.values()] == [20 * 30 + bias * 30, 30 * 7 + bias * 7]
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_a_convolution(stride: int, groups: int) -> None:
+    """2 x outputs x (kernel x inputs / groups) a sample."""
+    layers = {"first": nn.Conv2d(3, 8, 1), "second": nn.Conv2d(8, 12, 3, stride=stride, padding=1, groups=groups)}
+    costs = trace((3, 10, 10), **layers)
+    side = 10 // stride
+    flops = 2 * side * side * 12 * 9 * 8 // groups
+    assert costs["second"].forward.flops == flops
+    assert costs["second"].backward.flops == 2 * flops
+    assert costs["second"].outputs[0].shape(5) == (5, 12, side, side)
+
+
+def test_a_depthwise_and_a_transposed_convolution() -> None:
+    layers = {"stem": nn.Conv2d(3, 6, 1), "depth": nn.Conv2d(6, 6, 5, padding=2, groups=6)}
+    costs = trace((3, 7, 7), **layers, up=nn.ConvTranspose2d(6, 4, 2, stride=2))
+    assert costs["depth"].forward.flops == 2 * 7 * 7 * 6 * 25
+    assert costs["up"].forward.flops == 2 * 7 * 7 * 6 * 4 * 4
+    for name in ("depth", "up"):
+        assert costs[name].backward.flops == 2 * costs[name].forward.flops
+    assert costs["stem"].backward.flops == costs["stem"].forward.flops, "images need no gradient"
+
+
+def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
+    layers = OrderedDict(conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU(), flat=nn.Flatten(), head=nn.Linear(8 * 16, 2))
+    inputs = as_boundary((torch.empty(1, 3, 6, 6),))
+    for memory_format, origin in ((torch.contiguous_format, 0), (torch.channels_last, None)):
+        model = nn.Sequential(layers).to("meta")
+        *_, flat, head = trace_layers(model, inputs, training=True, memory_format=memory_format)
+        assert flat.saved.origins == (origin,)
+        assert (flat.forward.bytes > 0) == (origin is None)
+        assert head.saved.inputs == (0,)
+
+
+def test_work_grows_with_bytes_where_there_are_no_flops() -> None:
+    small, large = (trace((4, side, side), norm=nn.BatchNorm2d(4), relu=nn.ReLU()) for side in (8, 16))
+    for name in ("norm", "relu"):
+        assert small[name].flops == 0
+        assert small[name].forward.bytes >= 2 * 4 * 4 * 8 * 8  # read once, written once, float32
+        assert large[name].forward.flops == pytest.approx(4 * small[name].forward.flops, rel=0.05)
+
+
+def test_an_evaluation_has_no_backward() -> None:
+    costs = trace((3, 8, 8), training=False, conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU())
+    assert costs["conv"].forward.flops > 0
+    assert all(cost.backward.flops == cost.backward.bytes == 0 for cost in costs.values())
+    assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
+
+
+class Fan(nn.Module):
+    """Hands on features, features that nobody uses, a mask of integers, and a table without a sample dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.conv(images)
+        return x, x * 2, (images.sum(dim=(1, 2, 3)) > 0).long(), self.conv.weight.flatten(), torch.cat([x, x])
+
+
+class Join(nn.Module):
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        x, _, mask, table, doubled = inputs
+        return x.sum(dim=(1, 2, 3)) * mask * table.sum() + doubled.sum()
+
+
+def test_what_crosses_a_boundary() -> None:
+    fan = trace((3, 6, 6), fan=Fan(), join=Join())["fan"].outputs
+    assert [tensor.has_gradient for tensor in fan] == [True, False, False, True, True]
+    assert [tensor.dtype for tensor in fan] == [torch.float32, torch.float32, torch.int64, torch.float32, torch.float32]
+    for samples in (1, 2, 5, 64):
+        shapes = [tensor.shape(samples) for tensor in fan]
+        assert shapes == [(samples, 4, 6, 6), (samples, 4, 6, 6), (samples,), (12,), (2 * samples, 4, 6, 6)]
+    assert [tensor.bytes(3) for tensor in fan] == [3 * 144 * 4, 3 * 144 * 4, 3 * 8, 12 * 4, 6 * 144 * 4]
+
+
+def test_layers_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"layer second does not accept inputs of shape \(2, 5\)"):
+        trace((4,), first=nn.Linear(4, 5), second=nn.Linear(6, 5))
+
+
+def test_a_layer_that_changes_its_input_is_named() -> None:
+    """Whether or not autograd would refuse it; an evaluation may do as it likes."""
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.detach().add_(1) * x
+
+    for layer in (nn.ReLU(inplace=True), Adds()):
+        with pytest.raises(ChangedInputError, match="layer second changes its input in place"):
+            trace((4,), first=nn.Linear(4, 4), second=layer)
+        trace((4,), training=False, first=nn.Linear(4, 4), second=layer)
+
+
+def test_batch_norm_is_traced_as_it_is_run() -> None:
+    """Its statistics are deferred. `momentum=None` was refused: nn.BatchNorm reads a number from the meta device."""
+    average, fixed = (trace((4,), norm=nn.BatchNorm1d(4, momentum=momentum)) for momentum in (None, 0.1))
+    assert average == fixed
+
+    class Own(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    with pytest.raises(ValueError, match=r"layer norm \(Own\): a batch norm with a forward of its own"):
+        trace((4,), norm=Own(4))
+
+
+def test_a_tuple_of_one_tensor_is_known_as_such() -> None:
+    """The next layer got the tensor alone: `inputs[0]` was its first sample."""
+
+    class Wraps(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            assert not isinstance(x, tuple)
+            return (x * 2,)
+
+    class Unwraps(nn.Module):
+        def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            (x,) = inputs
+            return x * 2
+
+    costs = trace((4,), one=Wraps(), two=Unwraps(), three=Wraps())
+    assert [[tensor.in_tuple for tensor in cost.outputs] for cost in costs.values()] == [[True], [False], [True]]
+    assert [cost.outputs[0].shape(5) for cost in costs.values()] == [(5, 4)] * 3
+
+
+def test_one_value_per_channel_is_refused_by_batch_norm() -> None:
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 8), norm=nn.BatchNorm2d(4))).to("meta")
+    with pytest.raises(ValueError, match="layer norm"):
+        run_shapes(model, as_boundary((torch.empty(1, 3, 8, 8),)))
+    run_shapes(model, as_boundary((torch.empty(1, 3, 9, 9),)))
+
+
+class _Sentences(nn.Module):
+    """(source (N, S), target (N, T)) of token ids -> (source (N, S), states (N, T, 6), source states (N, S + 1, 6))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        source, target = inputs
+        longer = torch.cat([source, source[:, :1]], dim=1)
+        return source, self.embedding(target), self.embedding(longer)
+
+
+def test_shapes_follow_samples_and_both_lengths() -> None:
+    """Sentences are padded anew in every mini-batch: what crosses a boundary must be known without a handshake."""
+    ids = torch.int64
+    inputs = (
+        BoundaryTensor((0, 0), (1, 0), ids, False, ((0, 1), (0, 0))),
+        BoundaryTensor((0, 0), (1, 0), ids, False, ((0, 0), (0, 1))),
+    )
+    model = nn.Sequential(OrderedDict(only=_Sentences())).to("meta")
+    (cost,) = trace_layers(model, inputs, training=True, lengths=(9, 7))
+    shapes = [tensor.shape(5, (4, 3)) for tensor in cost.outputs]
+    assert shapes == [(5, 4), (5, 3, 6), (5, 5, 6)]
+    assert [tensor.dtype for tensor in cost.outputs] == [ids, torch.float32, torch.float32]
+    assert [tensor.has_gradient for tensor in cost.outputs] == [False, True, True]
+    assert cost.outputs[1].bytes(5, (4, 3)) == 5 * 3 * 6 * 4
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_equal_layers_cost_what_each_of_them_costs(name: str) -> None:
+    sample = SAMPLES[name]
+    for training in (True, False):
+        options = {"training": training, "lengths": sample.lengths}
+        shared = trace_layers(sample.model(), sample.inputs, **options)
+        alone = trace_layers(sample.model(), sample.inputs, share=False, **options)
+        assert shared == alone
+
+
+class Counted(nn.Module):
+    """Says how often layers of its kind have been run."""
+
+    runs = 0
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.runs += 1
+        return self.linear(x) if self.factor == 1 else self.linear(self.linear(x))
+
+
+def runs_of(*layers: nn.Module) -> tuple[int, tuple[LayerCost, ...]]:
+    Counted.runs = 0
+    model = nn.Sequential(*layers).to("meta")
+    costs = trace_layers(model, as_boundary((torch.empty(1, 6),)), training=True)
+    return Counted.runs, costs
+
+
+def test_a_layer_is_traced_again_where_it_or_its_inputs_differ() -> None:
+    """Two sizes each. The first layer's inputs want no gradient, so its cost is another."""
+    assert runs_of(Counted(1))[0] == 2
+    assert runs_of(*(Counted(1) for _ in range(9)))[0] == 2 * 2
+    runs, costs = runs_of(Counted(1), Counted(1), Counted(2), Counted(1), Counted(2))
+    assert runs == 2 * 3, "one of them differs in a plain attribute"
+    assert [cost.forward.flops for cost in costs] == [72, 72, 144, 72, 144]
+    assert [cost.name for cost in costs] == ["0", "1", "2", "3", "4"]
+    assert costs[0].backward.flops == 72
+    assert costs[1].backward.flops == 144
+
+
+def test_a_parameter_of_two_layers_is_a_parameter_of_each() -> None:
+    layers = [Counted(1) for _ in range(3)]
+    layers[2].linear.weight = layers[1].linear.weight
+    runs, costs = runs_of(*layers)
+    assert runs == 4
+    assert costs[2].parameters == costs[2].trained == 42
+    assert costs[2].backward.flops == costs[1].backward.flops
+
+
+def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
+    """`one` and `three` are equal and get equal inputs; nobody uses the first output of `one`."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            x, y = inputs if isinstance(inputs, tuple) else (inputs, inputs)
+            return self.a(x), self.b(y)
+
+    class Second(nn.Module):
+        def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return inputs[1], inputs[1].detach()
+
+    costs = trace((6,), zero=Two(), one=Two(), pick=Second(), two=Two(), three=Two())
+    assert [cost.backward.flops for cost in costs.values()] == [72, 144, 0, 72 + 144, 288]
+    assert [tensor.has_gradient for tensor in costs["zero"].outputs] == [False, True]
+    assert [tensor.has_gradient for tensor in costs["one"].outputs] == [False, True]
+
+
+def test_kernels_are_those_of_a_micro_batch() -> None:
+    costs = trace((20,), first=nn.Linear(20, 30), relu=nn.ReLU(), flat=nn.Flatten(), second=nn.Linear(30, 7))
+    assert [cost.forward.operations for cost in costs.values()] == [1, 1, 0, 1]
+    # of weights and biases, each added to what is there; of the ReLU; of inputs too
+    assert [cost.backward.operations for cost in costs.values()] == [2 + 2, 1, 0, 3 + 2]
+
+
+def test_weights_are_moved_once_for_a_micro_batch_of_any_size() -> None:
+    (cost,) = trace((20,), only=nn.Linear(20, 30, bias=False)).values()
+    forward, backward = (work.by_kind[OperationKind.PRODUCT] for work in (cost.forward, cost.backward))
+    assert (forward.bytes, forward.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30)
+    assert (backward.bytes, backward.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30), "the image needs no gradient"
+    added = cost.backward.by_kind[OperationKind.ELEMENTWISE]
+    assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
+
+
+def saved(name: str, costs: dict[str, LayerCost]) -> Saved:
+    return costs[name].saved
+
+
+def test_what_linear_layers_and_activations_save() -> None:
+    layers = {"first": nn.Linear(20, 30), "tanh": nn.Tanh(), "gelu": nn.GELU(), "second": nn.Linear(30, 7)}
+    costs = trace((20,), **layers)
+    assert saved("first", costs) == Saved(inputs=(0,), origins=(None,))
+    assert saved("tanh", costs) == Saved(outputs=(0,), origins=(None,))
+    assert saved("gelu", costs) == Saved(inputs=(0,), origins=(None,))
+    assert saved("second", costs) == Saved(inputs=(0,), origins=(None,))
+    costs = trace((20,), both=nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 7)))
+    assert saved("both", costs) == Saved(inputs=(0,), per_sample_bytes=30 * 4, origins=(None,))
+    assert costs["both"].saved.inside_bytes(5) == 600
+
+
+def test_what_does_not_grow_with_the_micro_batch() -> None:
+    """The mean and the deviation of a channel, and dropout's mask, which a CPU keeps in four bytes."""
+    costs = trace((4, 3, 3), stem=nn.Conv2d(4, 5, 1), norm=nn.BatchNorm2d(5), drop=nn.Dropout(0.5))
+    assert saved("norm", costs) == Saved(inputs=(0,), base_bytes=2 * 5 * 4, origins=(None,))
+    assert saved("drop", costs) == Saved(per_sample_bytes=5 * 9 * 4, origins=(None,))
+
+
+class Passes(nn.Module):
+    """(x, y) or x alone -> y untouched, a view of x, something new twice, its transpose made dense."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        new = inputs.tanh()
+        return inputs, inputs.flatten(1), new, new, new.transpose(1, 2)
+
+
+def test_whose_memory_outputs_are() -> None:
+    costs = trace((4, 3), stem=nn.Linear(3, 3), passes=Passes())
+    assert saved("passes", costs) == Saved(outputs=(2,), origins=(0, 0, None, -3, None))
+
+
+def test_nothing_is_saved_without_a_backward() -> None:
+    costs = trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh())
+    assert all(cost.saved == Saved(origins=(None,)) for cost in costs.values())
+    frozen = nn.Linear(20, 30).requires_grad_(False)
+    assert saved("first", trace((20,), first=frozen)) == Saved(origins=(None,))
+
+
+def test_the_loss_belongs_to_the_last_layer() -> None:
+    """Log-probabilities, a loss that is held until the backward, and both directions' operations."""
+
+    def loss(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return outputs[0].log_softmax(1).sum()
+
+    model = nn.Sequential(OrderedDict(first=nn.Linear(5, 4), second=nn.Linear(4, 7))).to("meta")
+    inputs = as_boundary((torch.empty(1, 5),))
+    plain = trace_layers(model, inputs, training=True)
+    closed = trace_layers(model, inputs, training=True, loss=loss)
+    assert closed[0] == plain[0]
+    assert closed[1].saved == Saved(inputs=(0,), base_bytes=4, per_sample_bytes=7 * 4, origins=(None,))
+    assert closed[1].forward.operations == plain[1].forward.operations + 2
+    assert closed[1].backward.operations > plain[1].backward.operations
+    assert closed[1].backward.flops == plain[1].backward.flops
+    assert closed[1].outputs == plain[1].outputs

@@ -1,0 +1,279 @@
+"""Law 4: running statistics are those of `nn.BatchNorm` over the whole mini-batch, whatever the micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms, deferring
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+
+
+def images(samples: int, step: int = 0, mean: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(samples, 3, 4, 5, generator=generator) * torch.tensor([1.0, 5.0, 0.1])[:, None, None] + mean
+    ).to(dtype)
+
+
+def step(layers: nn.Module, statistics: BatchStatistics, batch: torch.Tensor, micro_batches: int) -> None:
+    for m, piece in enumerate(split(batch, micro_batch_sizes(len(batch), micro_batches))):
+        statistics.open(m)
+        layers(piece)
+        statistics.close()
+    statistics.commit()
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, BatchStatistics]:
+    statistics = BatchStatistics()
+    deferred = make().train()
+    defer_batch_norms(deferred, statistics)
+    return make().train(), deferred, statistics
+
+
+def assert_same_statistics(deferred: nn.Module, whole: nn.Module, tolerance: float = 1e-5) -> None:
+    expected = whole.state_dict()
+    assert deferred.state_dict().keys() == expected.keys()
+    for name, value in deferred.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 7, 8])
+def test_statistics_of_the_whole_mini_batch(micro_batches: int, momentum: float | None) -> None:
+    """Unbiased variance, uneven micro-batches, a shorter mini-batch in between; the average of all for None."""
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3, momentum=momentum))
+    for number, samples in enumerate((8, 7, 3, 8)):
+        batch = images(samples, number)
+        whole(batch)
+        step(deferred, statistics, batch, micro_batches)
+        assert_same_statistics(deferred, whole)
+    assert statistics.is_empty()
+
+
+def test_eight_values_tell_biased_from_unbiased() -> None:
+    """With 8 values in a channel the two variances differ by a seventh."""
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm1d(2, momentum=1.0))
+    batch = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
+    whole(batch)
+    step(deferred, statistics, batch, 3)
+    assert_same_statistics(deferred, whole, 1e-6)
+    torch.testing.assert_close(deferred.running_var, batch.var(dim=0, unbiased=True))
+    assert (deferred.running_var - batch.var(dim=0, unbiased=False)).abs().min() > 0.03
+
+
+def test_a_large_mean_does_not_cancel_the_variance() -> None:
+    """E[x^2] - E[x]^2 in float32 has no correct digit here; nor would torch have with micro-batches merged that way."""
+    _, deferred, statistics = pair(lambda: nn.BatchNorm2d(3, momentum=1.0))
+    batch = images(9, mean=3000.0)
+    step(deferred, statistics, batch, 4)
+    exact = batch.double().transpose(0, 1).flatten(1).var(dim=1)
+    torch.testing.assert_close(deferred.running_var.double(), exact, rtol=1e-3, atol=0)
+
+
+def test_each_micro_batch_is_normalized_by_itself() -> None:
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
+    pieces = split(images(8), (3, 5))
+    for m, piece in enumerate(pieces):
+        statistics.open(m)
+        torch.testing.assert_close(deferred(piece), whole(piece))
+        statistics.close()
+
+
+def test_a_recomputation_is_not_counted() -> None:
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
+    batch = images(6)
+    whole(batch)
+    pieces = split(batch, (3, 3))
+    for m, piece in enumerate(pieces):
+        statistics.open(m)
+        deferred(piece)
+        statistics.close()
+    again = [deferred(piece) for piece in pieces]
+    torch.testing.assert_close(again[0].mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    statistics.commit()
+    statistics.commit()  # nothing is left to be counted twice
+    assert_same_statistics(deferred, whole)
+    assert int(deferred.num_batches_tracked) == 1
+
+
+def test_gradients_are_those_of_batch_norm_on_the_micro_batch() -> None:
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
+    inputs = images(4).requires_grad_(), images(4).requires_grad_()
+    weight = images(4, 9)
+    statistics.open(0)
+    (deferred(inputs[0]) * weight).sum().backward()
+    statistics.close()
+    (whole(inputs[1]) * weight).sum().backward()
+    for one, other in zip((inputs[0], *deferred.parameters()), (inputs[1], *whole.parameters()), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_several_norms_of_several_kinds_keep_their_names() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Sequential(nn.BatchNorm2d(3, momentum=0.3), nn.Conv2d(3, 5, 3)),
+            nn.BatchNorm2d(5, affine=False),
+            nn.Flatten(),
+            nn.Linear(30, 4),
+            nn.BatchNorm1d(4, momentum=None),
+            nn.BatchNorm1d(4, track_running_stats=False),
+        )
+
+    statistics = BatchStatistics()
+    original = make()
+    parameters = list(original.parameters())
+    assert len(defer_batch_norms(original, statistics)) == 3
+    assert all(one is other for one, other in zip(original.parameters(), parameters, strict=True))
+    whole = make()
+    step(original, statistics, images(6), 1)
+    whole(images(6))
+    assert_same_statistics(original, whole)
+
+
+def test_evaluation_uses_and_leaves_the_running_statistics() -> None:
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
+    batch = images(8)
+    whole(batch)
+    step(deferred, statistics, batch, 1)
+    before = {name: value.clone() for name, value in deferred.state_dict().items()}
+    statistics.open(0)
+    torch.testing.assert_close(deferred.eval()(batch), whole.eval()(batch))
+    statistics.close()
+    statistics.commit()
+    for name, value in before.items():
+        assert torch.equal(deferred.state_dict()[name], value)
+
+
+def test_a_failed_step_is_forgotten() -> None:
+    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
+    statistics.open(0)
+    deferred(images(5, 1))
+    statistics.discard()
+    assert statistics.is_empty()
+    batch = images(6, 2)
+    step(deferred, statistics, batch, 2)
+    whole(batch)
+    assert_same_statistics(deferred, whole)
+
+
+class Twice(nn.Module):
+    """Normalizes, and normalizes what became of it by the same module."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, momentum=momentum)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x) ** 2 + 1)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_one_norm_in_two_places_tracks_both(momentum: float | None) -> None:
+    """One behind the other, as `nn.BatchNorm` does. With one micro-batch its second inputs are the same ones."""
+    whole, deferred, statistics = pair(lambda: Twice(momentum))
+    for number, samples in enumerate((8, 5)):
+        whole(images(samples, number))
+        step(deferred, statistics, images(samples, number), 1)
+        deferred(images(samples, number))  # a recomputation
+        assert_same_statistics(deferred, whole)
+    assert int(deferred.norm.num_batches_tracked) == 4
+    newest = {id(running): value for running, value in statistics.newest}[id(deferred.norm.running_mean)]
+    once = images(5, 1).mean(dim=(0, 2, 3))
+    again = (nn.functional.batch_norm(images(5, 1), None, None, training=True) ** 2 + 1).mean(dim=(0, 2, 3))
+    torch.testing.assert_close(newest, (once + again) / 2)  # what is averaged for both
+    for m, piece in enumerate(split(images(8), (3, 3, 2))):
+        statistics.open(m)
+        deferred(piece)
+        statistics.close()
+    assert not statistics.is_empty()
+    statistics.discard()
+    assert statistics.is_empty()
+
+
+class OwnDefaults(nn.BatchNorm2d):
+    """Inherits what it does."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-3, momentum=0.4)
+        self.name = "mine"
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def test_a_norm_stays_the_object_that_it_is() -> None:
+    """Replaced by another one, it lost hooks, attributes, parametrizations and what timm's norms do besides: drop and
+    activate."""
+    from timm.layers import BatchNormAct2d
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        hooked, scaled = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        hooked.register_forward_hook(lambda module, inputs, output: output * 3)
+        parametrize.register_parametrization(scaled, "weight", Scaled())
+        weight = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
+        activates = BatchNormAct2d(3, act_layer=nn.SiLU, drop_layer=nn.Softplus)
+        return nn.Sequential(hooked, scaled, weight, OwnDefaults(3), activates)
+
+    whole, deferred, statistics = pair(make)
+    before = [type(module) for module in deferred.modules()]
+    for training in (False, True):
+        assert torch.equal(deferred.train(training)(images(6)), whole.train(training)(images(6)))
+    step(deferred.train(), statistics, images(6), 1)
+    assert_same_statistics(deferred, whole)
+    assert [type(module) for module in deferred.modules()] == before
+    assert [norm.momentum for norm in deferred.modules() if isinstance(norm, nn.BatchNorm2d)] == [0.1, 0.1, 0.4, 0.1]
+
+
+class Gain(nn.BatchNorm2d):
+    """Has a forward of its own, and a parameter in it."""
+
+    def __init__(self, channels: int, **settings: Any) -> None:
+        super().__init__(channels, **settings)
+        self.gain = nn.Parameter(torch.ones(channels, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def patched() -> nn.Module:
+    norm = nn.BatchNorm2d(3)
+    norm.forward = lambda x: x  # type: ignore[method-assign]
+    return norm
+
+
+@pytest.mark.parametrize(("make", "name"), [(lambda: Gain(3), "Gain"), (lambda: nn.SyncBatchNorm(3), "SyncBatchNorm"),
+                                            (patched, "BatchNorm2d")])  # fmt: skip
+def test_a_norm_whose_forward_is_not_known_is_refused(make: Callable[[], nn.Module], name: str) -> None:
+    """It used to be replaced by a plain one, without a word: its own parameters were neither trained nor saved."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.ReLU(), make()))
+    with pytest.raises(ValueError, match=rf"layer 1\.1 \({name}\).*use nn\.BatchNorm1d, 2d or 3d") as refused:
+        defer_batch_norms(model, BatchStatistics())
+    assert "\n" not in str(refused.value)
+
+
+def test_what_tracks_nothing_may_do_as_it_likes() -> None:
+    assert not defer_batch_norms(nn.Sequential(Gain(3, track_running_stats=False)), BatchStatistics())
+
+
+def test_two_norms_do_not_track_one_tensor() -> None:
+    norms = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    norms[1].running_mean = norms[0].running_mean
+    with pytest.raises(ValueError, match="layers 0 and 1: two batch norms track one running_mean"):
+        defer_batch_norms(norms, BatchStatistics())
+
+
+def test_deferring_ends() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=None))
+    with deferring(model):
+        model(images(4))
+        assert int(model[0].num_batches_tracked) == 0
+    model(images(4))
+    assert int(model[0].num_batches_tracked) == 1

@@ -1,0 +1,98 @@
+"""How the executor fails and what it tells; that it computes the right thing is in test_laws.py."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.order import linearize
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build, forward_only
+
+CPU = torch.device("cpu")
+FEATURES = (BoundaryTensor((0, 6), (1, 0), torch.float32, True),)
+SIZES = (3, 2, 2)
+
+
+class Trap(nn.Module):
+    """Fails in the forward or in the backward, at its call number `at`."""
+
+    def __init__(self, kind: Kind, at: int) -> None:
+        super().__init__()
+        self.kind, self.at, self.calls = kind, at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            if self.kind is not Kind.B:
+                raise ArithmeticError("it snapped")
+            x = x * 1
+            x.register_hook(lambda gradient: gradient.reshape(99))
+        return x
+
+
+class SumOfSquares:
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return outputs[0].square().sum()
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        pass
+
+
+def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
+    torch.manual_seed(0)
+    modules = [
+        nn.Sequential(OrderedDict(first=nn.Linear(4, 6))),
+        nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(6), wide=nn.Linear(6, 9), middle=trap)),
+        nn.Sequential(OrderedDict(last=nn.Linear(9, 1))),
+    ]
+    stages = {
+        k: Stage(k, module, first_layer=2 * k, inputs=FEATURES if k else (), device=CPU, run_seed=0)
+        for k, module in enumerate(modules)
+    }
+    watched: list[Action] = []
+    return Executor(stages, 3, HandOver([CPU] * 3), lambda action, *_: watched.append(action)), watched
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "action", "shape"),
+    [(Kind.F, 2, "1F1", "input (2, 9)"), (Kind.R, 4, "1R2", "input (2, 9)"), (Kind.B, 3, "1B2", "gradient (2, 9)")],
+)
+def test_a_failing_layer_is_told_with_its_action_and_shapes(kind: Kind, at: int, action: str, shape: str) -> None:
+    """What the layer was given, not what came over the boundary of its stage: (2, 6)."""
+    executor, watched = make(Trap(kind, at))
+    recompute = "always" if kind is Kind.R else "never"
+    schedule = build("gpipe", 3, 3, recompute)
+    with pytest.raises(ActionFailedError) as caught:
+        executor.run(schedule, 0, SIZES, (torch.ones(7, 4),), SumOfSquares())
+    assert str(caught.value).startswith(f"{action} failed (stage 1")
+    assert shape in str(caught.value)
+    assert str(caught.value.action) == action == str(watched[-1])
+    if kind is not Kind.B:
+        assert "layer middle" in str(caught.value)
+        assert str(caught.value).endswith("ArithmeticError: it snapped")
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+def test_every_action_is_announced_before_it_is_performed() -> None:
+    executor, watched = make(nn.Identity())
+    schedule = build("1f1b", 3, 3, "except_last")
+    executor.run(schedule, 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
+    assert watched == list(linearize(schedule))
+
+
+def test_an_evaluation_changes_nothing() -> None:
+    executor, _ = make(nn.Identity())
+    stages = executor._stages
+    for stage in stages.values():
+        stage.module.eval()
+    before = {(k, name): value.clone() for k, s in stages.items() for name, value in s.module.state_dict().items()}
+    executor.run(forward_only(3, 3), 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
+    after = {(k, name): value for k, s in stages.items() for name, value in s.module.state_dict().items()}
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert all(parameter.grad is None for stage in stages.values() for parameter in stage.module.parameters())

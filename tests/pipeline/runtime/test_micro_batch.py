@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from gpipe_cli.pipeline.runtime.micro_batch import as_tuple, as_value, micro_batch_sizes, split
+
+
+@pytest.mark.parametrize("samples", range(1, 20))
+@pytest.mark.parametrize("micro_batches", range(1, 9))
+def test_sizes_add_up_and_differ_by_at_most_one(samples: int, micro_batches: int) -> None:
+    sizes = micro_batch_sizes(samples, micro_batches)
+    assert sum(sizes) == samples
+    assert len(sizes) == min(samples, micro_batches)
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+def test_nothing_to_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        micro_batch_sizes(0, 3)
+    with pytest.raises(ValueError, match="micro_batches=0"):
+        micro_batch_sizes(3, 0)
+
+
+def test_pieces_are_views_in_order() -> None:
+    batch = torch.arange(14.0).reshape(7, 2)
+    pieces = split(batch, micro_batch_sizes(7, 3))
+    assert [len(piece) for piece in pieces] == [3, 2, 2]
+    assert torch.equal(torch.cat(pieces), batch)
+    assert pieces[1].data_ptr() == batch[3:].data_ptr()
+
+
+def test_a_tensor_alone_and_several() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    assert as_value(as_tuple(one)) is one
+    assert as_value(as_tuple((one, two))) == (one, two)

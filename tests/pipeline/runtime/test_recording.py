@@ -1,0 +1,149 @@
+"""Recorded steps: every action once, in order, and the waiting told from the transfer."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_runs import tricky_model
+from torch import nn
+
+from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.recording import MARKS, HostClock, Recorder, measured_timeline, room
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
+from gpipe_cli.pipeline.schedule.timeline import Event, Span, What
+
+CPU = torch.device("cpu")
+
+
+class Loss:
+    """The mean of what comes out."""
+
+    def loss(self, micro_batch: int, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return outputs[0].square().sum()
+
+    def observe(self, micro_batch: int, outputs: tuple[torch.Tensor, ...], loss: torch.Tensor) -> None:
+        pass
+
+
+def executor(partitions: int) -> Executor:
+    """The tricky model in `partitions` stages of this process."""
+    model = tricky_model()
+    inputs = (BoundaryTensor((0, 3, 8, 8), (1, 0, 0, 0), torch.float32, False),)
+    costs = trace_layers(model, inputs, training=True)
+    size = len(costs) // partitions
+    stages = {}
+    for k in range(partitions):
+        module: nn.Sequential = materialize(model, k * size, size, run_seed=0, device=CPU)
+        described = costs[k * size - 1].outputs if k else ()
+        stages[k] = Stage(k, module, first_layer=k * size, inputs=described, device=CPU, run_seed=0)
+        stages[k].set_training(True)
+    return Executor(stages, partitions, HandOver([CPU] * partitions))
+
+
+@pytest.mark.parametrize("name", schedule.SCHEDULES)
+@pytest.mark.parametrize("recompute", schedule.RECOMPUTE)
+def test_a_step_records_every_action_of_its_stages(name: str, recompute: str) -> None:
+    plan = schedule.build(name, 3, 4, recompute)
+    runs = executor(3)
+    before = time.perf_counter()
+    recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), Loss())
+    after = time.perf_counter()
+    seconds = recording.seconds()
+    assert [len(seconds[k]) for k in range(3)] == [MARKS * len(actions) + 2 for actions in plan]
+    assert all(len(values) <= room(4) for values in seconds.values())
+    timeline = measured_timeline(plan, [seconds[k] for k in range(3)])
+    for actions, spans, values in zip(plan, timeline.stages, seconds.values(), strict=True):
+        assert tuple(span.action for span in spans) == actions
+        assert values == sorted(values)
+        assert before <= values[0] <= values[-1] <= after
+    # all stages are in one process, so that at no time more than one action runs
+    spans = sorted((s for stage in timeline.stages for s in stage), key=lambda span: span.start_seconds)
+    assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(spans))
+    assert 0 < sum(timeline.busy_seconds) <= timeline.step_seconds
+
+
+def test_an_update_is_recorded_where_there_is_one() -> None:
+    plan = schedule.build("gpipe", 1, 1, "never")
+    recording = Recorder({0: CPU}).begin_step(plan)
+    recording.action(0, 1.0, 1.0, 2.0, 2.0)
+    recording.action(0, 2.0, 2.0, 4.0, 4.0)
+    assert measured_timeline(plan, [recording.seconds()[0]]).events == ((),)
+    recording.update(0, 4.5, 5.0)
+    timeline = measured_timeline(plan, [recording.seconds()[0]])
+    assert timeline.events == ((Event(What.UPDATE, 4.5, 5.0, None),),)
+
+
+def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer() -> None:
+    """Stage 0 computes F0 from 0 to 10 and hands on until 11; stage 1 waits from 0 and has it at 13."""
+    plan = schedule.build("gpipe", 2, 1, "never")
+    f0, b0, f1, b1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in (Kind.F, Kind.B))
+    stage0 = [0, 0, 10, 11, 11, 32, 40, 40, 40, 42]
+    stage1 = [0, 13, 20, 20, 20, 20, 30, 30, 30, 31]
+    timeline = measured_timeline(plan, [[float(v) for v in values] for values in (stage0, stage1)])
+    assert timeline.stages == ((Span(f0, 0, 10), Span(b0, 32, 40)), (Span(f1, 13, 20), Span(b1, 20, 30)))
+    assert timeline.events[0] == (
+        Event(What.TRANSFER, 10, 11, f0),
+        Event(What.WAITING, 11, 30, b0),
+        Event(What.TRANSFER, 30, 32, b0),
+        Event(What.UPDATE, 40, 42, None),
+    )
+    assert timeline.events[1] == (
+        Event(What.WAITING, 0, 10, f1),
+        Event(What.TRANSFER, 10, 13, f1),
+        Event(What.UPDATE, 30, 31, None),
+    )
+
+
+def test_what_a_stage_waited_before_the_step_is_no_part_of_it() -> None:
+    """Stage 1 has been done with the step before since 2, and waits; this one begins at 5, its first action at 6."""
+    plan = schedule.build("gpipe", 2, 1, "never")
+    stage0 = [6.0, 6, 10, 11, 11, 32, 40, 40, 40, 42]
+    stage1 = [2.0, 13, 20, 20, 20, 20, 30, 30, 30, 31]
+    timeline = measured_timeline(plan, [stage0, stage1], began_seconds=5.0)
+    assert timeline.events[1][0] == Event(What.WAITING, 5, 10, Action(Kind.F, 1, 0))
+    assert min(event["ts"] for event in timeline.chrome_trace() if event["ph"] == "X") == 0
+    before = measured_timeline(plan, [stage0, stage1])
+    assert replace(before, events=()) == replace(timeline, events=())
+
+
+def test_a_stage_without_a_core_of_its_own_is_noticed() -> None:
+    recording = Recorder({0: CPU, 1: CPU}).begin_step(schedule.build("gpipe", 2, 1, "never"))
+    recording.action(0, 0.0, 1.0, 3.0, 4.0, core_seconds=2.0)
+    recording.action(1, 0.0, 1.0, 3.0, 4.0, core_seconds=0.5)
+    recording.action(1, 4.0, 4.0, 6.0, 6.0, core_seconds=0.5)
+    assert (recording.without_core(0), recording.without_core(1)) == (0.0, 0.75)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins processes to a core")
+def test_a_core_that_others_want_too_is_shared() -> None:
+    """Two programs that never rest, on the one core that this one may use: it has about a third of it."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # what is started from here on may use no other
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        runs, plan = executor(1), schedule.build("gpipe", 1, 4, "never")
+        steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), Loss()) for step in range(30))
+        noticed = any(recording.without_core(0) > 0.2 for recording in steps)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        os.sched_setaffinity(0, allowed)
+    assert noticed
+
+
+def test_stages_on_one_device_share_a_clock() -> None:
+    recorder = Recorder({0: CPU, 1: CPU})
+    assert isinstance(recorder.clocks[0], HostClock)
+    assert recorder.clocks[0] is recorder.clocks[1]

@@ -1,0 +1,233 @@
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
+from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.schedule.schedules import Keep
+
+FEATURES = BoundaryTensor((0, 3, 4, 4), (1, 0, 0, 0), torch.float32, True)
+CPU = torch.device("cpu")
+NOTHING_FROZEN = Frozen()
+MASK = BoundaryTensor((0,), (1,), torch.int64, False)
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 2, 1)
+        self.norm = nn.BatchNorm2d(2)
+        self.calls = 0
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, mask = inputs
+        self.calls += 1
+        return nn.functional.dropout(self.norm(self.conv(x)), 0.5, self.training) * mask[:, None, None, None], mask
+
+
+def stage(frozen: Frozen = NOTHING_FROZEN, features: BoundaryTensor = FEATURES) -> tuple[Stage, Body]:
+    body = Body()
+    module = nn.Sequential(OrderedDict(body=body))
+    freeze(module, frozen)
+    made = Stage(1, module, first_layer=4, inputs=(features, MASK), device=CPU, run_seed=3)
+    made.set_training(True)
+    return made, body
+
+
+def inputs(m: int) -> Tensors:
+    generator = torch.Generator().manual_seed(m)
+    return torch.randn(3, 3, 4, 4, generator=generator), torch.tensor([1, 2, 1])
+
+
+GRADIENT = (torch.ones(3, 2, 4, 4), None)
+
+
+def test_recomputation_gives_the_gradients_of_a_kept_graph() -> None:
+    """Dropout repeats; batch norm's statistics are counted once; the inputs that need none get no gradient."""
+    results = []
+    for keep in (Keep.GRAPH, Keep.INPUT):
+        made, body = stage()
+        made.begin_step(5, None)
+        returned = []
+        outputs = [made.forward(m, inputs(m), keep) for m in (0, 1)]
+        for m in (1, 0):
+            if keep is Keep.INPUT:
+                made.recompute(m)
+            returned.append(made.backward(m, GRADIENT))
+        made.finish_step()
+        assert body.calls == (2 if keep is Keep.GRAPH else 4)
+        assert all(back[1] is None for back in returned)
+        gradients = [parameter.grad for parameter in body.parameters()]
+        values = [output[0].detach() for output in outputs] + [back[0] for back in returned]
+        results.append([*values, *gradients, *body.state_dict().values()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_kept_between_forward_and_backward() -> None:
+    """Without a backward nothing; for a recomputation the inputs and no graph."""
+    made, _ = stage()
+    made.begin_step(0, None)
+    assert not made.forward(0, inputs(0), Keep.NOTHING)[0].requires_grad
+    assert not made.forward(1, inputs(1), Keep.INPUT)[0].requires_grad
+    assert made.forward(2, inputs(2), Keep.GRAPH)[0].requires_grad
+    with pytest.raises(AssertionError, match=r"still holds micro-batches \[1, 2\]"):
+        made.finish_step()
+    with pytest.raises(AssertionError, match="has not been recomputed"):
+        made.backward(1, GRADIENT)
+    made.abandon_step()
+    made.begin_step(1, None)
+    made.finish_step()
+
+
+class Marks(nn.Module):
+    """Adds to its mask in place: as in training, or in evaluation only."""
+
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        self.scale, self.in_training = nn.Parameter(torch.ones(())), in_training
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, mask = inputs
+        mask = mask.add_(1) if self.training is self.in_training else mask + 1
+        return x * self.scale * mask[:, None, None, None], mask
+
+
+@pytest.mark.parametrize("keep", Keep)
+def test_a_layer_does_not_change_what_is_kept(keep: Keep) -> None:
+    """Integers that need no gradient too, and micro-batches that are views of one mini-batch."""
+
+    def make(in_training: bool) -> Stage:
+        layers = OrderedDict(before=nn.Identity(), marks=Marks(in_training))
+        made = Stage(1, nn.Sequential(layers), first_layer=0, inputs=(FEATURES, MASK), device=CPU, run_seed=0)
+        made.begin_step(0, None)
+        return made
+
+    pieces = list(zip(torch.randn(6, 3, 4, 4).split(3), torch.arange(6).split(3), strict=True))
+    with pytest.raises(ChangedInputError, match="layer marks changes its input in place") as refused:
+        make(in_training=True).forward(1, pieces[1], keep)
+    assert refused.value.layer == "marks"
+    made = make(in_training=False)
+    for m, piece in enumerate(pieces):
+        made.forward(m, piece, keep)
+    made.abandon_step()
+    made.set_training(False)
+    made.forward(0, pieces[0], Keep.NOTHING)
+    assert pieces[0][1].tolist() == [1, 2, 3]
+
+
+def test_autograd_refuses_to_change_a_leaf_and_the_layer_is_named() -> None:
+    """Not as an error of the program with a traceback, which depends on where the cut lies."""
+    layers = nn.Sequential(OrderedDict(relu=nn.ReLU(inplace=True)))
+    made = Stage(1, layers, first_layer=0, inputs=(FEATURES,), device=CPU, run_seed=0)
+    made.begin_step(0, None)
+    with pytest.raises(ChangedInputError, match="layer relu"):
+        made.forward(0, inputs(0)[:1], Keep.GRAPH)
+
+
+def test_nothing_stays_in_memory_after_a_step() -> None:
+    import gc
+
+    made, _ = stage()
+    made.begin_step(0, None)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+
+    def step() -> None:
+        for m in range(4):
+            made.forward(m, inputs(m), Keep.GRAPH)
+        for m in range(4):
+            made.backward(m, GRADIENT)
+        made.finish_step()
+
+    step()
+    before = tensors()
+    made.begin_step(1, None)
+    step()
+    assert tensors() == before
+
+
+def test_masks_depend_on_step_and_micro_batch_only() -> None:
+    def kept(step: int, m: int) -> torch.Tensor:
+        made, _ = stage()
+        made.begin_step(step, None)
+        return made.forward(m, inputs(0), Keep.NOTHING)[0] != 0
+
+    assert torch.equal(kept(1, 0), kept(1, 0))
+    assert not torch.equal(kept(1, 0), kept(2, 0))
+    assert not torch.equal(kept(1, 0), kept(1, 1))
+
+
+def test_the_layer_at_work_is_known() -> None:
+    made, _ = stage()
+    made.begin_step(0, None)
+    made.forward(0, inputs(0), Keep.NOTHING)
+    assert made.layer_name == ""
+    with pytest.raises(RuntimeError):
+        made.forward(1, (torch.ones(3, 9, 4, 4), inputs(0)[1]), Keep.NOTHING)
+    assert made.layer_name == "body"
+
+
+def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None:
+    made, body = stage(Frozen(modules=("body",)))
+    body.norm.running_mean.fill_(0.5)
+    before = {name: tensor.clone() for name, tensor in body.state_dict().items()}
+    for mode in (True, False, True):  # an evaluation between two steps undoes nothing
+        made.set_training(mode)
+    made.begin_step(0, None)
+    x = inputs(0)[0]
+    outputs = made.forward(0, inputs(0), Keep.GRAPH)
+    (gradient, none) = made.backward(0, GRADIENT)
+    made.finish_step()
+    scale = (1 + body.norm.eps) ** -0.5
+    expected = (body.conv(x) - 0.5) * scale * torch.tensor([1, 2, 1])[:, None, None, None]
+    torch.testing.assert_close(outputs[0], expected)
+    weight = body.conv.weight.sum(dim=0) * scale
+    torch.testing.assert_close(gradient, (weight * torch.tensor([1, 2, 1]).view(3, 1, 1, 1)).expand_as(x))
+    assert none is None
+    assert all(parameter.grad is None for parameter in body.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in body.state_dict().items())
+
+
+def test_a_frozen_parameter_is_not_a_frozen_layer() -> None:
+    made, body = stage(Frozen(parameters=("body.conv.weight",)))
+    made.begin_step(0, None)
+    made.forward(0, inputs(0), Keep.GRAPH)
+    made.backward(0, GRADIENT)
+    made.finish_step()
+    assert [name for name, p in body.named_parameters() if p.grad is None] == ["conv.weight"]
+    assert body.norm.num_batches_tracked == 1
+
+
+def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
+    """A deferred batch norm is the module that was frozen, and stays so."""
+    made, body = stage(Frozen(modules=("body.norm",)))
+    made.begin_step(0, None)
+    outputs = made.forward(0, inputs(0), Keep.GRAPH)
+    made.backward(0, GRADIENT)
+    made.finish_step()
+    assert body.norm.num_batches_tracked == 0
+    assert (outputs[0] == 0).any(), "the dropout beside it still drops"
+    assert [name for name, p in body.named_parameters() if p.grad is None] == ["norm.weight", "norm.bias"]
+
+
+@pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
+def test_a_stage_that_nothing_comes_back_through_only_runs_forward(keep: Keep) -> None:
+    """Nothing to train in it or before it: no graph, nothing kept, no second forward."""
+    made, body = stage(Frozen(modules=("body",)), replace(FEATURES, has_gradient=False))
+    made.begin_step(0, None)
+    assert not made.forward(0, inputs(0), keep)[0].requires_grad
+    if keep is Keep.INPUT:
+        made.recompute(0)
+    assert made.backward(0, (None, None)) == (None, None)
+    made.finish_step()
+    assert body.calls == 1

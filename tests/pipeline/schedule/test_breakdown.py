@@ -1,0 +1,103 @@
+"""The shares of a step: closed forms where there are any, and nothing lost or counted twice where there are none."""
+
+import itertools
+import random
+from dataclasses import astuple, replace
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, Action, Kind, build, gpipe
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
+from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What
+
+SHAPES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 9)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_equal_stages_have_the_ideal_bubble_and_nothing_else(name: str) -> None:
+    for k, m in SHAPES:
+        found = breakdown(simulate(build(name, k, m, "never"), [StageCost(1, 1, 2)] * k), m)
+        bubble = ideal_bubble(k, m)
+        assert astuple(found) == pytest.approx((1 - bubble, 0, bubble, 0, 0, 0, 0), abs=1e-12)
+
+
+def test_unequal_stages() -> None:
+    """Bubble (K - 1) sum c, imbalance (M - 1) sum (max c - c_k), of K (sum c + (M - 1) max c)."""
+    random_ = random.Random(0)
+    for k, m in SHAPES:
+        forward = [random_.randint(1, 9) for _ in range(k)]
+        cost = [3 * f for f in forward]
+        found = breakdown(simulate(gpipe(k, m, "never"), [StageCost(f, f, 2 * f) for f in forward]), m)
+        whole = k * (sum(cost) + (m - 1) * max(cost))
+        assert found.bubble == pytest.approx((k - 1) * sum(cost) / whole)
+        assert found.imbalance == pytest.approx((m - 1) * sum(max(cost) - c for c in cost) / whole)
+        assert found.compute == pytest.approx(m * sum(cost) / whole)
+
+
+def test_recomputation_has_a_share_of_its_own() -> None:
+    found = breakdown(simulate(gpipe(1, 4, "always"), [StageCost(1, 2, 3)]), 4)
+    assert astuple(found) == pytest.approx((16 / 24, 8 / 24, 0, 0, 0, 0, 0))
+
+
+def test_updates_and_the_rest_of_the_step() -> None:
+    """Of 20 s: actions end at 4; stage 1 updates for 2 s from 3 on, stage 0 for 3 s from 4 on."""
+    stages = [StageCost(1, 1, 1, update_seconds=3), StageCost(1, 1, 1, update_seconds=2)]
+    timeline = simulate(gpipe(2, 1, "never"), stages)
+    found = breakdown(timeline, 1, step_seconds=20)
+    expected = Breakdown(
+        compute=4 / 40,
+        recompute=0,
+        bubble=3 / 40,  # stage 0 from 1 to 3, stage 1 from 0 to 1; what it updates before 4 is not idle
+        imbalance=0,
+        transfer=0,
+        update=5 / 40,
+        set_up=(13 + 15) / 40,
+    )
+    assert astuple(found) == pytest.approx(astuple(expected))
+    short = breakdown(timeline, 1)  # until 7, when stage 0 has updated; stage 1 has since 5
+    assert astuple(short) == pytest.approx((4 / 14, 0, 3 / 14, 0, 0, 5 / 14, 2 / 14))
+
+
+def test_transfers() -> None:
+    timeline = simulate(gpipe(2, 1, "never"), [StageCost(1, 1, 2)] * 2, [EdgeCost(0.5, 0.25)])
+    found = breakdown(timeline, 1)
+    assert found.transfer == pytest.approx(0.75 / (2 * 6.75))
+    assert found.compute == pytest.approx(6 / (2 * 6.75))
+    assert found.bubble == pytest.approx((2 * 6.75 - 6.75) / (2 * 6.75))
+
+
+def test_the_shares_add_up_to_one() -> None:
+    random_ = random.Random(1)
+    for name, recompute, (k, m) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
+        stages = [StageCost(*(random_.random() for _ in range(4))) for _ in range(k)]
+        edges = [EdgeCost(random_.random() / 2, random_.random() / 2) for _ in range(k - 1)]
+        timeline = simulate(build(name, k, m, recompute), stages, edges, [1.0, 1.3])
+        for step in (None, timeline.step_seconds + 2):
+            found = breakdown(timeline, m, step)
+            assert sum(astuple(found)) == pytest.approx(1, abs=1e-12)
+            assert min(astuple(found)) >= 0
+            if recompute == "never":
+                assert found.recompute == 0
+
+
+def test_the_timeline_alone_is_enough() -> None:
+    """Without events all that is not computing is idle."""
+    timeline = simulate(gpipe(3, 4, "always"), [StageCost(1, 1, 2, 5)] * 3, [EdgeCost(1, 1)] * 2)
+    bare = replace(timeline, events=())
+    found = breakdown(bare, 4)
+    assert found.transfer == found.update == 0
+    assert found.bubble + found.imbalance == pytest.approx(bare.idle_share)
+
+
+def test_clocks_that_contradict_each_other() -> None:
+    """A step that is said to be shorter than what happened in it: still shares of one whole."""
+    spans = (Span(Action(Kind.F, 0, 0), 10.0, 12.0), Span(Action(Kind.B, 0, 0), 12.0, 14.0))
+    late = Event(What.TRANSFER, 13.0, 16.0, Action(Kind.B, 0, 0))  # overlaps an action, and the window's end
+    found = breakdown(Timeline((spans,), ((late,),)), 1, step_seconds=3)
+    assert sum(astuple(found)) == pytest.approx(1)
+    assert min(astuple(found)) >= 0
+
+
+def test_nothing_happened() -> None:
+    assert sum(astuple(breakdown(Timeline(((), ())), 1))) == 0

@@ -1,0 +1,133 @@
+"""Schedules put in order, drawn on a unit clock, and refused with their grid if they cannot run."""
+
+import itertools
+import random
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.order import check, grid, linearize
+from gpipe_cli.pipeline.schedule.schedules import (
+    RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    build,
+    dependencies,
+    gpipe,
+)
+
+SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
+
+
+def action(text: str) -> Action:
+    """``2F0`` back to an action (single digits)."""
+    return Action(Kind(text[1]), int(text[0]), int(text[2:]))
+
+
+def parse(text: str) -> Schedule:
+    return tuple(tuple(action(word) for word in line.split()) for line in text.strip().splitlines())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str, recompute: str) -> None:
+    for partitions, micro_batches in SHAPES:
+        schedule = build(name, partitions, micro_batches, recompute)
+        order = linearize(schedule)
+        done: set[Action] = set()
+        for a in order:
+            assert done.issuperset(dependencies(a, schedule))
+            done.add(a)
+        for stage, actions in enumerate(schedule):
+            assert tuple(a for a in order if a.stage == stage) == actions
+
+
+def test_linearize_launches_breadth_first() -> None:
+    order = " ".join(map(str, linearize(gpipe(3, 3, "never"))))
+    assert order == "0F0 1F0 0F1 2F0 1F1 0F2 2F1 1F2 2F2 2B2 2B1 1B2 2B0 1B1 0B2 1B0 0B1 0B0"
+
+
+@pytest.mark.parametrize(
+    ("broken", "message", "picture"),
+    [
+        ("0F0 0F1\n1F0", "1F1 is missing; add it to stage 1", "stage 0 | F0 F1\nstage 1 > .  F0"),
+        ("0F0 0B0\n1F0", "1B0 is missing", "stage 0 | F0 B0\nstage 1 > .  F0"),
+        ("0F0 0F0\n1F0", "0F0 is there twice", "stage 0 > F0! F0!\nstage 1 | .   F0"),
+        ("0F0 1F1\n1F0 0F1", "1F1 is in the list of stage 0", "stage 0 > F0   .    .    1F1!\nstage 1 | .    F0   0F1"),
+        ("0B0 0F0", "0B0 comes before 0F0", "stage 0 > B0! F0!"),
+        ("0F0 0B0 0R0", "0R0 comes after the backward it is for", "stage 0 > F0  B0  R0!"),
+        ("0F0 0R0", "0B0 is missing", "stage 0 > F0 R0"),
+        (
+            "0F0 0F1\n1F1 1F0",
+            "stage 0 sends after 0F0 when stage 1 receives for 1F1",
+            "stage 0 > F0! F1\nstage 1 > .   .   F1! F0",
+        ),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0",
+            "stage 1 sends after 1B1 when stage 0 receives for 0B0",
+            "stage 0 > F0  F1  .   .   .   B0! B1\nstage 1 > .   F0  F1  B1! B0",
+        ),
+        (
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
+            "deadlock (0B0 waits for 1B0; 1F1 waits for 0F1)",
+            "stage 0 > F0  B0! F1  B1\nstage 1 > .   F0  F1! B0  B1",
+        ),
+    ],
+)
+def test_check_refuses_and_points(broken: str, message: str, picture: str) -> None:
+    with pytest.raises(ValueError, match="schedule: ") as error:
+        check(parse(broken))
+    first_line, shown = str(error.value).split("\n", 1)
+    assert message in first_line
+    assert shown == picture
+
+
+def test_check_finds_any_single_damage() -> None:
+    """Leave one action out, put one in twice, or swap two neighbours of a stage: refused, or still the same step."""
+    random_ = random.Random(0)
+    for name, recompute in itertools.product(SCHEDULES, RECOMPUTE):
+        schedule = build(name, 3, 4, recompute)
+        for stage in range(3):
+            for i, gone in enumerate(schedule[stage]):
+                rest = schedule[stage][:i] + schedule[stage][i + 1 :]
+                if gone.kind is not Kind.R:  # without an R the forward keeps its graph: another valid schedule
+                    with pytest.raises(ValueError, match="schedule: "):
+                        check((*schedule[:stage], rest, *schedule[stage + 1 :]))
+                where = random_.randrange(len(rest) + 1)
+                twice = (*schedule[stage][:where], gone, *schedule[stage][where:])
+                with pytest.raises(ValueError, match="schedule: "):
+                    check((*schedule[:stage], twice, *schedule[stage + 1 :]))
+            for i in range(len(schedule[stage]) - 1):
+                swapped = list(schedule[stage])
+                swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
+                damaged = (*schedule[:stage], tuple(swapped), *schedule[stage + 1 :])
+                try:
+                    check(damaged)
+                except ValueError:
+                    continue
+                assert len(linearize(damaged)) == len(linearize(schedule))  # accepted, so it must run
+                assert swapped[i].kind is not swapped[i + 1].kind
+
+
+def test_empty_and_nonsense_are_refused() -> None:
+    with pytest.raises(ValueError, match="the schedule is empty"):
+        check(())
+    with pytest.raises(ValueError, match="count from 0"):
+        check(((Action(Kind.F, 0, 0), Action(Kind.F, 0, -1)),))
+    with pytest.raises(ValueError, match=r"deadlock \(0F0 waits for|deadlock \(1F0 waits for 0F0"):
+        linearize(parse("0F1\n1F0"))
+
+
+def test_a_wide_grid_continues_in_blocks() -> None:
+    schedule = gpipe(8, 32, "always")
+    blocks = grid(schedule, width=100).split("\n\n")
+    assert len(blocks) > 1
+    rows = ["" for _ in schedule]
+    for block in blocks:
+        lines = block.split("\n")
+        assert len(lines) == 8
+        assert max(map(len, lines)) <= 100
+        rows = [row + " " + line.partition("|")[2] for row, line in zip(rows, lines, strict=True)]
+    for row, actions in zip(rows, schedule, strict=True):
+        assert [cell for cell in row.split() if cell != "."] == [str(a)[1:] for a in actions]

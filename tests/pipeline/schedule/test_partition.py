@@ -1,0 +1,228 @@
+"""The partitioner is optimal: it equals brute force, and it is exact where floats would round."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.partition import NoCutFitsError, check_balance, imbalance, partition, stage_costs
+
+
+def quality(
+    costs: Sequence[float],
+    balance: Sequence[int],
+    on: Sequence[float] | None = None,
+    back: Sequence[float] | None = None,
+) -> tuple[Fraction, Fraction]:
+    """(maximum, sum of squares) of the partitions' costs, exactly; with what they send on and back."""
+    assert sum(balance) == len(costs)
+    assert min(balance) >= 1
+    sums, end = [], 0
+    for size in balance:
+        first, end = end, end + size
+        cost = sum((Fraction(c) for c in costs[first:end]), Fraction(0))
+        if on is not None and end < len(costs):
+            cost += Fraction(on[end - 1])
+        if back is not None and first > 0:
+            cost += Fraction(back[first - 1])
+        sums.append(cost)
+    return max(sums), sum((s * s for s in sums), Fraction(0))
+
+
+def every_balance(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
+    """All cuts; those whose last cut is earliest first, then the one before, and so on."""
+    cuts = itertools.combinations(range(1, layers), partitions - 1)
+    for cut in sorted(cuts, key=lambda cut: cut[::-1]):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cut, layers)))
+
+
+def best_quality(costs: Sequence[float], partitions: int) -> tuple[Fraction, Fraction]:
+    """By trying every cut."""
+    return min(quality(costs, balance) for balance in every_balance(len(costs), partitions))
+
+
+@pytest.mark.parametrize("kind", ["small", "zeros", "equal", "spike", "float"])
+def test_equals_brute_force(kind: str) -> None:
+    random_ = random.Random(kind)
+    for _ in range(150):
+        layers = random_.randint(1, 9)
+        partitions = random_.randint(1, layers)
+        costs: list[float] = {
+            "small": [random_.randint(0, 9) for _ in range(layers)],
+            "zeros": [random_.choice([0, 0, 0, 1, 5]) for _ in range(layers)],
+            "equal": [random_.randint(0, 3)] * layers,
+            "spike": [random_.choice([1, 1, 1, 2, 50]) for _ in range(layers)],
+            "float": [random_.random() * 10 ** random_.randint(-8, 8) for _ in range(layers)],
+        }[kind]
+        balance = partition(costs, partitions)
+        assert len(balance) == partitions
+        if kind == "float":  # sixteen orders of magnitude do not fit into 31 bits
+            found, best = quality(costs, balance), best_quality(costs, partitions)
+            assert found[0] - best[0] <= sum(map(Fraction, costs)) * (layers + 1) / 2**31
+        else:
+            assert quality(costs, balance) == best_quality(costs, partitions), (costs, balance)
+
+
+@pytest.mark.parametrize("memory", ["none", "same rows", "rows of their own", "tight"])
+@pytest.mark.parametrize("sends", ["none", "on", "back", "both"])
+def test_equals_brute_force_with_sends_and_memory(sends: str, memory: str) -> None:
+    """The very cut that trying all of them in the promised order finds first."""
+    random_ = random.Random(f"{sends} {memory}")
+    refused = 0
+    for _ in range(150):
+        layers = random_.randint(1, 9)
+        partitions = random_.randint(1, layers)
+        costs = [random_.choice([0, 1, 2, 3, 9]) for _ in range(layers)]
+        on, back = (
+            [random_.choice([0, 1, 4, 7]) for _ in range(layers - 1)] if sends in (wanted, "both") else None
+            for wanted in ("on", "back")
+        )
+        furthest: list[list[int]] | None = None
+        if memory != "none":  # not monotone: a layer that needs much may stand anywhere
+            longest = 3 if memory == "tight" else 6
+            rows = [[i + random_.randint(-1 if i % 4 == 0 else 1, longest) for i in range(layers)]
+                    for _ in range(partitions)]  # fmt: skip
+            furthest = [rows[0]] * partitions if memory == "same rows" else rows
+        possible = [
+            balance
+            for balance in every_balance(layers, partitions)
+            if furthest is None or all(
+                first + size <= furthest[k][first]
+                for k, (first, size) in enumerate(zip(itertools.accumulate(balance, initial=0), balance, strict=False))
+            )
+        ]  # fmt: skip
+        if possible:
+            best = min(possible, key=lambda balance: quality(costs, balance, on, back))
+            found = partition(costs, partitions, forward_sends=on, backward_sends=back, furthest=furthest)
+            assert found == best, (costs, on, back, furthest)
+        else:
+            refused += 1
+            with pytest.raises(NoCutFitsError, match=f"no cut into {partitions} partitions fits"):
+                partition(costs, partitions, forward_sends=on, backward_sends=back, furthest=furthest)
+    assert (refused > 0) == (memory != "none")
+
+
+def test_a_cut_goes_where_little_is_sent() -> None:
+    assert partition([4, 4, 4, 4], 2, forward_sends=[1, 9, 1]) == (1, 3)  # 5 and 12, for 17 and 8
+    assert partition([4, 4, 4, 4], 2, backward_sends=[1, 9, 1]) == (3, 1)  # 12 and 5, for 8 and 17
+    assert partition([4, 4, 4, 4], 2, forward_sends=[1, 1, 1], backward_sends=[1, 1, 1]) == (2, 2)
+
+
+def test_memory_moves_the_cut() -> None:
+    assert partition([1] * 8, 2) == (4, 4)
+    assert partition([1] * 8, 2, furthest=[[3] * 8, [8] * 8]) == (3, 5)
+    with pytest.raises(NoCutFitsError):
+        partition([1] * 8, 2, furthest=[[3] * 8, [min(i + 4, 8) for i in range(8)]])
+
+
+def test_what_the_partitions_of_a_cut_cost() -> None:
+    costs, balance = [1, 2, 3, 4], (1, 3)
+    assert stage_costs(costs, balance) == (1, 9)
+    assert stage_costs(costs, balance, forward_sends=[10, 0, 0], backward_sends=[100, 0, 0]) == (11, 109)
+    assert imbalance(costs, balance) == 9 / 5 - 1
+    assert imbalance(costs, balance, forward_sends=[4, 0, 0]) == pytest.approx(9 / 7 - 1)
+    assert imbalance([3, 1, 2], (1, 2)) == 0
+    assert imbalance([0, 0], (1, 1)) == 0
+
+
+def test_where_block_partition_fails() -> None:
+    """torchgpipe's local search stops early: [1, 1, 1, 4], and loads [20, 50, 30] where 40 is possible."""
+    assert sorted(partition([5] * 7, 4)) == [1, 2, 2, 2]
+    assert partition([10, 10, 10, 40, 10, 10, 10], 3) == (3, 1, 3)
+
+
+def test_where_the_cumulative_histogram_fails() -> None:
+    """Lingvo cuts at fixed shares of the total cost: [1, 2, 2, 3], and [3, 0, 0, 5] with two empty partitions."""
+    assert partition([5] * 8, 4) == (2, 2, 2, 2)
+    balance = partition([1, 1, 1, 9, 1, 1, 1, 1], 4)
+    assert min(balance) >= 1
+    assert quality([1, 1, 1, 9, 1, 1, 1, 1], balance) == (9, 81 + 9 + 4 + 4)
+
+
+def test_the_maximum_comes_before_the_variance() -> None:
+    """Loads 5, 10, 20, 21, 8, 4 vary less than 5, 10, 20, 1, 20, 12, but the pace would be set by 21."""
+    assert partition([5, 10, 20, 1, 20, 1, 7, 2, 2], 6) == (1, 1, 1, 1, 1, 4)
+
+
+def test_a_tie_leaves_more_layers_to_later_partitions() -> None:
+    assert partition([5] * 7, 4) == (1, 2, 2, 2)
+    assert partition([1, 0, 0, 1], 2) == (1, 3)
+
+
+def test_sums_do_not_round() -> None:
+    """In floats 0.1 added up ten times is not 1."""
+    assert partition([0.1] * 10, 5) == (2, 2, 2, 2, 2)
+    assert partition([2.0**40, 2.0**20, 2.0**20, 2.0**40], 2) == (2, 2)  # simple numbers are not rounded
+    assert partition([1e16, 1.0, 1e16], 2) in {(1, 2), (2, 1)}
+
+
+def test_costs_that_cannot_be_written_in_31_bits() -> None:
+    """Rounded, they are still far more exact than anything that measures or estimates them."""
+    random_ = random.Random(0)
+    costs = [random_.random() * 1e-3 for _ in range(200)]
+    found = quality(costs, partition(costs, 7))[0]
+    # What a rounded cost may be off, by layer, is a half of the 2^31th part of the sum: found and best one may both.
+    least = found * (1 - Fraction(1, 10**6))
+    ends = [0]
+    for _ in range(7):  # as many layers as a limit just below allows never reach the end
+        end = ends[-1]
+        while end < len(costs) and sum(map(Fraction, costs[ends[-1] : end + 1])) <= least:
+            end += 1
+        ends.append(end)
+    assert ends[-1] < len(costs)
+
+
+def test_the_largest_model_of_the_paper() -> None:
+    """1663 Transformer layers on 128 partitions (Table 1), with one layer that dominates: the slowest case."""
+    costs = [1.0] * 800 + [1000.0] + [1.0] * 862
+    balance = partition(costs, 128)
+    assert len(balance) == 128
+    assert quality(costs, balance)[0] == 1000
+    assert balance.count(1) == 1  # the dominating layer stands alone
+    assert set(partition([1.0] * 1664, 128)) == {13}
+
+
+def test_equal_layers_differ_by_at_most_one() -> None:
+    for layers in range(1, 30):
+        for partitions in range(1, layers + 1):
+            balance = partition([3.5] * layers, partitions)
+            assert max(balance) - min(balance) <= 1
+
+
+@pytest.mark.parametrize(
+    ("costs", "partitions", "message"),
+    [
+        ([1.0] * 8, 9, "partitions=9: the model has only 8 layers; use partitions=8 or fewer"),
+        ([1.0] * 8, 0, "partitions=0: must be at least 1"),
+        ([1.0, -2.0], 1, "cost of layer 1 is -2.0: must be finite and not negative"),
+        ([float("nan")], 1, "cost of layer 0 is nan"),
+        ([float("inf")], 1, "cost of layer 0 is inf"),
+    ],
+)
+def test_refuses(costs: list[float], partitions: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(costs, partitions)
+
+
+def test_a_balance_that_fits() -> None:
+    check_balance([4, 8], 12, 2)
+    check_balance((1,), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("balance", "layers", "partitions", "message"),
+    [
+        ([4, 8], 12, 3, r"partition.balance=\[4,8\]: has 2 entries, but partitions=3; .*\[4,4,4\]"),
+        ([], 2, 1, r"partition.balance=\[\]: has 0 entries"),
+        ([12, 0], 12, 2, r"partition.balance=\[12,0\]: every partition needs at least one layer; .*\[6,6\]"),
+        ([-1, 13], 12, 2, "every partition needs at least one layer"),
+        ([4, 7], 13, 2, r"partition.balance=\[4,7\]: adds up to 11, but the model has 13 layers; .*\[7,6\]"),
+        ([1] * 9, 8, 9, "partitions=9: the model has only 8 layers"),
+    ],
+)
+def test_a_balance_that_does_not_fit(balance: list[int], layers: int, partitions: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        check_balance(balance, layers, partitions)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,119 @@
+"""The fewest recomputations that fit: as trying all subsets says, by the simulator's own count of bytes."""
+
+import itertools
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
+from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, at_once, build, simulator
+
+SHAPES = list(itertools.product((1, 2, 3), (1, 2, 3, 4, 5)))
+
+
+def peak_bytes(schedule: Schedule, graph_bytes: Sequence[int], input_bytes: Sequence[int]) -> tuple[int, ...]:
+    """For each stage, where all micro-batches are alike."""
+    graphs, inputs = ([[size] * len(schedule[0]) for size in sizes] for sizes in (graph_bytes, input_bytes))
+    return simulator.peak_bytes(schedule, graphs, inputs)
+
+
+def subsets(micro_batches: int) -> Iterator[frozenset[int]]:
+    """The smaller ones first."""
+    for size in range(micro_batches + 1):
+        yield from map(frozenset, itertools.combinations(range(micro_batches), size))
+
+
+def peaks(name: str, partitions: int, micro_batches: int, graph: int, kept: int) -> list[dict[frozenset[int], int]]:
+    """For each stage, what recomputing each set of micro-batches leaves as its peak."""
+    found: list[dict[frozenset[int], int]] = [{} for _ in range(partitions)]
+    for again in subsets(micro_batches):
+        schedule = build(name, partitions, micro_batches, (again,) * partitions)
+        for of_stage, peak in zip(found, peak_bytes(schedule, [graph] * partitions, [kept] * partitions), strict=True):
+            of_stage[again] = peak
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("graph", "kept"), [(10, 1), (10, 0), (7, 3), (10, 9), (5, 5)])
+def test_equals_trying_all_subsets(name: str, graph: int, kept: int) -> None:
+    """Every limit at which anything changes, on every stage."""
+    for partitions, micro_batches in SHAPES:
+        tried = peaks(name, partitions, micro_batches, graph, kept)
+        order = build(name, partitions, micro_batches, "never")
+        for limit in sorted({peak + more for of_stage in tried for peak in of_stage.values() for more in (-1, 0)}):
+            sizes = [graph] * partitions, [kept] * partitions, [limit] * partitions
+            fewest, missing = [], []
+            for of_stage in tried:
+                fewest.append(min((len(again) for again, peak in of_stage.items() if peak <= limit), default=None))
+                missing.append(min(of_stage.values()) - limit)
+            if None in fewest:
+                with pytest.raises(DoesNotFitError) as error:
+                    fewest_recomputations(name, partitions, micro_batches, *sizes)
+                assert error.value.missing_bytes == max(missing)
+                assert error.value.stage == missing.index(max(missing))
+                continue
+            found = fewest_recomputations(name, partitions, micro_batches, *sizes)
+            assert [len(again) for again in found] == fewest
+            for of_stage, again, actions in zip(tried, found, order, strict=True):
+                assert of_stage[again] <= limit
+                assert not again & at_once(actions)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_are_decided_one_by_one(name: str) -> None:
+    random_ = random.Random(name)
+    for _ in range(40):
+        partitions, micro_batches = random_.choice(SHAPES)
+        kept = [random_.randint(0, 5) for _ in range(partitions)]
+        graph = [size + random_.randint(0, 9) for size in kept]
+        least = peak_bytes(build(name, partitions, micro_batches, "except_last"), graph, kept)
+        most = peak_bytes(build(name, partitions, micro_batches, "never"), graph, kept)
+        limit = [random_.randint(a, b) for a, b in zip(least, most, strict=True)]
+        found = fewest_recomputations(name, partitions, micro_batches, graph, kept, limit)
+        peak = peak_bytes(build(name, partitions, micro_batches, found), graph, kept)
+        assert all(a <= b for a, b in zip(peak, limit, strict=True))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ample_and_tight(name: str) -> None:
+    for partitions, micro_batches in itertools.product((1, 2, 8), (1, 2, 7, 32)):
+        sizes = [100] * partitions, [3] * partitions
+        ample = peak_bytes(build(name, partitions, micro_batches, "never"), *sizes)
+        assert fewest_recomputations(name, partitions, micro_batches, *sizes, ample) == (frozenset(),) * partitions
+        # All but those that cost nothing to keep; with one byte less not even that would fit.
+        schedule = build(name, partitions, micro_batches, "except_last")
+        tight = peak_bytes(schedule, *sizes)
+        again = fewest_recomputations(name, partitions, micro_batches, *sizes, tight)
+        for actions, of_stage in zip(schedule, again, strict=True):
+            kept = set(at_once(actions))
+            if name == "1f1b":  # until the first backward no other graph is there: the first may have the room for one
+                kept.add(0)
+            assert of_stage == set(range(micro_batches)) - kept
+        with pytest.raises(DoesNotFitError) as error:
+            fewest_recomputations(name, partitions, micro_batches, *sizes, [limit - 1 for limit in tight])
+        assert error.value.missing_bytes == 1
+
+
+def test_gpipe_recomputes_what_came_first() -> None:
+    """Room for two graphs and two inputs: of 4 micro-batches 2 and 3 are kept, 0 and 1 recomputed."""
+    assert fewest_recomputations("gpipe", 1, 4, [10], [1], [22]) == (frozenset({0, 1}),)
+    assert fewest_recomputations("gpipe", 1, 4, [10], [1], [31]) == (frozenset({0}),)
+
+
+def test_a_stage_that_lacks_memory_is_named() -> None:
+    with pytest.raises(DoesNotFitError, match="stage 1 lacks 4 bytes for activations") as error:
+        fewest_recomputations("gpipe", 3, 4, [10, 10, 10], [1, 1, 1], [12, 9, 13])
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (again.stage, again.missing_bytes) == (1, 4)
+    assert str(again) == str(error.value)
+
+
+def test_the_largest_pipeline_of_the_paper() -> None:
+    partitions, micro_batches = 128, 512
+    limit = 100 * 100 + 412 * 3
+    found = fewest_recomputations(
+        "gpipe", partitions, micro_batches, [100] * partitions, [3] * partitions, [limit] * partitions
+    )
+    assert set(found) == {frozenset(range(412))}

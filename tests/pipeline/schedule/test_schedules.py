@@ -1,0 +1,195 @@
+"""The schedules, drawn, and what they imply."""
+
+import itertools
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.order import check, grid
+from gpipe_cli.pipeline.schedule.schedules import (
+    RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Keep,
+    Kind,
+    build,
+    dependencies,
+    forward_only,
+    gpipe,
+    in_flight,
+    keeps,
+    one_forward_one_backward,
+)
+
+SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
+
+
+MODULES = ("schedule", "clock", "partition", "timeline", "simulator", "recomputation", "breakdown")
+
+
+def action(text: str) -> Action:
+    """``2F0`` back to an action (single digits)."""
+    return Action(Kind(text[1]), int(text[0]), int(text[2:]))
+
+
+def drawn(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
+
+
+def test_an_action_is_written_stage_kind_micro_batch() -> None:
+    assert str(Action(Kind.F, 2, 0)) == "2F0"
+    assert f"{Action(Kind.R, 11, 30)}" == "11R30"
+
+
+def test_gpipe_as_figure_2c_draws_it() -> None:
+    assert grid(gpipe(4, 4, "never")) == drawn("""
+        stage 0 | F0 F1 F2 F3 .  .  .  .  .  .  B3 B2 B1 B0
+        stage 1 | .  F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0
+        stage 2 | .  .  F0 F1 F2 F3 .  .  B3 B2 B1 B0
+        stage 3 | .  .  .  F0 F1 F2 F3 B3 B2 B1 B0
+    """)
+
+
+def test_gpipe_recomputes_all_but_the_last_micro_batch() -> None:
+    schedule = gpipe(3, 4, "except_last")
+    assert " ".join(map(str, schedule[1])) == "1F0 1F1 1F2 1F3 1B3 1R2 1B2 1R1 1B1 1R0 1B0"
+
+
+def test_recomputation_fills_the_wait_for_the_gradient() -> None:
+    assert grid(gpipe(3, 2, "always")) == drawn("""
+        stage 0 | F0 F1 R1 .  .  .  .  B1 R0 B0
+        stage 1 | .  F0 F1 R1 .  .  B1 R0 B0
+        stage 2 | .  .  F0 F1 R1 B1 R0 B0
+    """)
+
+
+def test_one_forward_one_backward_drawn() -> None:
+    assert grid(one_forward_one_backward(3, 4, "never")) == drawn("""
+        stage 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        stage 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
+        stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3
+    """)
+
+
+def test_one_forward_one_backward_keeps_everything_on_the_last_stage() -> None:
+    first, last = one_forward_one_backward(2, 3, "except_last")
+    assert " ".join(map(str, first)) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2"
+    assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
+
+
+def test_evaluation_is_forward_only() -> None:
+    assert grid(forward_only(2, 3)) == drawn("""
+        stage 0 | F0 F1 F2
+        stage 1 | .  F0 F1 F2
+    """)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_every_schedule_passes_its_own_check(name: str, recompute: str) -> None:
+    for partitions, micro_batches in SHAPES:
+        schedule = build(name, partitions, micro_batches, recompute)
+        check(schedule)
+        assert len(schedule) == partitions
+        for actions in schedule:
+            backward = [a.micro_batch for a in actions if a.kind is Kind.B]
+            upwards = list(range(micro_batches))
+            assert backward == (upwards if name == "1f1b" else upwards[::-1])
+            for before, after in itertools.pairwise(actions):
+                if before.kind is Kind.R:  # an R stands directly before its B
+                    assert (after.kind, after.micro_batch) == (Kind.B, before.micro_batch)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_except_last_keeps_what_is_needed_at_once_and_nothing_else(name: str) -> None:
+    for partitions, micro_batches in SHAPES:
+        for actions in build(name, partitions, micro_batches, "except_last"):
+            kept = set(range(micro_batches)) - {a.micro_batch for a in actions if a.kind is Kind.R}
+            order = [a for a in actions if a.kind is not Kind.R]
+            at_once = {b.micro_batch for a, b in itertools.pairwise(order) if a.micro_batch == b.micro_batch}
+            assert kept == at_once
+            if name == "gpipe":
+                assert kept == {micro_batches - 1}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_mode_is_a_choice_of_micro_batches(name: str) -> None:
+    """Any choice, stage by stage, is a valid schedule; the modes are three of them."""
+    random_ = random.Random(name)
+    for partitions, micro_batches in SHAPES:
+        for mode in RECOMPUTE:
+            schedule = build(name, partitions, micro_batches, mode)
+            chosen = tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule)
+            assert build(name, partitions, micro_batches, chosen) == schedule
+        chosen = tuple(frozenset(m for m in range(micro_batches) if random_.random() < 0.5) for _ in range(partitions))
+        schedule = build(name, partitions, micro_batches, chosen)
+        check(schedule)
+        without = tuple(tuple(a for a in actions if a.kind is not Kind.R) for actions in schedule)
+        assert without == build(name, partitions, micro_batches, "never")
+        for actions, again in zip(schedule, chosen, strict=True):
+            assert {a.micro_batch for a in actions if a.kind is Kind.R} == again
+
+
+def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
+    kept = keeps(gpipe(2, 2, "except_last"))
+    assert {str(a): keep for a, keep in kept.items() if a.stage == 1} == {
+        "1F0": Keep.INPUT,
+        "1F1": Keep.GRAPH,
+        "1R0": Keep.GRAPH,
+    }
+    assert set(keeps(forward_only(2, 2)).values()) == {Keep.NOTHING}
+    assert set(keeps(gpipe(2, 2, "never")).values()) == {Keep.GRAPH}
+
+
+def test_dependencies() -> None:
+    schedule = gpipe(3, 2, "always")
+
+    def needs(text: str) -> set[str]:
+        return {str(d) for d in dependencies(action(text), schedule)}
+
+    assert needs("0F1") == set()
+    assert needs("1F1") == {"0F1"}
+    assert needs("1R1") == {"1F1"}  # and not the gradient from stage 2
+    assert needs("1B1") == {"1F1", "2B1"}
+    assert needs("2B1") == {"2F1"}
+
+
+def test_in_flight() -> None:
+    for partitions, micro_batches in SHAPES:
+        for recompute in RECOMPUTE:
+            for stage in range(partitions):
+                assert in_flight(gpipe(partitions, micro_batches, recompute)[stage]) == micro_batches
+                one = one_forward_one_backward(partitions, micro_batches, recompute)[stage]
+                assert in_flight(one) == min(partitions - stage, micro_batches)
+    assert in_flight(forward_only(2, 5)[0]) == 1
+    assert in_flight(()) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b"),
+        (("gpipe", 2, 2, "sometimes"), "recompute=sometimes: unknown; use one of always, except_last, never"),
+        (("gpipe", 0, 2, "never"), "partitions=0: must be at least 1"),
+        (("1f1b", 2, 0, "never"), "micro_batches=0: must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_named(arguments: tuple[str, int, int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(*arguments)
+
+
+def test_the_largest_pipeline_of_the_paper() -> None:
+    """128 partitions (Table 1), 4 micro-batches for each: everything that has to happen at start-up works."""
+    schedule = build("gpipe", 128, 512, "except_last")
+    check(schedule)
+    assert len(keeps(schedule)) == 128 * (512 + 511)
+
+
+def test_needs_no_torch() -> None:
+    modules = ", ".join(f"gpipe_cli.pipeline.{m}" for m in MODULES)
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,318 @@
+"""The simulator is exact where arithmetic is known, and equals an event simulation where it is not."""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.schedules import (
+    RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    build,
+    forward_only,
+    gpipe,
+)
+from gpipe_cli.pipeline.schedule.simulator import (
+    EdgeCost,
+    Live,
+    StageCost,
+    ideal_bubble,
+    live,
+    peak_bytes,
+    peak_live,
+    simulate,
+)
+from gpipe_cli.pipeline.schedule.timeline import Event, What
+
+SHAPES = list(itertools.product(range(1, 7), range(1, 14)))
+COSTS = [(1, 2), (1, 1), (2, 1), (3, 7), (1, 5)]  # (forward, backward)
+
+
+def costs(forward: Sequence[float], backward: Sequence[float], again: Sequence[float] | None = None) -> list[StageCost]:
+    """Of each stage; a forward takes as long whatever it keeps if nothing else is said."""
+    graphs = forward if again is None else again
+    return [StageCost(f, g, b) for f, g, b in zip(forward, graphs, backward, strict=True)]
+
+
+def equal(stages: int, forward: float, backward: float) -> list[StageCost]:
+    return [StageCost(forward, forward, backward)] * stages
+
+
+def step(schedule: Schedule, forward: int, backward: int) -> float:
+    return simulate(schedule, equal(len(schedule), forward, backward)).step_seconds
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubble_without_recomputation(name: str) -> None:
+    for (partitions, micro_batches), (f, b) in itertools.product(SHAPES, COSTS):
+        timeline = simulate(build(name, partitions, micro_batches, "never"), equal(partitions, f, b))
+        assert timeline.step_seconds == (micro_batches + partitions - 1) * (f + b)
+        assert timeline.idle_share == pytest.approx(ideal_bubble(partitions, micro_batches), abs=1e-12)
+
+
+def test_times_that_floats_round() -> None:
+    for (partitions, micro_batches), name in itertools.product(SHAPES, SCHEDULES):
+        timeline = simulate(
+            build(name, partitions, micro_batches, "never"), equal(partitions, 0.1, 0.3), slowdown=[1.0]
+        )
+        assert timeline.step_seconds == pytest.approx((micro_batches + partitions - 1) * 0.4, rel=1e-12)
+
+
+def test_ideal_bubble_of_the_paper() -> None:
+    """M = 1 on 8 accelerators leaves 7 of 8 idle; M = 4K keeps it below 18 % (section 2.3)."""
+    assert ideal_bubble(8, 1) == 7 / 8
+    assert ideal_bubble(1, 5) == 0
+    assert max(ideal_bubble(k, 4 * k) for k in (2, 4, 8)) < 0.18
+
+
+@pytest.mark.parametrize(("recompute", "less"), [("always", 0), ("except_last", 1)])
+def test_gpipe_with_recomputation(recompute: str, less: int) -> None:
+    """The gradient's way back from stage K-1 to 0 costs K-1 backwards but no recomputation: those ran while waiting.
+
+    Last stage: M + K - 1 forwards, then M times (recompute, backward), then K - 1 backwards of others:
+    (M+K-1) (f+b) + M f; one f less if the last micro-batch is kept.
+    """
+    for (partitions, micro_batches), (f, b) in itertools.product(SHAPES, COSTS):
+        schedule = gpipe(partitions, micro_batches, recompute)
+        expected = (micro_batches + partitions - 1) * (f + b) + (micro_batches - less) * f
+        assert step(schedule, f, b) == expected
+
+
+def test_one_forward_one_backward_takes_as_long_as_gpipe() -> None:
+    for (partitions, micro_batches), (f, b), recompute in itertools.product(SHAPES, COSTS, ("always", "never")):
+        one, all_ = (build(name, partitions, micro_batches, recompute) for name in ("1f1b", "gpipe"))
+        assert step(one, f, b) == step(all_, f, b)
+
+
+def test_evaluation_has_the_bubble_of_the_forward() -> None:
+    timeline = simulate(forward_only(4, 12), equal(4, 1, 9))
+    assert timeline.step_seconds == 15
+    assert timeline.idle_share == pytest.approx(ideal_bubble(4, 12))
+
+
+def test_transfers_lengthen_the_way_there_and_back() -> None:
+    timeline = simulate(gpipe(3, 1, "never"), equal(3, 1, 2), [EdgeCost(10, 20), EdgeCost(100, 200)])
+    assert timeline.step_seconds == 3 * 3 + 110 + 220
+    starts = {str(span.action): span.start_seconds for spans in timeline.stages for span in spans}
+    assert starts == {"0F0": 0, "1F0": 11, "2F0": 112, "2B0": 113, "1B0": 315, "0B0": 337}
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    micro_batches = 50
+    timeline = simulate(gpipe(3, micro_batches, "never"), costs([1, 3, 1], [2, 6, 2]))
+    assert timeline.step_seconds == micro_batches * 9 + (1 + 1) + (2 + 2)
+
+
+def tick_by_tick(
+    schedule: Schedule, cost: dict[tuple[str, int], int], transfer: dict[tuple[Kind, int], int]
+) -> dict[Action, tuple[int, int]]:
+    """Whole-second clock, no dependency code of the package: at each tick every idle stage starts what it can."""
+    position = [0] * len(schedule)
+    spans: dict[Action, tuple[int, int]] = {}
+    now = 0
+    while any(at < len(actions) for at, actions in zip(position, schedule, strict=True)):
+        for k, actions in enumerate(schedule):
+            while position[k] < len(actions):
+                a = actions[position[k]]
+                if position[k] and spans[actions[position[k] - 1]][1] > now:
+                    break
+                neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
+                if 0 <= neighbour < len(schedule):
+                    sender = spans.get(Action(a.kind, neighbour, a.micro_batch))
+                    if sender is None or sender[1] + transfer[a.kind, min(k, neighbour)] > now:
+                        break
+                again = any(other.kind is Kind.R and other.micro_batch == a.micro_batch for other in actions)
+                what = {Kind.F: "forward" if again else "graph", Kind.R: "graph", Kind.B: "backward"}[a.kind]
+                spans[a] = (now, now + cost[what, k])
+                position[k] += 1
+        now += 1
+    return spans
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_equals_an_event_simulation(name: str, recompute: str) -> None:
+    random_ = random.Random(f"{name} {recompute}")
+    for _ in range(25):
+        k, m = random_.randint(1, 5), random_.randint(1, 8)
+        schedule = build(name, k, m, recompute)
+        cost = {(what, stage): random_.randint(1, 9) for what in ("forward", "graph", "backward") for stage in range(k)}
+        transfer = {(kind, edge): random_.randint(0, 6) for kind in (Kind.F, Kind.B) for edge in range(k - 1)}
+        stages = [StageCost(*(cost[what, stage] for what in ("forward", "graph", "backward"))) for stage in range(k)]
+        edges = [EdgeCost(transfer[Kind.F, edge], transfer[Kind.B, edge]) for edge in range(k - 1)]
+        timeline = simulate(schedule, stages, edges)
+        simulated = {s.action: (s.start_seconds, s.end_seconds) for spans in timeline.stages for s in spans}
+        assert simulated == tick_by_tick(schedule, cost, transfer)
+        if k > 1:  # a factor of 1 is none, but for rounding
+            slowed = simulate(schedule, stages, edges, [1.0] * k)
+            assert [s.end_seconds for spans in slowed.stages for s in spans] == pytest.approx(
+                [s.end_seconds for spans in timeline.stages for s in spans], rel=1e-12
+            )
+
+
+def test_what_a_forward_takes_depends_on_what_it_keeps() -> None:
+    stage = [StageCost(forward_seconds=1, graph_seconds=10, backward_seconds=100)]
+    assert simulate(gpipe(1, 3, "never"), stage).step_seconds == 330
+    assert simulate(gpipe(1, 3, "always"), stage).step_seconds == 333
+    assert simulate(gpipe(1, 3, "except_last"), stage).step_seconds == 332
+    assert simulate(forward_only(1, 3), stage).step_seconds == 3
+
+
+def test_stages_that_compute_at_the_same_time_slow_each_other_down() -> None:
+    """By hand: 0F0 alone until 1; then 0F1 and 1F0 share until 3 (factor 2), then 1F1 alone, and back likewise."""
+    timeline = simulate(gpipe(2, 2, "never"), equal(2, 1, 1), slowdown=[1, 2])
+    ends = {str(s.action): s.end_seconds for spans in timeline.stages for s in spans}
+    assert ends == {"0F0": 1, "0F1": 3, "1F0": 3, "1F1": 4, "1B1": 5, "1B0": 7, "0B1": 7, "0B0": 8}
+
+
+def test_two_stages_that_share_one_core_take_turns_without_loss() -> None:
+    """Factor n while n compute: work is done at the pace of one, whoever does it, as long as somebody computes."""
+    random_ = random.Random(0)
+    for _ in range(30):
+        k, m = random_.randint(2, 5), random_.randint(1, 6)
+        stages = costs(*([random_.random() + 0.1 for _ in range(k)] for _ in range(2)))
+        work = m * sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+        timeline = simulate(gpipe(k, m, "never"), stages, slowdown=range(1, k + 1))
+        assert timeline.step_seconds == pytest.approx(work, rel=1e-12)
+
+
+def by_small_steps(
+    schedule: Schedule, stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float], tick: float
+) -> float:
+    """When the last action ends, by a clock that goes in ticks: what is running gets a share of each."""
+    left: list[float | None] = [None] * len(schedule)
+    position = [0] * len(schedule)
+    ended: dict[Action, float] = {}
+    now = 0.0
+    while any(at < len(actions) for at, actions in zip(position, schedule, strict=True)):
+        for k, actions in enumerate(schedule):
+            if left[k] is not None or position[k] == len(actions):
+                continue
+            a = actions[position[k]]
+            neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
+            if 0 <= neighbour < len(schedule):
+                edge = edges[min(k, neighbour)]
+                transfer = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
+                if ended.get(Action(a.kind, neighbour, a.micro_batch), math.inf) + transfer > now:
+                    continue
+            left[k] = stages[k].backward_seconds if a.kind is Kind.B else stages[k].graph_seconds
+        running = [k for k, seconds in enumerate(left) if seconds is not None]
+        factor = slowdown[min(len(running), len(slowdown)) - 1]
+        now += tick
+        for k in running:
+            seconds = left[k]
+            assert seconds is not None
+            left[k] = seconds - tick / factor
+            if seconds <= tick / factor:
+                ended[schedule[k][position[k]]] = now
+                position[k] += 1
+                left[k] = None
+    return now
+
+
+def test_slowdown_equals_a_simulation_in_small_steps() -> None:
+    random_ = random.Random(1)
+    for name in SCHEDULES:
+        k, m = 3, 4
+        schedule = build(name, k, m, "never")
+        stages = costs(*([random_.uniform(1, 3) for _ in range(k)] for _ in range(2)))
+        edges = [EdgeCost(random_.random(), random_.random()) for _ in range(k - 1)]
+        slowdown = [1.0, 1.4, 1.9]
+        expected = by_small_steps(schedule, stages, edges, slowdown, 1e-3)
+        found = simulate(schedule, stages, edges, slowdown).step_seconds
+        assert found == pytest.approx(expected, abs=3 * k * m * 1e-3)  # every action may end up to a tick late
+        beyond = simulate(schedule, stages, edges, [*slowdown[:2], slowdown[1]]).step_seconds
+        assert simulate(schedule, stages, edges, slowdown[:2]).step_seconds == beyond
+
+
+def test_updates_follow_a_stages_last_action_and_share_the_machine() -> None:
+    stages = [StageCost(1, 1, 1, update_seconds=3), StageCost(1, 1, 1, update_seconds=2)]
+    timeline = simulate(gpipe(2, 1, "never"), stages)
+    assert timeline.step_seconds == 4  # of the actions
+    assert timeline.events[1][-1] == Event(What.UPDATE, 3, 5, None)
+    assert timeline.events[0][-1] == Event(What.UPDATE, 4, 7, None)
+    slowed = simulate(gpipe(2, 1, "never"), stages, slowdown=[1, 2])
+    # 0B0 and then 0's update share with 1's: 3 + 4, then 0's update has 2 of 3 left.
+    assert slowed.events[1][-1].end_seconds == 7
+    assert slowed.events[0][-1].end_seconds == 9
+    assert simulate(gpipe(2, 1, "never"), equal(2, 1, 1)).event_seconds(What.UPDATE) == (0, 0)
+
+
+def test_waiting_and_exposed_transfers() -> None:
+    timeline = simulate(gpipe(2, 2, "never"), equal(2, 1, 2), [EdgeCost(0.5, 0.25)])
+    first, second = timeline.events
+    backward, forward = Action(Kind.B, 0, 1), Action(Kind.F, 1, 0)
+    assert second == (Event(What.WAITING, 0, 1, forward), Event(What.TRANSFER, 1, 1.5, forward))
+    assert first == (  # free at 2, 1B1 ends at 5.5; 1B0 at 7.5, sent while 0B1 ran until 7.75
+        Event(What.WAITING, 2, 5.5, backward),
+        Event(What.TRANSFER, 5.5, 5.75, backward),
+    )
+    for spans, events in zip(timeline.stages, timeline.events, strict=True):  # nothing overlaps, nothing is left out
+        pieces = sorted([(p.start_seconds, p.end_seconds) for p in (*spans, *events)])
+        assert pieces[0][0] == 0
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+
+
+def test_a_schedule_that_deadlocks_is_refused() -> None:
+    f, b = ([[Action(kind, k, m) for m in range(2)] for k in range(2)] for kind in (Kind.F, Kind.B))
+    schedule = ((f[0][0], b[0][0], f[0][1], b[0][1]), (f[1][0], f[1][1], b[1][0], b[1][1]))
+    with pytest.raises(ValueError, match="deadlock"):
+        simulate(schedule, equal(2, 1, 1))
+
+
+def test_peak_of_kept_micro_batches() -> None:
+    for k, m in SHAPES:
+        for stage in range(k):
+            one, all_ = (peak_live(build(name, k, m, "never"))[stage] for name in ("1f1b", "gpipe"))
+            assert one == Live(graphs=min(k - stage, m), inputs=0)
+            assert all_ == Live(graphs=m, inputs=0)
+            one, all_ = (peak_live(build(name, k, m, "always"))[stage] for name in ("1f1b", "gpipe"))
+            assert one == Live(graphs=1, inputs=min(k - stage, m))
+            assert all_ == Live(graphs=1, inputs=m)
+            assert peak_live(gpipe(k, m, "except_last"))[stage] == Live(graphs=1, inputs=m - 1)
+    assert peak_live(forward_only(2, 4)) == (Live(0, 0), Live(0, 0))
+
+
+def test_what_is_held_while_each_action_runs() -> None:
+    # 0F0 0F1 0R1 0B1 0R0 0B0
+    assert live(gpipe(1, 2, "always"))[0] == (
+        Live(graphs=0, inputs=1),
+        Live(graphs=0, inputs=2),
+        Live(graphs=1, inputs=1),
+        Live(graphs=1, inputs=1),
+        Live(graphs=1, inputs=0),
+        Live(graphs=1, inputs=0),
+    )
+
+
+def test_everything_is_let_go_after_the_last_backward() -> None:
+    """What a stage holds in its last action is that action's own graph."""
+    for name, recompute, (k, m) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
+        for held in live(build(name, k, m, recompute)):
+            assert held[-1] == Live(graphs=1, inputs=0)
+            assert min(min(h.graphs, h.inputs) for h in held) >= 0
+
+
+def test_peak_bytes_with_recomputation_is_one_graph_and_the_boundaries() -> None:
+    """Section 2.3: N samples at the boundary and one micro-batch inside, instead of everything."""
+    sizes = [[100] * 8, [50] * 8], [[3] * 8, [4] * 8]
+    assert peak_bytes(gpipe(2, 8, "always"), *sizes) == (100 + 7 * 3, 50 + 7 * 4)
+    assert peak_bytes(gpipe(2, 8, "never"), *sizes) == (800, 400)
+    assert peak_bytes(build("1f1b", 2, 8, "never"), *sizes) == (200, 50)
+
+
+def test_peak_bytes_of_uneven_micro_batches() -> None:
+    """Two larger ones, two smaller ones: all of them at once, or the inputs and the graph of the one that runs."""
+    graphs, inputs = [[30, 30, 20, 20]], [[3, 3, 2, 2]]
+    assert peak_bytes(gpipe(1, 4, "never"), graphs, inputs) == (100,)
+    assert peak_bytes(gpipe(1, 4, "always"), graphs, inputs) == (3 + 30,)  # 0R1, when the smaller ones have gone
+    assert peak_bytes(build("1f1b", 1, 4, "never"), graphs, inputs) == (30,)
+
+
+def test_costs_of_zero_have_no_bubble() -> None:
+    assert simulate(gpipe(2, 2, "never"), equal(2, 0, 0)).idle_share == 0

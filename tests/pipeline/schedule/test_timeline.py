@@ -1,0 +1,140 @@
+"""A timeline's numbers, its picture and its trace file."""
+
+import json
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, gpipe
+from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
+from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What, gap
+
+
+def measured() -> Timeline:
+    """Two stages, begun at 100 s on some clock; stage 1 waits 1 s for its input."""
+    return Timeline(
+        (
+            (
+                Span(Action(Kind.F, 0, 0), 100.0, 101.0),
+                Span(Action(Kind.R, 0, 0), 101.0, 102.0),
+                Span(Action(Kind.B, 0, 0), 104.0, 106.0),
+            ),
+            (Span(Action(Kind.F, 1, 0), 101.0, 102.0), Span(Action(Kind.B, 1, 0), 102.0, 104.0)),
+        )
+    )
+
+
+def test_numbers_do_not_depend_on_when_the_clock_began() -> None:
+    timeline = measured()
+    assert timeline.start_seconds == 100
+    assert timeline.end_seconds == 106
+    assert timeline.step_seconds == 6
+    assert timeline.busy_seconds == (4, 3)
+    assert timeline.idle_seconds == (2, 3)
+    assert timeline.idle_share == 5 / 12
+    assert timeline.kind_seconds(Kind.F) == (1, 1)
+    assert timeline.kind_seconds(Kind.R) == (1, 0)
+    assert timeline.kind_seconds(Kind.B) == (2, 2)
+
+
+def test_the_picture_is_proportional_to_time() -> None:
+    assert measured().grid(width=10 + 24) == "\n".join(
+        (
+            "stage 0 | F0--R0--........B0------",
+            "stage 1 | ....F0--B0------........",
+        )
+    )
+    timeline = simulate(gpipe(2, 2, "never"), [StageCost(1, 1, 2)] * 2)
+    assert timeline.grid(width=10 + 45) == "\n".join(
+        (
+            "stage 0 | F0---F1---...............B1--------B0--------",
+            "stage 1 | .....F0---F1---B1--------B0--------..........",
+        )
+    )
+
+
+def test_a_name_that_does_not_fit_is_never_the_name_of_another_micro_batch() -> None:
+    spans = tuple(Span(Action(Kind.F, 0, m), m, m + 1) for m in range(10, 14))
+    assert Timeline((spans,)).grid(width=10 + 8) == "stage 0 | F-F-F-F-"
+    assert Timeline((spans,)).grid(width=10 + 12) == "stage 0 | F10F11F12F13"
+
+
+@pytest.mark.parametrize("width", [11, 30, 77, 120])
+def test_every_row_has_the_width(width: int) -> None:
+    timeline = simulate(
+        gpipe(3, 5, "always"), [StageCost(0.3, 0.3, 0.9), StageCost(1.1, 1.1, 2.0), StageCost(0.7, 0.7, 1.3)]
+    )
+    rows = timeline.grid(width).split("\n")
+    assert [len(row) for row in rows] == [width] * 3
+
+
+def test_the_trace_is_what_perfetto_opens() -> None:
+    """The array form of the trace event format: ``ph`` X with ``ts`` and ``dur`` in microseconds, M for rows."""
+    events = json.loads(json.dumps(measured().chrome_trace()))
+    complete = [e for e in events if e["ph"] == "X"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert names == {0: "stage 0", 1: "stage 1"}
+    assert [e["name"] for e in complete] == ["0F0", "0R0", "0B0", "1F0", "1B0"]
+    backward = complete[2]
+    assert (backward["tid"], backward["cat"], backward["ts"], backward["dur"]) == (0, "B", 4_000_000, 2_000_000)
+    assert backward["args"] == {"kind": "B", "stage": 0, "micro_batch": 0}
+    assert {"name", "ph", "ts", "dur", "pid", "tid"} <= backward.keys()
+
+
+def test_two_timelines_share_a_trace() -> None:
+    predicted = simulate(gpipe(2, 3, "never"), [StageCost(1, 1, 2, update_seconds=1)] * 2)
+    shown = json.loads(json.dumps(measured().chrome_trace("measured") + predicted.chrome_trace("predicted", pid=1)))
+    names = {e["pid"]: e["args"]["name"] for e in shown if e["name"] == "process_name"}
+    assert names == {0: "measured", 1: "predicted"}
+    assert {(e["pid"], e["tid"]) for e in shown if e["ph"] == "X"} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    colours = {e["args"]["micro_batch"]: e["cname"] for e in shown if e["pid"] == 1 and e.get("cat") in ("F", "B")}
+    assert len(set(colours.values())) == 3
+    for event in shown:
+        if event.get("cat") in ("F", "R", "B"):
+            assert event["cname"] == colours[event["args"]["micro_batch"]]
+
+
+def test_events_are_in_the_trace() -> None:
+    waits = Action(Kind.F, 1, 0)
+    events = ((Event(What.UPDATE, 106.0, 107.5, None),), (Event(What.WAITING, 100.0, 101.0, waits),))
+    timeline = Timeline(measured().stages, events)
+    assert timeline.step_seconds == 6
+    assert timeline.event_seconds(What.UPDATE) == (1.5, 0)
+    assert timeline.event_seconds(What.WAITING) == (0, 1)
+    assert measured().event_seconds(What.UPDATE) == (0, 0)
+    update, waiting = (e for e in timeline.chrome_trace() if e.get("cat") in list(What))
+    assert (update["name"], update["tid"], update["ts"], update["dur"]) == ("update", 0, 6_000_000, 1_500_000)
+    assert update["args"] == {"stage": 0}
+    assert (waiting["name"], waiting["tid"], waiting["ts"], waiting["dur"]) == ("waiting", 1, 0, 1_000_000)
+    assert waiting["args"] == {"kind": "F", "stage": 1, "micro_batch": 0}
+
+
+@pytest.mark.parametrize(
+    ("free", "start", "sent", "waiting", "transfer"),
+    [
+        (1, 5, 3, (1, 3), (3, 5)),
+        (1, 5, 0, None, (1, 5)),  # sent before the stage was free: all of it is transfer
+        (1, 5, 9, (1, 5), None),  # clocks that differ a little
+        (1, 5, 5, (1, 5), None),
+        (1, 5, None, (1, 5), None),
+        (5, 5, 3, None, None),
+    ],
+)
+def test_what_lies_before_an_action(
+    free: float,
+    start: float,
+    sent: float | None,
+    waiting: tuple[float, float] | None,
+    transfer: tuple[float, float] | None,
+) -> None:
+    action = Action(Kind.F, 1, 0)
+    expected = [Event(what, *times, action) for what, times in ((What.WAITING, waiting), (What.TRANSFER, transfer))
+                if times is not None]  # fmt: skip
+    assert list(gap(action, free, start, sent)) == expected
+
+
+def test_nothing_happened() -> None:
+    timeline = Timeline(((), ()))
+    assert timeline.step_seconds == 0
+    assert timeline.idle_share == 0
+    assert timeline.grid(width=14) == "stage 0 | ....\nstage 1 | ...."
+    assert [e["ph"] for e in timeline.chrome_trace()] == ["M"] * 4

@@ -1,0 +1,212 @@
+"""What is chosen for `auto`, what is solved for, and what is said when nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+from training_runs import TINY, configure
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.planner import largest_model as solving
+from gpipe_cli.planner import placement as layout
+from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.largest_model import solve_max_model
+from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.placement import costs_by_figures, memory_limit
+from gpipe_cli.planner.plan import TooLargeError, make_plan
+from gpipe_cli.planner.search import choose, plan_or_refuse
+
+SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
+LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",
+      "dataset=synthetic_text", "dataset.vocabulary=50", "batch_tokens=null", "batch_size=8",
+      "hardware=h200"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Shapes:
+    return read_shapes(configure(*SETTINGS))
+
+
+def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
+    """Layers that cost a millisecond a sample, and `seconds` for every micro-batch."""
+
+    def costs_of(config: TrainConfig, shapes: Shapes) -> StepCosts:
+        of_figures = costs_by_figures(config, shapes)
+        each = 1e-3 * config.batch_size / config.micro_batches + seconds  # type: ignore[operator]
+        layers = (LayerSeconds(each, each, 2 * each),) * len(shapes.costs)
+        return StepCosts("made up", False, layers, (0.0,) * len(layers), of_figures.edges, ())
+
+    return costs_of
+
+
+def test_more_micro_batches_pay_until_each_costs_too_much(shapes: Shapes) -> None:
+    chosen = []
+    for overhead in (0.0, 1e-3, 1.0):
+        config, plan, (choice,) = choose(
+            configure(*SETTINGS, "partitions=2"), ["micro_batches"], shapes, with_overhead(overhead)
+        )
+        chosen.append(config.micro_batches)
+        assert [tried.value for tried in choice.tried] == ["1", "2", "4", "8", "16"]
+        assert choice.chosen.value == str(config.micro_batches)
+        known = [tried.plan.step_seconds for tried in choice.tried if tried.plan is not None]
+        assert plan.step_seconds <= 1.01 * min(known)
+        assert plan is choice.chosen.plan
+    assert chosen == [16, 2, 1]
+
+
+def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> None:
+    """ResNet-18 leaves one pixel of an image of 32."""
+    config = configure("model=resnet", "model.depth=18", *TINY[2:-2], "dataset.image_size=32", "hardware=h200")
+    _, _, (choice,) = choose(config, ["micro_batches"], read_shapes(config), with_overhead(0.0))
+    last = choice.tried[-1]
+    assert (last.value, last.plan) == ("8", None)
+    assert "more than 1 value" in last.reason
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100])
+def test_the_largest_is_found_by_doubling_and_halving(most: int) -> None:
+    for start in range(1, most + 1):
+        for limit in range(most + 2):
+            asked = []
+
+            def fits(guess: int, limit: int = limit, asked: list[int] = asked) -> bool:
+                asked.append(guess)
+                return guess <= limit
+
+            assert solving._largest(fits, start, most) == min(limit, most)
+            assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
+
+
+def test_partitions_and_micro_batches_are_chosen_together(shapes: Shapes) -> None:
+    config, plan, (choice,) = choose(
+        configure(*SETTINGS), ["partitions", "micro_batches"], shapes, with_overhead(0.0), elsewhere=True
+    )
+    assert choice.setting == "partitions, micro_batches"
+    assert len(choice.tried) == 4 * 5 - 5 * (len(shapes.costs) < 8)
+    assert (config.partitions, config.micro_batches) == (len(plan.balance), plan.micro_batches)
+    assert choice.chosen.value == f"{config.partitions}, {config.micro_batches}"
+
+
+def test_a_cut_by_hand_leaves_no_other_number_of_partitions(shapes: Shapes) -> None:
+    config = configure(*SETTINGS, f"partition.balance=[1,{len(shapes.costs) - 1}]")
+    chosen, _, (choice,) = choose(config, ["partitions"], shapes, with_overhead(0.0), elsewhere=True)
+    assert chosen.partitions == 2
+    assert sum(tried.plan is not None for tried in choice.tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("batch_size=1 micro_batches=1", "micro_batches=auto: batch_size=1 cannot be divided"),
+        ("batch_size=null batch_tokens=64", "micro_batches=auto: batch_tokens=64 does not say how many samples"),
+    ],
+)
+def test_nothing_to_choose_is_one_line(settings: str, line: str) -> None:
+    base = LM if "tokens" in settings else SETTINGS
+    config = configure(*base, *settings.split())
+    with pytest.raises(ValueError, match=line) as error:
+        choose(config, ["micro_batches"], read_shapes(config), with_overhead(0.0))
+    assert "\n" not in str(error.value)
+
+
+def test_recomputation_is_compared_with_the_modes() -> None:
+    config = configure(*SETTINGS, "micro_batches=4", "partitions=2", "recompute=never")
+    shapes = read_shapes(config)
+    limit = 0.8 * needed_gib(config, shapes)
+    tight = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=limit))
+    _, plan, (choice,) = choose(tight, [], shapes, costs_by_figures)
+    assert choice.setting == "recompute"
+    never, auto, most = choice.tried
+    assert (never.plan, auto.plan) == (None, plan)
+    assert auto.value == f"auto: {plan.recomputed[0]}, {plan.recomputed[1]} of 4 per stage"
+    assert most.plan is not None
+    assert 0 < sum(plan.recomputed) < sum(most.plan.recomputed)
+
+
+def needed_gib(config: TrainConfig, shapes: Shapes) -> float:
+    plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
+    return max(stage.total for stage in plan.memory) / 2**30
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last"])
+def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(shapes: Shapes, recompute: str) -> None:
+    config = configure(*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}")
+    limit = 0.55 * needed_gib(config, shapes)
+    tight = configure(*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}",
+                      f"hardware.memory_gib={limit}")  # fmt: skip
+    with pytest.raises(ValueError, match="no cut fits; in the best one stage") as error:
+        plan_or_refuse(tight, shapes, costs_by_figures)
+    line = str(error.value)
+    assert line.startswith(f"hardware.memory_gib={limit:g}: ")
+    # what it advises does fit
+    changes = line.rpartition("; use ")[2].split(" or ")
+    for change in changes:
+        again = configure(*list(SETTINGS), "micro_batches=2", "partitions=2", f"recompute={recompute}",
+                          f"hardware.memory_gib={limit}", *change.split())  # fmt: skip
+        plan_or_refuse(again, shapes, costs_by_figures)
+    assert changes[-1].startswith("hardware.memory_gib=")
+    assert len(changes) == 2
+
+
+def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody gave is not named, and more memory than there is is no advice."""
+    config = configure(*TINY, "batch_size=16", "micro_batches=2", "partitions=2", "recompute=auto")
+    monkeypatch.setattr(layout, "physical_memory_bytes", lambda: 2 * 10**6)
+    with pytest.raises(ValueError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
+        plan_or_refuse(config, read_shapes(config), costs_by_figures)
+    assert "memory_gib" not in str(error.value)
+
+
+def test_of_what_is_chosen_nothing_may_fit_either(shapes: Shapes) -> None:
+    config = configure(*SETTINGS, "hardware.memory_gib=0.0001")
+    with pytest.raises(ValueError, match=r"micro_batches=auto: none of 5 candidates fits; .*needs .* more"):
+        choose(config, ["micro_batches"], shapes, costs_by_figures)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_the_largest_model_fits_and_the_next_one_does_not(partitions: int) -> None:
+    config = configure(*LM, f"partitions={partitions}", "hardware.memory_gib=0.004")
+    solved, shapes, plan, (choice,) = solve_max_model(config, costs_by_figures)
+    limit = memory_limit(config)
+    assert limit is not None
+    assert max(stage.total for stage in plan.memory) <= limit
+    layers = solved.model.layers  # type: ignore[union-attr]
+    assert layers > 3
+    assert choice.chosen.value == str(layers)
+    costs: tuple[LayerCost, ...] = shapes.costs
+    assert len(costs) == layers + 2
+    more = configure(*LM, f"partitions={partitions}", "hardware.memory_gib=0.004", f"model.layers={layers + 1}")
+    larger = read_shapes(more)
+    with pytest.raises(TooLargeError):
+        make_plan(more, larger, costs_by_figures(more, larger), limit)
+
+
+def test_each_size_of_an_amoebanet_is_grown_alone() -> None:
+    config = configure(*TINY, "partitions=2", "model.filters=32", "hardware.memory_gib=0.03")
+    solved, _, _, choices = solve_max_model(config, costs_by_figures)
+    assert [choice.setting for choice in choices] == ["model.filters", "model.normal_cells"]
+    for choice in choices:
+        assert choice.chosen.plan is not None
+        values = [int(tried.value) for tried in choice.tried]
+        fits = [tried.plan is not None for tried in choice.tried]
+        assert values == sorted(values)
+        assert fits == sorted(fits, reverse=True)
+    grown = [solved.model.filters, solved.model.normal_cells]  # type: ignore[union-attr]
+    given = [config.model.filters, config.model.normal_cells]  # type: ignore[union-attr]
+    assert sum(a != b for a, b in zip(grown, given, strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (TINY, "solve=max_model: needs a limit"),
+        ([*TINY, "hardware.memory_gib=0.0001"], "not even the smallest model fits"),
+        (
+            ["model=resnet", "dataset=synthetic_images", "hardware.memory_gib=1"],
+            "solve=max_model: model=resnet has no size that can be varied",
+        ),
+    ],
+)
+def test_what_cannot_be_solved_is_one_line(settings: list[str], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        solve_max_model(configure(*settings), costs_by_figures)

@@ -1,0 +1,410 @@
+"""Comparisons of runs that a real reporter wrote: what differs, what is the same, what cannot be compared."""
+
+import csv
+import io
+import math
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reporting_runs import description, evaluation, log, prediction, recorded, step, text_evaluation, text_step
+
+from gpipe_cli.config.typed import show
+from gpipe_cli.reporting.compare.comparison import Comparison, compare
+from gpipe_cli.reporting.compare.curves import Curve, compared_curve, compared_tags, read_curves, same_curves
+from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
+from gpipe_cli.reporting.compare.page import write_page
+from gpipe_cli.reporting.compare.report import show_comparison, to_csv
+from gpipe_cli.reporting.compare.run_names import differing, folded, labels, listed, names, referred
+from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
+from gpipe_cli.reporting.plots.bars import draw_bars
+from gpipe_cli.reporting.plots.curves import THIN, WIDE, draw_curves, run_colour, running_median, styles
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.run.result import read_result, write_result
+
+IMAGES: dict[str, Any] = {
+    "partitions": 2, "micro_batches": 4, "output": "outputs", "run_folder": None, "resume": None,
+    "model": {"name": "amoebanet", "filters": 16}, "dataset": {"name": "digits", "classes": None},
+}  # fmt: skip
+TEXT: dict[str, Any] = IMAGES | {"model": {"name": "transformer_lm", "layers": 4}, "dataset": {"name": "python_docs"}}
+
+
+def ran(folder: Path, losses: list[float], status: str = "completed", **changes: Any) -> Path:
+    """A run in `folder` with these training losses, left by a reporter; `changes` are those of its settings."""
+    quiet, _ = log()
+    config = IMAGES | {"output": str(folder.parent), "run_folder": str(folder)} | changes
+    reporter = Reporter(folder, description(config=config, prediction=prediction()), quiet)
+    (folder / "config.yaml").write_text("", encoding="utf-8")
+    for number, loss in enumerate(losses, start=1):
+        reporter.step(step(number, loss=loss, seconds=0.0625 * changes.get("partitions", 2)))
+        reporter.recorded(recorded(number))
+    if losses:
+        reporter.evaluated(evaluation(len(losses)))
+    reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)  # type: ignore[arg-type]
+    return folder
+
+
+def changed(run: RunRecord, folder: str = "", **result: Any) -> RunRecord:
+    """A run as `run`, with other entries in its result.json."""
+    return RunRecord(run.folder / folder, run.settings, {**run.result, **result})
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """K = 1, 2 with the same bits, 4 with another last one, 16 that failed; and a run of text beside them."""
+    folder = tmp_path_factory.mktemp("compared") / "sweep"
+    same = [3.0, math.nan, 1.5, 1.25, 1.0]
+    beyond = struct.unpack("f", struct.pack("i", struct.unpack("i", struct.pack("f", 1.0))[0] + 1))[0]
+    ran(folder / "partitions=1", same, partitions=1)
+    ran(folder / "partitions=2", same)
+    ran(folder / "partitions=4", [*same[:-1], beyond], partitions=4)
+    ran(folder / "partitions=16", [3.0], "failed", partitions=16)
+    text = folder.parent / "2026-01-31_12-00-00_transformer_lm_python_docs_K2_M4"
+    about: dict[str, Any] = {"task": "language_model", "model_name": "transformer_lm", "dataset_name": "python_docs"}
+    reporter = Reporter(text, description(**about, config=TEXT | {"output": "elsewhere"}), log()[0])
+    (text / "config.yaml").write_text("", encoding="utf-8")
+    for number in range(1, 6):
+        reporter.step(text_step(number))
+    reporter.evaluated(text_evaluation(5))
+    reporter.finish("completed")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(sweep: Path) -> list[RunRecord]:
+    return [read_run(folder) for folder in find_runs(sweep)]
+
+
+@pytest.fixture(scope="module")
+def text(sweep: Path) -> RunRecord:
+    return read_run(next(sweep.parent.glob("*transformer*")))
+
+
+def table(comparison: Comparison, width: int = 80) -> str:
+    console, file = log(width=width)
+    show_comparison(console, comparison)
+    return file.getvalue()
+
+
+def rows(comparison: Comparison) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(to_csv(comparison))))
+
+
+def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
+    assert [folder.name for folder in find_runs(sweep)] == [f"partitions={k}" for k in (1, 2, 4, 16)]
+    assert find_runs(sweep / "partitions=2") == [sweep / "partitions=2"]
+    assert len(find_runs(sweep.parent)) == 5  # one and two levels below
+    with pytest.raises(ValueError, match="nowhere: there is no such folder"):
+        find_runs(sweep / "nowhere")
+    with pytest.raises(ValueError, match=r"result\.json: is a file"):
+        find_runs(sweep / "partitions=2" / "result.json")
+    (sweep.parent / "empty").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match="no run there"):
+        find_runs(sweep.parent / "empty")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "has no result.json"),
+        ('{"status": ', "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ("{}", "holds no settings"),
+    ],
+)
+def test_a_result_that_cannot_be_read_is_one_line(tmp_path: Path, content: str | None, line: str) -> None:
+    if content is not None:
+        (tmp_path / "result.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=line) as error:
+        read_run(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
+    assert differing(runs) == ["partitions"]  # though output, run_folder and names of files differ too
+    assert names(runs) == labels(runs) == [f"partitions={k}" for k in (1, 2, 4, 16)]
+    assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
+    assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
+    # A setting that one model has and the other has not is told by the model.
+    assert differing([runs[1], text]) == ["model.name", "dataset.name"]
+    assert names([runs[1], text]) == ["model=amoebanet, dataset=digits", "model=transformer_lm, dataset=python_docs"]
+
+
+def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]) -> None:
+    """Every run records its threads, and by default they follow from K."""
+
+    def with_threads(*threads: int) -> list[RunRecord]:
+        return [replace(run, settings={**run.settings, "threads": n}) for run, n in zip(runs, threads, strict=False)]
+
+    assert differing(with_threads(4, 2, 1)) == ["partitions"]
+    assert differing([*with_threads(4, 2, 1), *with_threads(1)]) == ["partitions", "threads"]
+    assert names([*with_threads(4), *with_threads(1)]) == ["threads=4", "threads=1"]
+
+
+def test_runs_of_which_many_settings_differ_are_named_by_their_folders(runs: list[RunRecord]) -> None:
+    def at(*folders: str) -> list[str]:
+        many = [
+            RunRecord(Path("/o") / folder, dict.fromkeys("abcd", n), {}) for n, folder in enumerate(folders)
+        ]  # fmt: skip
+        return names(many)
+
+    assert at("2026-01-31_12-00-00_resnet_digits_K2_M4", "2026-01-31_12-30-00_amoebanet_digits_K8_M4") == [
+        "resnet_K2", "amoebanet_K8",
+    ]  # fmt: skip
+    assert at("2026-01-31_12-00-00_x_K2", "2026-01-31_12-30-00_x_K2") == ["12-00-00", "12-30-00"]
+    assert at("2026-01-31_12-00-00_x_K2", "2026-02-01_12-00-00_x_K2") == ["2026-01-31", "2026-02-01"]
+    assert at("a/micro_batches=4", "b/micro_batches=4") == ["a", "b"]
+    assert at("micro_batches=4", "micro_batches=8", "other_one") == ["micro_batches=4", "micro_batches=8", "other_one"]
+    assert at("only_one") == ["only_one"]
+    many = [RunRecord(Path(f"/o/r{n}"), dict.fromkeys("abcd", n), {}) for n in range(9)]
+    assert labels(many)[2] == "3: r2"
+    assert referred(many, [0, 1, 2, 3, 6]) == "runs 1 to 4, 7"
+    assert referred(many, [4]) == "run 5"
+
+
+def test_values_and_keys_are_shown_as_they_are_typed() -> None:
+    assert [show(value) for value in (None, True, [4, 8], ["a, b"], 1e-5, "x", {})] == [
+        "null", "true", "[4,8]", "[a, b]", "1e-05", "x", "{}",
+    ]  # fmt: skip
+    assert folded("micro_batches") == "micro_\nbatches"
+    assert folded("model.filters") == "model.\nfilters"
+    assert folded("seed") == "seed"
+    assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h, and 2 more"
+
+
+def test_curves_are_read_bit_for_bit(sweep: Path) -> None:
+    curve = read_curves(sweep / "partitions=1")["train/loss"]
+    assert curve.steps == (1, 2, 3, 4, 5)
+    assert struct.pack("5f", *curve.values) == struct.pack("5f", 3.0, math.nan, 1.5, 1.25, 1.0)
+    assert read_curves(sweep) == {}  # a folder without events; those of the runs in it are theirs
+
+
+def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None:
+    assert same_curves(runs, "train/loss") == ((0, 1),)  # NaN included; K = 4 differs in one bit, K = 16 is shorter
+    assert same_curves(runs, "test/top1") == ((0, 1, 2),)
+    assert same_curves(runs, "no/such/tag") == ()
+    assert same_curve_notes(compare(runs), "train/loss") == [
+        "train/loss is identical to the last bit: partitions=1, partitions=2"
+    ]
+
+
+def test_a_sample_of_a_curve_is_never_called_identical() -> None:
+    class Made:
+        def __init__(self, *values: float, complete: bool = True) -> None:
+            self.curves = {"x": Curve(tuple(range(len(values))), values, complete)}
+
+    assert same_curves([Made(1.0), Made(1.0, complete=False), Made(1.0)], "x") == ((0, 2),)
+    assert same_curves([Made(0.0), Made(-0.0)], "x") == ()
+    assert same_curves([Made(), Made()], "x") == ()
+
+
+def test_what_a_resumed_run_repeated_counts_once(tmp_path: Path) -> None:
+    ran(tmp_path / "run", [3.0, 2.0, 1.0])
+    resumed = Reporter(tmp_path / "run", description(first_step=1, resumed_from=str(tmp_path / "run")), log()[0])
+    for number in (2, 3, 4):
+        resumed.step(step(number, loss=number / 4))
+    resumed.finish("completed")
+    curve = read_run(tmp_path / "run").curves["train/loss"] if (tmp_path / "run/result.json").exists() else None
+    assert curve is not None
+    assert (curve.steps, curve.values) == ((1, 2, 3, 4), (3.0, 0.5, 0.75, 1.0))
+
+
+def test_the_table_has_what_differs_and_what_came_of_it(runs: list[RunRecord]) -> None:
+    shown_table = table(compare(runs))
+    lines = shown_table.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    (head,) = (number for number, line in enumerate(lines) if line.startswith("run partitions status"))
+    assert "micro" not in shown_table
+    assert re.split(r"\s+", lines[head + 2].strip())[:6] == ["1", "1", "completed", "87.5", "87.5", "512.0"]
+    assert re.split(r"\s+", lines[head + 4].strip())[:6] == ["3", "4", "completed", "87.5", "87.5", "128.0"]
+    assert "partitions=16 failed: boom [31min 1F0 [red]" in " ".join(shown_table.split())
+
+
+def test_six_runs_fit_eighty_columns(runs: list[RunRecord]) -> None:
+    six = [
+        RunRecord(run.folder / str(n), {**run.settings, "partitions": 2**n, "micro_batches": 4 * n}, run.result)
+        for n, run in enumerate(runs[:1] * 6)
+    ]
+    lines = table(compare(six)).splitlines()
+    assert len([line for line in lines if line.startswith("─")]) == 1, "one table"
+    assert {"partitions", "micro_", "batches", "top-1", "bubble", "memory", "steps", "time"} <= set(
+        " ".join(lines[:6]).split()
+    )
+
+
+def test_columns_that_do_not_fit_become_tables_of_the_same_rows(runs: list[RunRecord]) -> None:
+    wide = [
+        RunRecord(run.folder, {f"group.setting_{n}": k * 10**9 for n in range(20)}, run.result)
+        for k, run in enumerate(runs)
+    ]
+    lines = table(compare(wide)).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert len([line for line in lines if line.startswith("─")]) >= 3
+    assert len([line for line in lines if line.startswith("  4 ")]) == len([line for line in lines if "─" in line])
+    assert "more settings differ: group.setting_" in " ".join(" ".join(lines).split())
+
+
+def test_csv_has_all_digits_and_units(runs: list[RunRecord], text: RunRecord) -> None:
+    read = rows(compare([*runs, text]))
+    assert [row["partitions"] for row in read] == ["1", "2", "4", "16", "2"]
+    assert float(read[0]["samples_per_second"]) == 512.0
+    assert read[0]["memory_bytes_fullest"] == str(float(2**29))
+    assert (read[0]["test_perplexity"], read[4]["test_top1"]) == ("", "")
+    assert float(read[4]["test_perplexity"]) == pytest.approx(41.3)
+    assert float(read[4]["tokens_per_second"]) == 16_000.0
+    assert read[3]["status"] == "failed"
+    assert read[3]["error"] == "boom [31min 1F0 [red]"
+
+
+def test_measured_predicted_and_ideal_are_columns_apart(runs: list[RunRecord], text: RunRecord) -> None:
+    (row, *_) = rows(compare(runs))
+    assert [float(row[f"bubble_{kind}"]) for kind in ("measured", "predicted", "ideal")] == [
+        pytest.approx(0.1), pytest.approx(0.12), pytest.approx(0.2),
+    ]  # fmt: skip
+    assert float(row["step_seconds"]) == 0.0625
+    assert float(row["step_seconds_predicted"]) == 0.06
+    unmeasured = changed(runs[0], bubble={"measured": None, "predicted": 0.16, "ideal": 0.2}, step_seconds=None)
+    (row,) = rows(compare([unmeasured]))
+    assert row["bubble_predicted"] == "0.16"
+    assert "bubble_measured" not in row
+    assert "step_seconds" not in row
+    assert "16.0" not in table(compare([unmeasured]))
+
+
+def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
+    bench = changed(
+        runs[0], command="bench", samples_per_second_quartiles=[500.0, 525.5], model_flops_per_second=2.5e9, mfu=0.25,
+        test=None, best=None,
+    )  # fmt: skip
+    both = compare([bench, runs[1]])
+    (first, second) = rows(both)
+    assert (first["samples_per_second_q1"], first["samples_per_second_q3"], first["mfu"]) == ("500.0", "525.5", "0.25")
+    assert (second["mfu"], second["command"]) == ("", "train")
+    printed = table(both, 160)
+    assert "500.0 525.5" in printed
+    assert "2.5 G 25.0" in printed
+    assert "runs of gpipe bench are not evaluated" in printed
+
+
+def test_what_a_measurement_sets_by_itself_is_no_difference(tmp_path: Path) -> None:
+    """`epochs` and `max_steps` of a bench are its own; its users cannot give them."""
+    own = {"epochs": 8, "max_steps": 8, "checkpoint": {"keep": 1}}
+    for k in (1, 2):
+        ran(tmp_path / f"bench{k}", [3.0], partitions=k, **own)
+        result = read_result(tmp_path / f"bench{k}")
+        write_result(tmp_path / f"bench{k}", {**result, "command": "bench"})
+        ran(tmp_path / f"train{k}", [3.0], partitions=k, epochs=2, max_steps=None, checkpoint={"keep": 3})
+    both = [read_run(folder) for folder in find_runs(tmp_path)]
+    assert differing(both) == ["partitions"]
+    assert names(both)[0] == "partitions=1 #1"
+    assert not any("another version of gpipe" in note for note in notes(compare(both)))
+    longer = read_run(ran(tmp_path / "longer", [3.0], epochs=5, max_steps=None, checkpoint={"keep": 3}))
+    comparison = compare([both[0], both[2], longer])
+    assert [row["epochs"] for row in rows(comparison)] == ["", "2", "5"], "of a training it is"
+    keys = [column.key for column in comparison.columns]
+    assert len(set(keys)) == len(keys), "epochs, and those that were done"
+
+
+def test_a_run_without_a_speed_has_no_kind_of_it(tmp_path: Path, runs: list[RunRecord]) -> None:
+    dry = read_run(ran(tmp_path / "dry", [], "dry_run"))
+    assert dry.result["samples_per_second_kind"] is None
+    before = changed(dry, samples_per_second_kind="measured_one_device")  # so earlier versions wrote it
+    assert [row["speed_kind"] for row in rows(compare([runs[0], dry, before]))] == ["measured", "", ""]
+    assert not any("one device" in note for note in notes(compare([runs[0], before])))
+
+
+def test_shared_devices_have_a_column_and_a_note(runs: list[RunRecord]) -> None:
+    assert "one device" not in table(compare(runs[:2]))
+    found = table(compare([runs[0], changed(runs[1], samples_per_second_kind="measured_one_device")]))
+    assert len(re.findall(r"\d measured ", found)) == 1
+    assert len(re.findall(r"\d one device ", found)) == 1
+    assert "not the speed of a pipeline: partitions=2" in " ".join(found.split())
+
+
+def test_what_cannot_be_compared_is_said(runs: list[RunRecord], text: RunRecord) -> None:
+    def said(*others: RunRecord) -> str:
+        return "\n".join(notes(compare([runs[0], *others])))
+
+    assert said(runs[1]) == ""
+    assert "different tasks (classification: " in said(text)
+    assert "different models (amoebanet-d: " in said(text)
+    assert "different data sets (digits: partitions=1; cifar10: " in said(changed(runs[1], dataset="cifar10"))
+    h200 = {**runs[1].result["hardware"], "gpus": ["NVIDIA H200"] * 2}
+    assert re.search(
+        r"different machines \(.*2 x NVIDIA H200, .*: partitions=2\)", said(changed(runs[1], hardware=h200))
+    )
+    threads = {**runs[1].result["hardware"], "threads_per_process": 64}
+    assert "numbers of threads per process (1: partitions=1; 64: " in said(changed(runs[1], hardware=threads))
+    assert "running: still at work, or killed" in said(changed(runs[1], status="running"))
+    assert "that of warm-up steps is shown: partitions=2" in said(changed(runs[1], speed_includes_warm_up=True))
+    assert "their time is that since then: partitions=2" in said(changed(runs[1], resumed_from="outputs/x"))
+    older = {key: value for key, value in runs[1].settings.items() if key != "micro_batches"}
+    assert "another version of gpipe wrote them: micro_batches=4" in said(
+        RunRecord(runs[1].folder, older, runs[1].result)
+    )
+
+
+def test_a_run_from_before_most_of_this_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"config": {"partitions": 2}, "test": 5, "memory_bytes": "?"}')
+    comparison = compare([read_run(tmp_path)])
+    assert "unknown" in table(comparison)
+    assert draw_bars(comparison) is None
+    assert compared_tags(comparison.runs) == []
+
+
+def test_identical_curves_are_all_seen(runs: list[RunRecord]) -> None:
+    made = styles(4, [[0, 1, 2, 3]])
+    assert [style.width for style in made] == sorted((style.width for style in made), reverse=True)
+    assert (made[0].width, made[-1].width) == (WIDE, THIN)
+    assert [style.order for style in made] == sorted(style.order for style in made)
+    brightness = [sum(bytes.fromhex(style.colour[1:])) for style in made]
+    assert brightness == sorted(brightness, reverse=True)
+    assert len({style.colour for style in made}) == 4
+    picture = draw_curves(runs[:2], ["train/loss"])
+    assert picture.dtype == np.uint8
+    for style in styles(2, [[0, 1]]):  # both colours are in the panel, above the legend, and the pale one has a rim
+        colour = np.frombuffer(bytes.fromhex(style.colour[1:]), np.uint8)
+        assert (np.abs(picture[:-80].astype(int) - colour).max(axis=2) <= 2).sum() > 500, style
+
+
+def test_pictures_take_what_runs_have(runs: list[RunRecord], text: RunRecord) -> None:
+    assert compared_tags(runs) == ["train/loss", "test/top1", "speed/samples_per_second"]
+    assert compared_tags([text]) == ["train/loss", "test/perplexity", "speed/tokens_per_second"]
+    both = [*runs, text]
+    tags = compared_tags(both)
+    assert len(tags) == 5
+    one, all_ = draw_curves(both, tags[:1]), draw_curves(both, tags)
+    assert all_.shape[1:] == one.shape[1:]
+    assert all_.shape[0] > 3 * one.shape[0]
+    samples = "speed/samples_per_second"
+    assert samples in text.curves
+    assert compared_curve(text, samples) is None, "sentences, which are no images"
+    panel = draw_curves([runs[0], text], [samples])[:-80].astype(int)  # above the legend
+    drawn = [(np.abs(panel - np.frombuffer(bytes.fromhex(run_colour(n, 2)[1:]), np.uint8)) <= 2) for n in (0, 1)]
+    assert [bool(found.all(axis=2).any()) for found in drawn] == [True, False]
+    bars = draw_bars(compare(both))
+    assert bars is not None
+    assert bars.shape[1] == one.shape[1]
+
+
+def test_a_running_median_forgets_a_single_step() -> None:
+    assert running_median([1.0, 1.0, 100.0, 1.0, 1.0, 2.0, 2.0], width=3) == [1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunRecord]) -> None:
+    (tmp_path / "curves.png").write_bytes(b"\x89PNG")
+    odd = RunRecord(runs[1].folder, {**runs[1].settings, "partitions": "<b>&"}, runs[1].result)
+    comparison = compare([runs[0], odd])
+    write_page(tmp_path / "page.html", comparison, ["<script>x"], [(tmp_path / "curves.png", "curves")])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "page.html"]
+    assert re.findall(r"\bsrc=\"([^,\"]*)", page) == ["data:image/png;base64"]
+    assert not re.search(r"https?:|@import|<link|fetch\(|XMLHttp|\bhref=", page)
+    assert "<li>&lt;script&gt;x</li>" in page
+    assert 'data-value="&lt;b&gt;&amp;"' in page
+    assert f'data-value="{runs[0].result["memory_bytes"][1]:.1f}"' in page  # sorted by bytes, shown in MiB
+    assert "prefers-color-scheme:dark" in page

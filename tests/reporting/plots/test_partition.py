@@ -1,0 +1,94 @@
+"""The picture of the partitions, measured with a ruler: how long the bars of its layers are."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from reporting_runs import description, log, prediction, timeline
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots import partition as partition_picture
+from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.timeline_view import StepPicture
+
+Seconds = tuple[tuple[float, float], ...]
+
+
+def cut(*stages: Seconds, **changes: Any) -> RunDescription:
+    """A run with these seconds of the layers of its stages."""
+    partitions = tuple(
+        PartitionDescription(tuple(f"l{n}" for n in range(len(seconds))), 1000, None, "cpu", seconds)
+        for seconds in stages
+    )
+    memory = prediction(memory_bytes=(2**30,) * len(stages), activation_bytes=(0,) * len(stages))
+    return description(**({"partitions": partitions, "prediction": memory} | changes))
+
+
+def widths(picture: NDArray[np.uint8], run: RunDescription) -> list[tuple[int, int]]:
+    """The pixels across that each layer's forward and backward have, in the line where there are most."""
+    layers = sum(len(partition.layers) for partition in run.partitions)
+    bars = picture[: -round(partition_picture.LEGEND_INCHES * partition_picture.DPI)]
+
+    def most(colour: palette.Colour) -> int:
+        return int((bars == colour).all(axis=2).sum(axis=1).max())
+
+    return [
+        (most(palette.colour("F", layer, layers)), most(palette.colour("B", layer, layers))) for layer in range(layers)
+    ]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_layers_are_as_long_as_they_take(known: bool) -> None:
+    run = cut(((2.0, 3.0), (1.0, 4.0)), ((3.0, 5.0),), **({} if known else {"prediction": None}))
+    found = widths(partition_picture.draw(run), run)
+    unit = sum(found[0]) / 5
+    assert unit > 100
+    for (forward, backward), expected in zip(found, [(2, 3), (1, 4), (3, 5)], strict=True):
+        assert (forward / unit, backward / unit) == (pytest.approx(expected[0], 0.03), pytest.approx(expected[1], 0.03))
+
+
+def test_layers_that_are_not_trained_have_no_backward() -> None:
+    run = cut(((1.0, 0.0), (1.0, 2.0)))
+    (forward, backward), _ = widths(partition_picture.draw(run), run)
+    assert forward > 100
+    assert backward == 0
+
+
+@pytest.mark.parametrize("stages", [1, 128])
+def test_few_and_many_stages_are_all_there(stages: int) -> None:
+    run = cut(*(((1e-3, 2e-3),) * 4,) * stages)
+    picture = partition_picture.draw(run)
+    assert picture.shape[1] == partition_picture.WIDTH_INCHES * partition_picture.DPI
+    assert picture.shape[0] < 1200
+    coloured = picture[:, 250:1300].max(axis=2).astype(int) - picture[:, 250:1300].min(axis=2) > 30
+    rows = coloured.mean(axis=1) > 0.9  # lines of pixels inside of a bar
+    assert np.diff(np.concatenate([[0], rows.astype(int)])).clip(0).sum() == stages
+
+
+def test_the_picture_is_in_the_folder_and_in_tensorboard_once(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, cut(((1.0, 2.0),), ((1.0, 2.0),)), log()[0])
+    assert not (tmp_path / "partitions.png").exists()
+    reporter.timeline(StepPicture(1, 4, timeline()))
+    assert (tmp_path / "partitions.png").read_bytes().startswith(b"\x89PNG")
+    reporter.timeline(StepPicture(2, 8, timeline()))
+    reporter.finish("completed")
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (image,) = events.Images("partitions")
+    assert (image.step, image.width) == (0, 1760)
+
+
+@pytest.mark.parametrize(("ending", "drawn"), [("dry_run", True), ("interrupted", False)])
+def test_a_run_without_a_timeline_is_drawn_at_its_end(tmp_path: Path, ending: Any, drawn: bool) -> None:
+    Reporter(tmp_path, cut(((1.0, 2.0),)), log()[0]).finish(ending)
+    assert (tmp_path / "partitions.png").exists() == drawn
+
+
+def test_without_costs_there_is_no_picture(tmp_path: Path) -> None:
+    assert not partition_picture.known(description())
+    Reporter(tmp_path, description(), log()[0]).finish("completed")
+    assert not (tmp_path / "partitions.png").exists()

@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from reporting_runs import shares, timeline
+
+from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots import timeline as drawing
+from gpipe_cli.reporting.plots.timeline import draw, write_picture
+from gpipe_cli.reporting.timeline_view import Bar, TimelineView
+
+
+def test_views_know_their_ends_and_names() -> None:
+    view = timeline()
+    assert (view.end_seconds, view.micro_batches) == (pytest.approx(0.13), 2)
+    late = timeline(step_seconds=0.1)
+    assert late.end_seconds == pytest.approx(0.13)
+    assert [bar.name for bar in view.stages[1]] == ["waiting", "transfer", "F0", "F1", "B1", "R0", "B0", "update"]
+    assert TimelineView("", "predicted", ((), ()), 0.0, shares(0.1)).end_seconds == 0.0
+
+
+def pixel(views: list[TimelineView], panel: int, stage: int, seconds: float, down: float = 0.3) -> tuple[int, int]:
+    """Where the picture of views with equally many stages shows a time; `down` from the top of the stage's row."""
+    stages = len(views[0].stages)
+    height = min(drawing.ROW_INCHES * stages, drawing.PANEL_INCHES)
+    top = drawing.TOP_INCHES + panel * (drawing.TITLE_INCHES + height) + drawing.TITLE_INCHES
+    room = drawing.WIDTH_INCHES - drawing.LEFT_INCHES - drawing.RIGHT_INCHES
+    end = max(view.end_seconds for view in views) * drawing.MARGIN
+    row = (top + height * (stage + down) / stages) * drawing.DPI
+    return round(row), round((drawing.LEFT_INCHES + room * seconds / end) * drawing.DPI)
+
+
+def colour_at(picture: np.ndarray, place: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(int(part) for part in picture[place])
+
+
+def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() -> None:
+    views = [timeline(), timeline(0.005, kind="predicted")]
+    picture = draw(views)
+    assert picture.dtype == np.uint8
+    assert picture.shape[1:] == (round(drawing.WIDTH_INCHES * drawing.DPI), 3)
+    for panel, view in enumerate(views):  # one axis: the predicted step ends in the middle of the picture
+        for stage, bars in enumerate(view.stages):
+            for bar in bars:
+                if bar.what in ("F", "B"):
+                    quarter = bar.start_seconds + (bar.end_seconds - bar.start_seconds) / 4
+                    found = colour_at(picture, pixel(views, panel, stage, quarter))
+                    assert found == palette.colour(bar.what, bar.micro_batch, 2), (panel, stage, bar)
+    assert colour_at(picture, pixel(views, 0, 1, 0.12)) == palette.UPDATE
+    assert colour_at(picture, pixel(views, 1, 1, 0.117)) == (255, 255, 255)
+    idle = {colour_at(picture, pixel(views, 0, 1, 0.1 + n / 5000)) for n in range(10)}
+    assert palette.IDLE in idle
+    assert len(idle) > 1  # hatched
+
+
+def test_the_longer_timeline_makes_the_axis_whichever_it_is() -> None:
+    views = [timeline(0.005), timeline(0.01, kind="predicted")]
+    picture = draw(views)
+    assert colour_at(picture, pixel(views, 0, 0, 0.0325)) == palette.colour("B", 1, 2)
+    assert colour_at(picture, pixel(views, 1, 0, 0.065)) == palette.colour("B", 1, 2)
+
+
+def many(stages: int, micro_batches: int) -> TimelineView:
+    """Every stage does F and B of all micro-batches, each a second long, then nothing for as long."""
+    row = [Bar(what, m, 2 * m + b, 2 * m + b + 1) for m in range(micro_batches) for b, what in enumerate(("F", "B"))]  # type: ignore[arg-type]
+    return TimelineView("many", "predicted", (tuple(row),) * stages, 4 * micro_batches, shares(0.5))
+
+
+def test_many_bars_are_sampled() -> None:
+    view = many(128, 512)  # 131,072 bars, drawn one by one in minutes
+    picture = draw([view])
+    for stage in (0, 64, 127):
+        for m in (3, 255, 500):  # a pixel holds about as many forwards as backwards
+            found = np.array(colour_at(picture, pixel([view], 0, stage, 2 * m + 1, down=0.5)))
+            parts = np.array([palette.colour("F", m, 512), palette.colour("B", m, 512)])
+            assert (found >= parts.min(0) - 4).all(), (stage, m)
+            assert (found <= parts.max(0) + 4).all(), (stage, m)
+        assert colour_at(picture, pixel([view], 0, stage, 3 * 512, down=0.5)) == palette.IDLE
+
+
+def test_sampled_and_drawn_bars_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = many(2, 4)
+    one_by_one = draw([view])
+    monkeypatch.setattr(drawing, "MOST_BARS", 0)
+    sampled = draw([view])
+    assert sampled.shape == one_by_one.shape
+    for m in range(4):
+        for b in (0.25, 1.25):
+            place = pixel([view], 0, 1, 2 * m + b)
+            assert colour_at(sampled, place) == colour_at(one_by_one, place)
+
+
+@pytest.mark.parametrize(
+    "view", [TimelineView("nothing", "measured", ((), ()), 0.0, shares(0.1)), many(1, 1), many(40, 3)]
+)
+def test_strange_timelines_are_drawn(view: TimelineView) -> None:
+    assert draw([view]).std() > 0
+
+
+def test_a_picture_becomes_a_png_file(tmp_path: Path) -> None:
+    picture = draw([timeline()])
+    write_picture(tmp_path / "timeline.png", picture)
+    with Image.open(tmp_path / "timeline.png") as image:
+        assert image.format == "PNG"
+        assert (np.asarray(image.convert("RGB")) == picture).all()

@@ -1,0 +1,351 @@
+import io
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    TRANSLATION,
+    description,
+    evaluation,
+    log,
+    step,
+    text_evaluation,
+    text_step,
+)
+from rich.console import Console
+
+from gpipe_cli.reporting.run.console import RunConsole
+from gpipe_cli.reporting.run.description import PartitionDescription
+from gpipe_cli.reporting.run.progress_bar import following
+from gpipe_cli.reporting.run.summary import show_banner, show_line, show_summary
+
+SUMMARY = {
+    "status": "completed",
+    "error": None,
+    "task": "classification",
+    "epochs": 3,
+    "steps": 12,
+    "seconds": 133.0,
+    "test": {"loss": 0.0512, "top1": 0.986, "top5": 1.0, "averaged": True, "epoch": 3, "step": 12},
+    "best": {"loss": 0.05, "top1": 0.989, "top5": 1.0, "averaged": True, "epoch": 2, "step": 8},
+    "samples_per_second": 512.0,
+    "samples_per_second_kind": "measured",
+    "without_core": 0.01,
+    "speed_includes_warm_up": False,
+    "speed_steps": 9,
+    "warm_up_steps": 3,
+    "step_seconds": 0.0625,
+    "memory_bytes": [3 * 2**20, 2**29],
+}
+
+TEXT_SUMMARY = SUMMARY | {
+    "task": "translation",
+    "test": {"loss": 3.721, "perplexity": 41.3, "token_accuracy": 0.312, "averaged": True, "epoch": 3, "step": 12},
+    "best": {"loss": 3.7, "perplexity": 40.4, "token_accuracy": 0.32, "averaged": True, "epoch": 2, "step": 8},
+    "tokens_per_second": 12_345.0,
+    "samples_per_second": 96.4,
+    "unigram_perplexity": 312.0,
+}
+
+
+def banner(**changes: object) -> str:
+    console, file = log()
+    show_banner(console, description(**changes), Path("outputs/run"))
+    return file.getvalue()
+
+
+def summary(resume: str | None = "outputs/run", **changes: object) -> str:
+    console, file = log()
+    show_summary(console, SUMMARY | changes, Path("outputs/run"), "outputs/run/last, after step 8", resume)
+    return file.getvalue()
+
+
+def test_the_banner_says_what_runs() -> None:
+    text = banner()
+    assert "global batch 32 = 1 replica x 4 micro-batches x 8 samples\n" in text
+    for fact in (
+        "amoebanet-d: 5 layers, 1.24 M parameters",
+        "digits: 1,437 training and 360 test samples",
+        "K = 2 partitions, M = 4 micro-batches",
+        "gpipe, recompute except_last",
+        "distributed, 1 thread",
+        "ideal bubble 20.0 %",
+        "learning rate 0.04",
+        "outputs/run",
+    ):
+        assert fact in text
+    rows = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
+    assert "0 cpu 3: stem ... normal_2 432.1 k 51.2 %" in rows
+    assert "1 cpu 2: normal_3, classifier 812.3 k 48.8 %" in rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"micro_batch_sizes": (6, 6, 5, 5)}, "global batch 22 = 1 replica x 4 micro-batches x 6 or 5 samples"),
+        ({"micro_batch_sizes": (1,)}, "global batch 1 = 1 replica x 1 micro-batch x 1 sample"),
+        ({"replicas": 2}, "global batch 64 = 2 replicas x 4 micro-batches x 8 samples"),
+        ({"resumed_from": "outputs/a", "first_step": 4}, "resumed from outputs/a, 4 steps done"),
+        ({"preset": "small"}, "preset       small: settings that suit this model and data set; what is given wins\n"),
+        (
+            {"notes": (("init from", "outputs/x: 11 layers taken, new: classifier"),)},
+            "init from    outputs/x: 11 layers",
+        ),
+        (LANGUAGE_MODEL, "dataset      python_docs: 412 training and 46 test sequences of 128 tokens\n"),
+        (LANGUAGE_MODEL, "vocabulary   2,000 tokens\n"),
+        (LANGUAGE_MODEL, "global batch 32 = 1 replica x 4 micro-batches x 8 sequences\n"),
+        (LANGUAGE_MODEL | {"train_samples": None, "test_samples": None}, "dataset      python_docs\n"),
+        (TRANSLATION, "dataset      cldr: 160,123 training and 8,123 test sentences, 214 languages\n"),
+        (TRANSLATION, "K = 2 partitions, M = 4 micro-batches\n"),
+        (TRANSLATION, "global batch 4,096 tokens = 1 replica x 4 micro-batches\n"),
+        (TRANSLATION | {"replicas": 2}, "global batch 8,192 tokens = 2 replicas x 4 micro-batches\n"),
+        (TRANSLATION | {"micro_batch_sizes": (1,), "batch_tokens": None}, "x 1 micro-batch x 1 sentence\n"),
+        ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps\n             learning rate 0.04\n"),
+        ({"learning_rate": 0.01, "warm_up": (4, 0.04)}, " learning rate 0.04, after a warm-up of 4 steps from 0.01\n"),
+    ],
+)
+def test_lines_of_the_banner(changes: dict[str, object], line: str) -> None:
+    assert line in banner(**changes)
+
+
+def test_a_big_model_fits_80_columns_in_banner_and_progress() -> None:
+    names = tuple(f"a_rather_long_layer_name_{number}" for number in range(36))
+    partitions = tuple(PartitionDescription(names, 155_300_000, 0.1, "cuda:7") for _ in range(8))
+    run = description(partitions=partitions, micro_batch_sizes=(64,) * 32, epochs=100, train_samples=1_281_167)
+    console, file = log()
+    screen = RunConsole(console, run, line_seconds=0)
+    screen.banner(Path("outputs/run"))
+    screen.step(step(1, epoch=100, top1=1.0, learning_rate=0.000012345), 123_456.7)
+    screen.evaluated(evaluation(1, epoch=100, top1=1.0))
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("run", [LANGUAGE_MODEL, TRANSLATION], ids=["language_model", "translation"])
+def test_big_numbers_of_text_fit_80_columns_and_stay_apart(run: dict[str, Any]) -> None:
+    console, file = log()
+    screen = RunConsole(console, description(**run, epochs=100), line_seconds=0)
+    screen.banner(Path("outputs/run"))
+    worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
+    screen.step(text_step(1, cross_entropy=12.3456, **worst), 999_999.4)
+    screen.step(text_step(4, cross_entropy=12.3456, **worst), 1_234_567.8)
+    screen.evaluated(text_evaluation(4, epoch=100, loss=13.5, top1=1.0))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    *_, heading, sign_of_life, tested = lines
+    assert re.split("  +| (?=train|token|test|perp)", heading) == [
+        *("epoch", "train loss", "token acc", "test loss", "perplexity", "token acc", "tokens/s", "lr")
+    ]
+    assert sign_of_life.split() == ["100/100", "25%", "12.3456", "100.0", "%", "999,999", "1.23e-05"]
+    assert tested.split() == [
+        *("100/100", "12.3456", "100.0", "%", "13.5000", "729,416", "100.0", "%", "1.23", "M", "1.23e-05", "best")
+    ]
+
+
+def test_numbers_stand_below_their_headings() -> None:
+    for run, one, tested in (({}, step(4), evaluation(4)), (LANGUAGE_MODEL, text_step(4), text_evaluation(4))):
+        console, file = log()
+        screen = RunConsole(console, description(**run))
+        screen.step(one, 512.0)
+        screen.evaluated(tested)
+        heading, line = file.getvalue().splitlines()
+        ends = [match.end() for match in re.finditer(r"(train|test) loss|token acc|perplexity|\S+", heading)]
+        cells = [match.end() for match in re.finditer(r"\S+( %)?", line.removesuffix(" best"))]
+        assert cells[1:] == ends[1:]
+
+
+def test_an_epoch_of_text_weighs_tokens() -> None:
+    console, file = log()
+    screen = RunConsole(console, description(**LANGUAGE_MODEL, steps_per_epoch=2))
+    screen.step(text_step(1, tokens=3000, cross_entropy=1.0, top1=0.1), None)
+    screen.step(text_step(2, tokens=1000, cross_entropy=3.0, top1=0.5), 16_000.0)
+    screen.evaluated(text_evaluation(2, is_best=False))
+    assert file.getvalue().splitlines()[-1].split() == [
+        *("1/3", "1.5000", "20.0", "%", "3.7209", "41.3", "31.2", "%", "16,000", "0.04")
+    ]
+
+
+def test_the_bar_of_text_counts_tokens_and_stays_one_line() -> None:
+    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
+    screen = RunConsole(console, description(**TRANSLATION, epochs=100))
+    screen.start()
+    screen.step(text_step(1, top1=1.0, cross_entropy=12.3456, learning_rate=0.000012345), 123_456.7)
+    screen.step(text_step(2, tokens=9000), 12_345.0)
+    screen.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert max(map(len, frames)) <= 80
+    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
+    assert re.search(r"loss 2\.8546 token acc 32\.5 % 12,345 tokens/s lr 0\.04", bars[-1])
+
+
+def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
+    console, file = log()
+    screen = RunConsole(console, description())
+    screen.banner(Path("outputs/run"))
+    screen.start()
+    screen.step(step(1), None)
+    assert "train loss" not in file.getvalue()
+    for number in range(2, 10):
+        screen.step(step(number), 512.0)
+        if number == 8:
+            screen.evaluated(evaluation(8))
+    screen.stop()
+    screen.stop()
+    text = file.getvalue()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("epoch"))
+    assert [line.split() for line in lines[start + 1 :]] == [
+        ["1/3", "1.7500", "25.0", "%", "512.0", "0.04"],
+        ["2/3", "1.3500", "25.0", "%", "1.2500", "87.5", "%", "100.0", "%", "512.0", "0.04", "best"],
+    ]
+
+
+def test_a_long_epoch_shows_signs_of_life_in_a_log() -> None:
+    console, file = log()
+    screen = RunConsole(console, description(), line_seconds=0)
+    for number in range(1, 5):
+        screen.step(step(number), 512.0)
+    screen.stop()
+    _, *lines = file.getvalue().splitlines()
+    assert [line[:10].strip() for line in lines] == ["1/3 25%", "1/3 50%", "1/3 75%", "1/3"]
+
+
+def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
+    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
+    screen = RunConsole(console, description(epochs=100))
+    screen.start()
+    screen.step(step(1, top1=1.0, learning_rate=0.000012345), 12_345.6)
+    for number in range(2, 5):
+        screen.step(step(number), 512.0)
+    screen.evaluated(evaluation(4))
+    screen.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert max(map(len, frames)) <= 80
+    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
+    assert "waiting for the first step" in bars[0]
+    assert re.search(r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04", bars[-1])
+    assert any(frame.startswith("1/100 ") and frame.endswith("best") for frame in frames)
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_breaks_no_word_and_shows_the_time_left(width: int) -> None:
+    console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
+    names = tuple(f"layer_{number:03d}" for number in range(36))
+    partitions = (PartitionDescription(names, 155_300_000, 0.5, "cuda:7"),) * 2
+    screen = RunConsole(console, description(epochs=100, partitions=partitions))
+    screen.banner(Path("outputs/run"))
+    screen.start()
+    for number in range(1, 5):
+        screen.step(step(number), 512.0)
+    screen.evaluated(evaluation(4))
+    screen.stop()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert max(map(len, frames)) <= width
+    for word in ("micro-batches", "parameters", "layer_000", "layer_035", "samples", "learning", "155.3"):
+        assert any(word in frame.split() for frame in frames), (word, frames)
+    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
+    assert re.search(r"loss \d\.\d{4} .*(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
+    assert "…" not in file.getvalue()
+    assert any(frame.split()[:1] == ["1/100"] and "87.5 %" in frame and frame.endswith("best") for frame in frames)
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
+    console, file = log()
+    screen = RunConsole(console, description(), line_seconds=0)
+    screen.step(step(1, cross_entropy=float("nan"), learning_rate=float("nan")), 512.0)
+    assert file.getvalue().count("nan") == 2
+
+
+def test_the_summary_of_a_completed_run() -> None:
+    lines = summary().splitlines()
+    assert "completed in 2 min 13 s: 3 epochs, 12 steps" in lines
+    assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
+    assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
+    assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
+    assert "peak memory  stage 0 3.0 MiB, stage 1 512.0 MiB" in lines  # of parts nothing is known
+    assert "curves       tensorboard --logdir outputs/run" in lines
+    assert not [line for line in lines if "checkpoint" in line or "resume" in line]
+
+
+def test_the_summary_says_what_kind_of_number_the_speed_is() -> None:
+    assert "measured: " in summary()
+    assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
+    contended = {"samples_per_second_kind": "measured_contended", "without_core": 0.34}
+    assert "measured_contended: other programs had the cores 34.0 % of the time\n" in summary(**contended)
+    assert "(medians of the first 2 steps, which are slow)" in summary(speed_includes_warm_up=True, speed_steps=2)
+    assert summary(epochs=0, steps=3).startswith("\ncompleted in 2 min 13 s: 3 steps\n")
+
+
+def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
+    """Each of them would be rounded down, and the peak up."""
+    parts = dict.fromkeys(("libraries", "weights", "gradients", "optimizer", "activations", "other"), 0.04 * 2**20)
+    stage = {"stage": 0, **parts, "libraries": 1535.24 * 2**20, "peak": 1535.44 * 2**20}
+    lines = summary(memory=[stage, stage | {"stage": 1}]).splitlines()
+    first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =  peak")
+    assert lines[first + 1] == "stage 0        1,535.2     0.1       0.1       0.0         0.0     0.0 = 1,535.4"
+    assert max(map(len, lines[first : first + 3])) <= 80
+    many = [stage | {"stage": k, "peak": stage["peak"] + k} for k in range(9)]
+    assert [line[:12].strip() for line in summary(memory=many).splitlines() if line.startswith("stage ")] == ["stage 8"]
+    gib = summary(memory=[stage | {"peak": 2**34, "stage": None}])
+    assert "memory, GiB " in gib
+    assert "all stages " in gib
+
+
+@pytest.mark.parametrize("folder", ["outputs/2026-01-01_run", "sweep/a=4,b=[2]", "it's $HOME", "back\\slash", "a b"])
+def test_the_command_to_go_on_survives_shell_and_hydra(folder: str) -> None:
+    lines = summary(resume=folder, status="interrupted").splitlines()
+    assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
+    assert "checkpoint   outputs/run/last, after step 8" in lines
+    (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
+    program, subcommand, override = shlex.split(command)
+    assert (program, subcommand) == ("gpipe", "train")
+    parsed = OverridesParser.create().parse_override(override)
+    assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
+
+
+def test_a_plain_folder_is_not_quoted() -> None:
+    assert "go on with   gpipe train resume=outputs/a_K2\n" in summary(resume="outputs/a_K2", status="interrupted")
+
+
+def test_the_summary_of_text() -> None:
+    lines = summary(**TEXT_SUMMARY).splitlines()
+    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
+    assert f"test         {scores} (averaged weights)" in lines
+    best = "perplexity 40.4, token accuracy 32.0 %, loss 3.7000 nats per token (averaged weights), after epoch 2"
+    assert f"best         {best}" in lines
+    assert "speed        12,345 tokens/s, 96.4 sentences/s, 62.5 ms per step (medians after the first 3 steps)" in lines
+    assert not [line for line in lines if "top-" in line or "samples" in line]
+    assert "12,345 tokens/s, 96.4 sequences/s" in summary(**TEXT_SUMMARY | {"task": "language_model"})
+    assert "perplexity 41.3, token" in summary(**TEXT_SUMMARY | {"unigram_perplexity": None})
+
+
+def test_what_a_place_without_utf_8_cannot_write_is_escaped() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show_line(Console(file=file, width=80, color_system=None), "Österreich [b] Россия")
+    file.flush()
+    escaped = rb"\xd6sterreich [b] \u0420\u043e\u0441\u0441\u0438\u044f"
+    assert file.buffer.getvalue().rstrip() == escaped  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_command_writes_to_a_log_is_followed(terminal: bool, tmp_path: Path) -> None:
+    """A recipe's measurements take minutes, and nothing was seen of them."""
+    file = tmp_path / "log.txt"
+    file.write_text("of an earlier command\n")
+    console, shown = log(force_terminal=terminal, _environ={"TERM": "xterm"})
+    with following(console, file, line_seconds=0.01), file.open("a") as written:
+        written.write(f"step 3 of 20, {'9' * 90}\n\n")
+        written.flush()
+        deadline = time.monotonic() + 10
+        while "step 3 of 20" not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "step 3 of 20" in shown.getvalue()
+    assert "earlier" not in shown.getvalue()
+    assert max(map(len, re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())))) <= 80

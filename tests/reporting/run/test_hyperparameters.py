@@ -1,0 +1,187 @@
+"""The settings of runs, read back from event files as TensorBoard reads them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reporting_runs import LANGUAGE_MODEL, age, description, evaluation, recorded, step, text_evaluation
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import settings as all_keys
+from gpipe_cli.reporting.run.description import Setting
+from gpipe_cli.reporting.run.hyperparameters import hyperparameters, settings_of, varied_by
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.run.tensorboard import Dashboard
+
+CONFIG: dict[str, Any] = {
+    "partitions": 2,
+    "dry_run": False,
+    "max_steps": None,
+    "partition": {"balance": (4, 6)},
+    "gradient_clipping": float("inf"),
+    "model": {"name": "custom", "arguments": {"width": 64, "bias": True}, "weights": None},
+}
+# All that the final metrics are taken from.
+RESULT: dict[str, Any] = {
+    "test": None,
+    "samples_per_second": 512.0,
+    "step_seconds": 0.0625,
+    "bubble": {"measured": None},
+    "memory_bytes": [],
+}
+
+
+def stored(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder), purge_orphaned_data=True)
+    accumulator.Reload()
+    return accumulator
+
+
+def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
+    """The settings of the run in ``folder``, the columns of its table, and its status, None if it has not ended."""
+    content = stored(folder).PluginTagToContent(metadata.PLUGIN_NAME)
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    values = {key: getattr(value, value.WhichOneof("kind")) for key, value in start.hparams.items()}
+    end = content.get(metadata.SESSION_END_INFO_TAG)
+    status = None if end is None else metadata.parse_session_end_info_plugin_data(end).status
+    return values, metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG]), status
+
+
+def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
+    whole = [Setting("model.arguments", "text")]
+    assert hyperparameters(CONFIG, whole) == {
+        "partitions": 2.0,
+        "dry_run": False,
+        "partition.balance": "[4,6]",
+        "gradient_clipping": "inf",  # no number for JSON
+        "model.name": "custom",
+        "model.arguments": "{width:64,bias:true}",
+    }
+    assert hyperparameters(CONFIG)["model.arguments.width"] == 64  # without a list all is taken apart
+
+
+def test_every_setting_of_every_run_is_listed() -> None:
+    found = {setting.key: setting for setting in settings_of(TrainConfig)}
+    keys = all_keys(TrainConfig)
+    assert set(found) == {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    assert found["partitions"] == Setting("partitions", "number")
+    assert found["dry_run"] == Setting("dry_run", "switch")
+    assert found["schedule"] == Setting("schedule", "text", ("gpipe", "1f1b"))
+    assert found["dataset.direction"].choices == ("to_english", "from_english", "both", "null")
+    assert found["model.name"] == Setting("model.name", "text")  # timm's may be any
+    assert found["batch_size"] == Setting("batch_size", "text")  # or null
+
+
+@pytest.mark.parametrize(
+    ("folder", "varied"),
+    [
+        ("micro_batches=4,model=resnet", ("micro_batches", "model.name")),
+        ("+model.filters=8-2", ("model.filters",)),
+        ("2026-11-21_13-45-08_amoebanet_digits_K2_M4", ()),
+        ("unknown=3", ()),
+    ],
+)
+def test_the_name_of_a_folder_tells_what_a_sweep_varies(folder: str, varied: tuple[str, ...]) -> None:
+    keys = ["partitions", "micro_batches", "model.name", "model.filters"]
+    assert varied_by(Path("outputs") / folder, keys) == varied
+
+
+def test_a_run_that_is_killed_is_there_with_its_settings(tmp_path: Path) -> None:
+    Reporter(tmp_path, description(config=CONFIG, settings=settings_of(TrainConfig)))  # and nothing after that
+    values, experiment, status = of_hparams(tmp_path)
+    assert status is None
+    assert values == hyperparameters(CONFIG, settings_of(TrainConfig))
+    columns = {info.name: info for info in experiment.hparam_infos}
+    assert set(columns) == {setting.key for setting in settings_of(TrainConfig)}  # of other models too
+    assert columns["partitions"].type == api_pb2.DATA_TYPE_FLOAT64
+    assert columns["dry_run"].type == api_pb2.DATA_TYPE_BOOL
+    assert list(columns["schedule"].domain_discrete) == ["gpipe", "1f1b"]
+
+
+def test_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
+    folder = tmp_path / "seed=3,max_steps=20"
+    folder.mkdir()
+    config = {"seed": 3, "max_steps": 20, "partitions": 2, "micro_batches": 4, "model": {"name": "resnet"}, "epochs": 1}
+    board = Dashboard(folder)
+    board.begin(description(config=config, settings=settings_of(TrainConfig)))
+    board.flush()
+    columns = {info.name: info for info in of_hparams(folder)[1].hparam_infos}
+    first = {name for name, info in columns.items() if info.differs}
+    assert first == {"seed", "max_steps", "model.name", "partitions", "micro_batches"}
+    assert columns["max_steps"].type == api_pb2.DATA_TYPE_FLOAT64  # its values are numbers, though it may be null
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("completed", api_pb2.STATUS_SUCCESS),
+        ("failed", api_pb2.STATUS_FAILURE),
+        ("interrupted", api_pb2.STATUS_UNKNOWN),
+        ("dry_run", api_pb2.STATUS_SUCCESS),
+    ],
+)
+def test_a_run_ends_with_its_status_and_final_metrics(tmp_path: Path, ending: Any, status: int) -> None:
+    reporter = Reporter(tmp_path, description())
+    for number in range(1, 5):
+        reporter.step(step(number))
+        reporter.recorded(recorded(number))
+    reporter.evaluated(evaluation(4))
+    reporter.finish(ending)
+    _, experiment, found = of_hparams(tmp_path)
+    assert found == status
+    events = stored(tmp_path)
+    final = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("final/")}
+    assert final == pytest.approx(
+        {
+            "final/top1": 0.875,
+            "final/top5": 1.0,
+            "final/loss": 1.25,
+            "final/samples_per_second": 512.0,
+            "final/step_seconds": 0.0625,
+            "final/bubble": 0.1,
+            "final/memory_gib": 0.5,
+        }
+    )
+    metrics = [info.name.tag for info in experiment.metric_infos]
+    assert metrics[:5] == ["final/top1", "final/samples_per_second", *metrics[2:5]]
+    assert {*final, "final/perplexity", "final/tokens_per_second", "final/token_accuracy"} == set(metrics)
+    assert len(list(tmp_path.glob("**/*tfevents*"))) == 1  # no run beside the run
+
+
+def test_text_has_final_metrics_of_its_own_first(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(**LANGUAGE_MODEL))
+    reporter.evaluated(text_evaluation(1))
+    reporter.finish("failed", "a stage died")
+    events = stored(tmp_path)
+    assert events.Scalars("final/perplexity")[0].value == pytest.approx(41.3)
+    assert "final/top1" not in events.Tags()["scalars"]
+    metrics = [info.name.tag for info in of_hparams(tmp_path)[1].metric_infos]
+    assert metrics[0] == "final/perplexity"
+    assert "final/top1" in metrics[5:]
+
+
+def test_a_run_resumed_into_its_folder_shows_what_it_is_now(tmp_path: Path) -> None:
+    """TensorBoard would keep the first settings and the first end of it."""
+    first = Dashboard(tmp_path)
+    first.begin(description(config={"partitions": 2}))
+    first.describe("partitions: 2", "banner")
+    for number in range(1, 5):
+        first.step(step(number))
+    first.end("interrupted", 4, RESULT)
+    with age(tmp_path).open("ab") as events:
+        events.write(b"\x40\0\0\0\0\0\0\0\0\0")  # a record that was cut short when the process was killed
+    before = stored(tmp_path)
+    assert of_hparams(tmp_path)[2] == api_pb2.STATUS_UNKNOWN
+
+    second = Dashboard(tmp_path, first_step=4)
+    second.begin(description(config={"partitions": 4}))
+    second.flush()
+    values, _, status = of_hparams(tmp_path)
+    assert (values, status) == ({"partitions": 4.0}, None)
+    after = stored(tmp_path)
+    assert after.Tags()["scalars"] == before.Tags()["scalars"]
+    assert after.Scalars("train/loss") == before.Scalars("train/loss")
+    assert after.Tensors("config/text_summary") == before.Tensors("config/text_summary")
+    assert not list(tmp_path.glob("*.partial"))

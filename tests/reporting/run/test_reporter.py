@@ -1,0 +1,406 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    TRANSLATION,
+    TRANSLATIONS,
+    description,
+    evaluation,
+    log,
+    prediction,
+    recorded,
+    shares,
+    step,
+    text_evaluation,
+    text_step,
+    timeline,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gpipe_cli.reporting.run.evaluation import EvaluationResult, show_evaluation
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.reporting.timeline_view import StepPicture
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "run"
+    console, file = log()
+    reporter = Reporter(folder, description(), console)
+    assert read_result(folder)["status"] == "running"
+    reporter.banner()
+    reporter.start()
+    for number in range(1, 13):
+        reporter.step(step(number))
+        if number % 4 == 0:
+            reporter.evaluated(evaluation(number, top1=number / 16, is_best=number != 12))
+            assert read_result(folder)["test"]["step"] == number
+            reporter.checkpointed(number, "last")
+    reporter.finish("completed")
+    result = read_result(folder)
+    assert result["status"] == "completed"
+    assert result["error"] is None
+    assert (result["model_parameters"], result["epochs"], result["steps"]) == (1_244_400, 3, 12)
+    assert (result["test"]["top1"], result["test"]["top5"], result["test"]["loss"]) == (0.75, 1.0, 1.25)
+    assert result["best"]["epoch"] == 2
+    assert (result["samples_per_second"], result["step_seconds"]) == (512.0, 0.0625)
+    assert result["samples_per_second_kind"] == "measured"
+    assert result["memory_bytes"] == [3 * 2**20, 2**29]
+    assert [partition["parameters"] for partition in result["partitions"]] == [432_100, 812_300]
+    assert result["partitions"][1]["layers"] == ["normal_3", "classifier"]
+    assert result["config"] == {"partitions": 2, "model": {"filters": 16}}
+    assert result["versions"]["torch"]
+    assert result["hardware"]["cores"] >= 1
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    shown = events.Tensors("banner/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "global batch 32 = 1 replica x 4 micro-batches x 8 samples" in shown
+    assert file.getvalue().count("completed in") == 1
+
+
+@pytest.mark.parametrize("run", [LANGUAGE_MODEL, TRANSLATION], ids=["language_model", "translation"])
+def test_a_whole_run_of_text(tmp_path: Path, run: dict[str, Any]) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(**run), console)
+    reporter.banner()
+    reporter.start()
+    translations = TRANSLATIONS if run is TRANSLATION else []
+    for number in range(1, 9):
+        reporter.step(text_step(number))
+        if number % 4 == 0:
+            reporter.evaluated(text_evaluation(number, is_best=number == 4, translations=translations))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["task"] == run["task"]
+    test = {"epoch": 2, "perplexity": pytest.approx(41.3), "token_accuracy": 0.312, "tokens": 5000, "averaged": False}
+    assert result["test"] == test | {"step": 8, "loss": pytest.approx(3.72086, abs=1e-5)}
+    assert result["best"]["step"] == 4
+    assert (result["tokens_per_second"], result["samples_per_second"]) == (16_000.0, 512.0)
+    assert result["unigram_perplexity"] == 312.0
+    by_tokens = run is TRANSLATION
+    assert (result["global_batch"], result["global_batch_tokens"]) == ((None, 4096) if by_tokens else (32, None))
+    assert "sentencepiece" in result["versions"]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("test/perplexity")] == [pytest.approx(41.3)] * 2
+    assert ("translations/text_summary" in events.Tags()["tensors"]) == bool(translations)
+    lines = file.getvalue().splitlines()
+    assert "1/3       1.7500    25.0 %    3.7209       41.3    31.2 %   16,000     0.04 best" in lines
+    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7209 nats per token"
+    assert f"test         {scores}" in lines
+    assert "top-" not in file.getvalue()
+
+
+def test_the_result_of_images_speaks_of_no_tokens(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(), log()[0])
+    reporter.step(step(1))
+    reporter.evaluated(evaluation(1))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["task"] == "classification"
+    assert set(result["test"]) == {"step", "epoch", "loss", "top1", "top5", "averaged"}
+    assert not {"tokens_per_second", "unigram_perplexity", "global_batch_tokens"} & set(result)
+    assert list(result["versions"]) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_interrupted_before_the_first_step(tmp_path: Path, terminal: bool) -> None:
+    console, file = log(force_terminal=terminal, _environ={"TERM": "xterm"})
+    reporter = Reporter(tmp_path, description(), console)
+    reporter.banner()
+    reporter.start()
+    reporter.finish("interrupted")
+    reporter.finish("failed", "too late")
+    reporter.step(step(1))
+    reporter.evaluated(evaluation(1))
+    result = read_result(tmp_path)
+    assert (result["status"], result["steps"], result["test"]) == ("interrupted", 0, None)
+    assert result["samples_per_second"] is None
+    text = file.getvalue()
+    assert text.count("interrupted before the first step") == 1
+    assert "there is nothing to resume" in text
+    assert "gpipe train" not in text
+    assert "too late" not in text
+
+
+def test_interrupted_after_a_checkpoint_says_where_it_is(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(), console)
+    for number in range(1, 6):
+        reporter.step(step(number))
+        if number == 4:
+            reporter.checkpointed(4, "last", tmp_path / "checkpoints" / "last")
+            reporter.checkpointed(4, "best", tmp_path / "checkpoints" / "best")
+    reporter.finish("interrupted")
+    lines = file.getvalue().splitlines()
+    assert f"checkpoint   {tmp_path}/checkpoints/last, after step 4" in lines
+    assert f"go on with   gpipe train resume={tmp_path}" in lines
+    assert read_result(tmp_path)["steps"] == 5
+
+
+def test_curves_reach_as_far_as_the_last_checkpoint_when_a_run_is_killed(tmp_path: Path) -> None:
+    """Events waited ten seconds, and of steps before a checkpoint they were lost for good: nothing does those again."""
+    reporter = Reporter(tmp_path, description(), log()[0])
+    for number in (1, 2, 3):
+        reporter.step(step(number))
+        if number == 2:
+            reporter.checkpointed(number, "last")
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+
+
+def test_a_failed_run_keeps_its_error(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(), console)
+    reporter.step(step(1))
+    reporter.finish("failed", "stage 1 died in [2F0]")
+    assert read_result(tmp_path)["error"] == "stage 1 died in [2F0]"
+    assert "stage 1 died in [2F0]" in file.getvalue()
+
+
+def test_a_dry_run_speaks_of_no_results(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(), console)
+    reporter.banner()
+    reporter.finish("dry_run")
+    result = read_result(tmp_path)
+    assert (result["status"], result["model_parameters"], len(result["partitions"])) == ("dry_run", 1_244_400, 2)
+    assert "nothing was trained" in file.getvalue()
+    assert "tensorboard" not in file.getvalue()
+
+
+def test_what_is_no_number_is_null_in_the_result(tmp_path: Path) -> None:
+    console, _ = log()
+    reporter = Reporter(tmp_path, description(), console)
+    reporter.step(step(1, loss=float("nan"), cross_entropy=float("nan")))
+    reporter.evaluated(evaluation(1, loss=float("inf"), is_best=False))
+    reporter.finish("completed")
+    assert read_result(tmp_path)["test"]["loss"] is None
+    assert read_result(tmp_path)["best"] is None
+
+
+def test_a_perplexity_beyond_all_floats_is_null_in_the_result(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(**LANGUAGE_MODEL), console)
+    reporter.step(text_step(1, cross_entropy=1e4))
+    reporter.evaluated(text_evaluation(1, loss=1e4))
+    reporter.finish("completed")
+    assert read_result(tmp_path)["test"]["perplexity"] is None
+    assert "perplexity >1e+06 (unigram model 312.0)" in file.getvalue()
+
+
+def test_a_resumed_run_knows_the_tests_before_it_and_forgets_those_it_repeats(tmp_path: Path) -> None:
+    first = Reporter(tmp_path, description(), log()[0])
+    first.step(step(4))
+    first.evaluated(evaluation(4, top1=0.5))
+    first.step(step(8))
+    first.evaluated(evaluation(8, top1=0.75, is_best=False))
+    first.finish("interrupted")
+    console, file = log()
+    second = Reporter(tmp_path, description(resumed_from=str(tmp_path), first_step=4), console)
+    second.finish("interrupted")
+    result = read_result(tmp_path)
+    assert result["best"]["step"] == 4
+    assert result["test"] is None
+    assert (result["steps"], result["epochs"]) == (4, 1)
+    assert f"gpipe train resume={tmp_path}" in file.getvalue()
+
+
+def test_an_evaluation_leaves_the_result_of_the_run_alone(tmp_path: Path) -> None:
+    console, file = log()
+    Reporter(tmp_path, description(), console).finish("completed")
+    before = read_result(tmp_path)
+    show_evaluation(
+        console,
+        tmp_path,
+        {
+            "checkpoint": "best, after step 8",
+            "samples": 360,
+            "loss": 0.05,
+            "top1": 0.986,
+            "top5": None,
+            "averaged": False,
+            "seconds": 1.2,
+        },
+    )
+    assert read_result(tmp_path) == before
+    assert read_result(tmp_path, "evaluate.json")["top1"] == 0.986
+    assert "test         top-1 98.6 %, loss 0.0500\n" in file.getvalue()
+    assert "samples      360 in 1.2 s\n" in file.getvalue()
+    assert set(read_result(tmp_path, "evaluate.json")) == {
+        *("checkpoint", "task", "samples", "loss", "top1", "top5", "averaged", "seconds")
+    }
+
+
+TEXT_EVALUATION: dict[str, Any] = {
+    "checkpoint": "best, after step 8",
+    "task": "language_model",
+    "samples": 46,
+    "tokens": 5888,
+    "loss": 3.721,
+    "top1": 0.312,
+    "top5": None,
+    "averaged": True,
+    "seconds": 1.2,
+    "unigram_perplexity": 312.0,
+    "translation": None,
+}
+DECODED: dict[str, Any] = {
+    "bleu": 34.06,
+    "chrf": 55.0,
+    "bleu_copy": 8.2,
+    "chrf_copy": 21.1,
+    "sentences": 2000,
+    "of": 8123,
+    "beam": 4,
+    "seconds": 12.3,
+    "bleu_signature": "nrefs:1|case:mixed",
+    "chrf_signature": "nrefs:1|nc:6",
+    "examples": [
+        {"pair": f"{language}-en", "source": "Welt\x1b[2J\n!", "reference": "World!", "translation": "[b]World"}
+        for language in ("af", "de", "fr", "it", "nl", "sv")
+    ],
+}
+
+
+def evaluated(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+    """What evaluate.json holds and the lines that are shown."""
+    console, file = log()
+    show_evaluation(console, folder, EvaluationResult(**(TEXT_EVALUATION | changes)))  # type: ignore[typeddict-item]
+    return read_result(folder, "evaluate.json"), file.getvalue().splitlines()
+
+
+def test_an_evaluation_of_a_language_model(tmp_path: Path) -> None:
+    written, lines = evaluated(tmp_path)
+    kept = {"checkpoint", "task", "samples", "tokens", "loss", "averaged", "seconds", "unigram_perplexity"}
+    assert set(written) == kept | {"perplexity", "token_accuracy"}
+    assert {key: written[key] for key in kept} == {key: TEXT_EVALUATION[key] for key in kept}
+    assert (written["perplexity"], written["token_accuracy"]) == (pytest.approx(41.3, abs=0.01), 0.312)
+    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
+    assert lines == [
+        "checkpoint   best, after step 8",
+        f"test         {scores} (averaged weights)",
+        "sequences    46 with 5,888 tokens in 1.2 s",
+        f"written to   {tmp_path}/evaluate.json",
+    ]
+
+
+def test_an_evaluation_of_a_translation_shows_scores_and_some_examples(tmp_path: Path) -> None:
+    written, lines = evaluated(tmp_path, task="translation", samples=8123, tokens=54_321, translation=DECODED)
+    assert written["translation"] == DECODED
+    assert lines[2:9] == [
+        "sentences    8,123 with 54,321 tokens in 1.2 s",
+        "BLEU         34.1 (copying the source: 8.2)",
+        "chrF         55.0 (copying the source: 21.1)",
+        "decoded      2,000 of 8,123 sentences, beam 4, 12.3 s",
+        "af-en        Welt [2J !",
+        "  reference  World!",
+        "  decoded    [b]World",
+    ]
+    assert [line[:5] for line in lines if "Welt" in line] == ["af-en", "de-en", "fr-en", "it-en", "nl-en"]
+
+
+def test_a_translation_that_was_not_decoded_has_no_scores(tmp_path: Path) -> None:
+    written, lines = evaluated(tmp_path, task="translation")
+    assert written["translation"] is None
+    assert len(lines) == 4
+
+
+def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(prediction=prediction()), console)
+    bubbles = [0.5, 0.5, 0.5, 0.1, 0.11, 0.3]
+    for number, bubble in enumerate(bubbles, 1):
+        counted = {"activation_bytes": [2 * 2**20, 4 * 2**20], "predicted_activation_bytes": (2 * 2**20, 3 * 2**20)}
+        reporter.step(step(number, **(counted if number == 2 else {})))
+        reporter.recorded(recorded(number, bubble))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["breakdown"]["measured"] == pytest.approx(shares(0.11))
+    assert sum(result["breakdown"]["measured"].values()) == pytest.approx(1)
+    assert result["breakdown"]["predicted"] == shares(0.12)
+    assert result["idle"] == {"measured": pytest.approx(0.19), "predicted": pytest.approx(0.2)}
+    assert result["bubble"] == {"measured": pytest.approx(0.11), "predicted": 0.12, "ideal": 0.2}
+    assert result["prediction"] == {
+        "source": "measured layers",
+        "measured": True,
+        "step_seconds": 0.06,
+        "memory_bytes": [5 * 2**20, 2**29],
+        "activation_bytes": [2 * 2**20, 3 * 2**20],
+    }
+    assert result["activation_bytes"] == [2 * 2**20, 4 * 2**20]
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("run folder", "curves")))
+    first = lines.index("% of a step  compute recompute update   idle = bubble imbalance transfer set-up")
+    assert lines[first + 1 : first + 4] == [
+        "measured        59.0      20.0    2.0   19.0 =   11.0       3.0      1.0    4.0",
+        "predicted       58.0      20.0    2.0   20.0 =   12.0       3.0      1.0    4.0",
+        "ideal bubble 20.0 %, (K-1)/(M+K-1): stages are equal and do nothing but compute",
+    ]
+    first = lines.index("predicted    60.0 ms a step, measured 62.5 ms (4 % more)")
+    assert lines[first + 1 : first + 3] == [
+        "             stage 0: 2.0 MiB of activations, counted 2.0 MiB (as predicted)",
+        "             stage 1: 3.0 MiB of activations, counted 4.0 MiB (33 % more)",
+    ]
+
+
+def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> None:
+    console, file = log()
+    figures = prediction(source="hardware=cpu figures", measured=False, step_seconds=0.125)
+    reporter = Reporter(tmp_path, description(prediction=figures), console)
+    for number in range(1, 20):
+        reporter.step(step(number, without_core=[0.0, 0.4]))
+    assert "predicted" not in file.getvalue()
+    reporter.step(step(20))
+    lines = file.getvalue().splitlines()
+    assert "predicted    125.0 ms a step, measured 62.5 ms (0.50 times as long)" in lines
+    assert "             from hardware=cpu figures; cost=measured times the layers themselves" in lines
+    assert "             measured_contended: other programs had the cores 40.0 % of the time" in lines
+    reporter.step(step(21))
+    reporter.finish("completed")
+    assert file.getvalue().count("predicted ") == 1  # nothing else was measured
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path, steps: int) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(prediction=prediction()), console)
+    for number in range(1, steps + 1):
+        reporter.step(step(number))
+        if number <= 3:  # what was recorded of a step comes with the next one
+            reporter.recorded(recorded(number))
+    reporter.finish("interrupted")
+    assert ("predicted    60.0 ms a step" in file.getvalue()) == (steps == 4)
+    assert read_result(tmp_path)["breakdown"]["measured"] == pytest.approx(shares(0.1))  # of warm-up for want of others
+
+
+def test_what_was_not_recorded_is_null(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(), log()[0])
+    reporter.step(step(1))
+    reporter.finish("completed")
+    result = read_result(tmp_path)
+    assert result["breakdown"] == {"measured": None, "predicted": None}
+    assert result["bubble"] == {"measured": None, "predicted": None, "ideal": 0.2}
+    assert (result["prediction"], result["activation_bytes"]) == (None, None)
+
+
+def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Path) -> None:
+    console, file = log()
+    reporter = Reporter(tmp_path, description(), console)
+    reporter.timeline(StepPicture(1, 4, timeline()))
+    first = (tmp_path / "timeline.png").read_bytes()
+    reporter.timeline(StepPicture(2, 8, timeline(), timeline(0.008, kind="predicted")))
+    reporter.finish("completed")
+    assert (tmp_path / "timeline.png").read_bytes() != first
+    html = (tmp_path / "timeline.html").read_text(encoding="utf-8")
+    assert html.index("epoch 2, step 8") < html.index("epoch 1, step 4")
+    assert f"timeline     {tmp_path}/timeline.html" in file.getvalue().splitlines()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    one, both = events.Images("timeline")
+    assert (one.step, both.step) == (4, 8)
+    assert both.height > one.height

@@ -1,0 +1,36 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.reporting.run.result import RESULT, read_result, write_result
+
+
+def test_round_trip_and_what_is_no_number_becomes_null(tmp_path: Path) -> None:
+    given = {"loss": float("nan"), "deep": [{"x": float("inf")}, (1, -float("inf"), 0.1)], "at": tmp_path, "text": "ä"}
+    write_result(tmp_path, given)
+    expected = {"loss": None, "deep": [{"x": None}, [1, None, 0.1]], "at": str(tmp_path), "text": "ä"}
+    assert read_result(tmp_path) == expected
+    assert "NaN" not in (tmp_path / RESULT).read_text()
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    write_result(tmp_path, {"status": "running"})
+    with pytest.raises(TypeError):
+        write_result(tmp_path, {"status": "completed", "oops": object()})
+    assert read_result(tmp_path) == {"status": "running"}
+
+
+def test_nothing_is_left_beside_the_file(tmp_path: Path) -> None:
+    write_result(tmp_path, {"a": 1})
+    write_result(tmp_path, {"a": 2})
+    assert [path.name for path in tmp_path.iterdir()] == [RESULT]
+    assert json.loads((tmp_path / RESULT).read_text()) == {"a": 2}
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / RESULT).write_text(content)
+    with pytest.raises(ValueError, match=RESULT) as refused:
+        read_result(tmp_path)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,77 @@
+import pytest
+from reporting_runs import prediction, shares
+
+from gpipe_cli.reporting.run.step_breakdown import MeasuredShares, comparison, difference, share_facts, share_lines
+from gpipe_cli.reporting.timeline_view import IDLE, SHARES, in_percent
+
+
+def test_medians_are_scaled_to_a_whole() -> None:
+    measured = MeasuredShares()
+    assert measured.breakdown is None
+    steps = [dict.fromkeys(SHARES, 0.0) | {name: 0.4, "compute": 0.6} for name in ("bubble", "transfer", "update")]
+    for step in steps:
+        measured.add(step, warm_up=False)
+    found = measured.breakdown  # medians: compute 0.6, all others 0
+    assert found == dict.fromkeys(SHARES, 0.0) | {"compute": 1.0}
+
+
+def test_warm_up_counts_until_there_is_something_else() -> None:
+    measured = MeasuredShares()
+    measured.add(shares(0.5), warm_up=True)
+    assert measured.breakdown == pytest.approx(shares(0.5))
+    measured.add(shares(0.1), warm_up=False)
+    measured.add(shares(0.2), warm_up=False)
+    assert measured.breakdown is not None
+    assert measured.breakdown["bubble"] == pytest.approx(0.15)
+
+
+def test_what_is_shown_adds_up() -> None:
+    """Rounded by themselves the seven would be 100.1 %, and the idle ones 0.1 less than idle."""
+    thirds = dict(zip(SHARES, (0.40046, 0.1, 0.05, 0.22484, 0.11247, 0.06174, 0.05049), strict=True))
+    shown = in_percent(thirds)
+    assert sum(shown[name] for name in SHARES) == pytest.approx(100)
+    assert shown["idle"] == pytest.approx(sum(shown[name] for name in IDLE))
+    assert all(abs(shown[name] - 100 * thirds[name]) < 0.1 for name in SHARES)
+    assert set(in_percent(dict.fromkeys(SHARES, 0.0)).values()) == {0}
+
+
+def test_lines_fit_eighty_columns() -> None:
+    for label, line in share_lines({"predicted": dict.fromkeys(SHARES, 0.0) | {"set_up": 1.0}}):
+        assert len(f"{label:<12} {line}") <= 80
+
+
+def test_lines_without_a_prediction() -> None:
+    result = {
+        "bubble": {"measured": 0.1, "predicted": None, "ideal": 0.2},
+        "breakdown": {"measured": shares(0.1), "predicted": None},
+    }
+    assert [label for label, _ in share_facts(result)] == ["% of a step", "measured", "ideal bubble"]
+    assert list(share_facts({})) == []
+
+
+def test_of_many_stages_the_fullest_is_told() -> None:
+    sizes = tuple(2**20 * n for n in (5, 9, 7, 3, 2))
+    lines = list(comparison(prediction(), 0.06, sizes, [n - 2**20 for n in sizes]))
+    assert lines == [
+        ("predicted", "60.0 ms a step, measured 60.0 ms (as predicted)"),
+        ("", "the fullest, stage 1: 9.0 MiB of activations, counted 8.0 MiB (11 % less)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "found", "words"),
+    [
+        (100, 104, "4 % more"),
+        (100, 88, "12 % less"),
+        (100, 100.4, "as predicted"),
+        (1, 21, "21 times as much"),
+        (100, 240, "2.4 times as much"),
+        (3, 1, "0.33 times as much"),
+    ],
+)
+def test_differences_in_words(predicted: float, found: float, words: str) -> None:
+    assert difference(predicted, found) == words
+
+
+def test_nothing_predicted_is_no_error() -> None:
+    assert (difference(0, 0), difference(0, 5)) == ("as predicted", "nothing was predicted")

@@ -1,0 +1,61 @@
+"""What `gpipe reproduce` shows and writes: where every column comes from, at 80 columns and as Markdown."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from gpipe_cli.reporting.tables.recipe import Column, Reproduction, Table, show_reproduction
+
+COLUMNS = (
+    Column("K"),
+    *(
+        Column(heading, origin)
+        for heading in ("speed", "memory of all")
+        for origin in ("paper", "measured", "simulated")
+    ),
+    Column("measured - paper", "difference"),
+)
+ROWS = tuple((k, *(f"{value}.00" for value in range(6)), "+0.10") for k in ("1", "16"))
+REPRODUCTION = Reproduction(
+    "table9", "A table", "section 9", "desk", "2 cores of a CPU", (Table("Speed over K", COLUMNS, ROWS),),
+    (("scaled down", "all of it"),), ("gpipe bench",), (), 61.0,
+)  # fmt: skip
+
+
+def shown(folder: Path, width: int) -> list[str]:
+    file = io.StringIO()
+    show_reproduction(Console(file=file, width=width, color_system=None), REPRODUCTION, folder)
+    return file.getvalue().splitlines()
+
+
+def test_a_wide_table_becomes_several_that_fit(tmp_path: Path) -> None:
+    """A table of nine columns broke `Pipeline-2` in two."""
+    lines = shown(tmp_path, 40)
+    tables = lines[lines.index("Speed over K") + 1 : lines.index("scaled down  all of it")]
+    assert max(map(len, tables)) <= 40
+    rows = [line.split() for line in tables if line.startswith("16")]
+    assert len(rows) > 1
+    assert [cell for row in rows for cell in row[1:]] == list(ROWS[1][1:]), "every column stands in one of them"
+    assert sum(line.startswith("16") for line in shown(tmp_path, 200)) == 1
+
+
+def test_no_heading_is_broken_where_a_column_more_would_just_not_fit(tmp_path: Path) -> None:
+    """At 80 columns a table said `torchgp` and, below it, `ipe`: a blank for each column had not been counted."""
+    for width in range(40, 120):
+        words = {word for line in shown(tmp_path, width) for word in line.split()}
+        broken = {"speed", "memory", "measured", "simulated", "paper", "16", "0.00"} - words
+        assert not broken, width
+
+
+def test_every_column_says_where_it_comes_from(tmp_path: Path) -> None:
+    shown(tmp_path, 80)
+    text = (tmp_path / "reproduction.md").read_text()
+    assert (
+        "| K | speed, paper | speed, measured | speed, simulated | memory of all, paper | memory of all, measured | "
+        "memory of all, simulated | measured - paper |"
+    ) in text
+    saved = json.loads((tmp_path / "reproduction.json").read_text())
+    assert [column["origin"] for column in saved["tables"][0]["columns"]] == [column.origin for column in COLUMNS]
+    assert saved["commands"] == ["gpipe bench"]

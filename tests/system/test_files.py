@@ -1,0 +1,56 @@
+"""Files are whole or as they were, and one process at a time works in a folder."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.system.files import LOCK, FolderInUseError, FolderLock, remove_partial_files, write_whole
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from gpipe_cli.system.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("mine", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
+    """The line names the file itself, not the one beside it."""
+    file = tmp_path / "page.html"
+    write_whole(file, "old")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError, match="taken'"):
+        write_whole(tmp_path / "taken", "new")
+    with pytest.raises(FileNotFoundError, match=r"gone/page\.html'"):
+        write_whole(tmp_path / "gone" / "page.html", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
+    write_whole(file, b"new")
+    assert file.read_text() == "new"
+    (tmp_path / ".1.partial").write_text("half")  # of a process that was killed
+    remove_partial_files(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
+
+
+def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "mine\n"
+        with pytest.raises(FolderInUseError, match=rf"^process {other.pid} on .* is at work there$"):
+            FolderLock(tmp_path)
+    finally:
+        other.send_signal(signal.SIGKILL)  # which leaves the file, and not the lock
+        other.communicate()
+    assert (tmp_path / LOCK).exists()
+    lock = FolderLock(tmp_path)
+    assert f"process {os.getpid()} on " in (tmp_path / LOCK).read_text()
+    with pytest.raises(FolderInUseError):
+        FolderLock(tmp_path)
+    lock.release()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,260 @@
+"""What a checkpoint is refused for, and what may differ between the run that wrote it and the one that reads it."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
+
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.launch.training_run import find_source
+from gpipe_cli.planner.placement import Layout, make_layout
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training.checkpoint.restore import restore, state_of_stage
+from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index
+from gpipe_cli.training.engine import Engine, build_engine
+
+SETTINGS = [*TINY, "executor=in_process", "epochs=1", "ema_decay=0.9", "max_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train_here(configure(*SETTINGS, "partitions=2"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint after each of two steps, the second of which is the best."""
+    folder = tmp_path_factory.mktemp("two")
+    train_here(configure(*SETTINGS, "max_steps=2", "checkpoint.every_steps=1", "partitions=2"), folder)
+    return folder
+
+
+def engine(*settings: str) -> Engine:
+    config = configure(*SETTINGS, *settings)
+    model = build_model(config)
+    return build_engine(config, make_layout(config), 0, None, model, lambda action, samples, lengths: None, begins=True)
+
+
+@pytest.mark.parametrize("partitions", [1, 3, 7])
+def test_everything_comes_back_under_its_name(partitions: int, run: Path) -> None:
+    restored = engine(f"partitions={partitions}", "seed=99")
+    restore(restored, find_checkpoint(run, "last", "run"), optimizer=True)
+    state: dict[str, torch.Tensor] = {}
+    for stage in range(partitions):
+        own = state_of_stage(restored, stage)
+        assert not own.keys() & state.keys()
+        state |= own
+    expected = final_tensors(run)
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+    assert [average.updates for average in restored.averages.values()] == [1] * partitions
+
+
+def test_an_evaluation_needs_no_optimizer_state(run: Path) -> None:
+    restored = engine("partitions=1")
+    restore(restored, find_checkpoint(run, "last", "run"), optimizer=False)
+    assert not any(name.startswith("optimizer/") for name in state_of_stage(restored, 0))
+
+
+def test_a_run_may_begin_to_average_later(tmp_path: Path) -> None:
+    train_here(replace(configure(*SETTINGS, "partitions=1"), ema_decay=0.0), tmp_path)
+    assert not any(name.startswith("ema/") for name in final_tensors(tmp_path))
+    restored = engine("partitions=1")
+    restore(restored, find_checkpoint(tmp_path, "last", "run"), optimizer=True)
+    state = state_of_stage(restored, 0)
+    averages = {name: tensor for name, tensor in state.items() if name.startswith("ema/")}
+    assert averages
+    for name, tensor in averages.items():
+        assert torch.equal(tensor, state[name.replace("ema/", "model/", 1)]), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "model.normal_cells=6",
+            r"step_\d+ is of another model \(only here: cell_03, .*; only there: none\); use model.normal_cells=3, as",
+        ),
+        ("model.filters=8", r"\S+ has shape .* there and .* here; .* more differ; use model.filters=4, as there"),
+        ("dataset.num_classes=5", r"classifier\.\S+ has shape \(4, .*; use dataset.num_classes=4, as there"),
+        ("optimizer=adam", r"^optimizer=adam: needs exp_avg, exp_avg_sq of every parameter, .*leave the optimizer"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(settings: str, message: str, run: Path) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        source(f"resume={run}", settings)
+    assert str(caught.value).startswith((f"resume={run}: ", "optimizer=adam: "))
+    assert "\n" not in str(caught.value)
+
+
+def source(*settings: str) -> Path:
+    """The checkpoint that a run with these settings would go on from, or take weights of."""
+    config = configure(*SETTINGS, *settings)
+    found = find_source(config, layout_of(*(one for one in settings if "=/" not in one)))
+    assert found is not None
+    return found
+
+
+@cache
+def layout_of(*settings: str) -> Layout:
+    return make_layout(configure(*SETTINGS, *settings))
+
+
+def index_with(**values: object) -> Callable[[Path], None]:
+    def edit(checkpoint: Path) -> None:
+        index = json.loads((checkpoint / "index.json").read_text())
+        (checkpoint / "index.json").write_text(json.dumps(index | values))
+
+    return edit
+
+
+def index_is(text: str) -> Callable[[Path], None]:
+    def edit(checkpoint: Path) -> None:
+        (checkpoint / "index.json").write_text(text)
+
+    return edit
+
+
+def change_file(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    """Another file, which the index describes as it is."""
+
+    def edit(checkpoint: Path) -> None:
+        index, file = json.loads((checkpoint / "index.json").read_text()), checkpoint / "stage_0.safetensors"
+        tensors = change(load_file(file))
+        save_file(tensors, file)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        index["files"][0] |= {"bytes": file.stat().st_size, "sha256": digest, "tensors": list(tensors)}
+        (checkpoint / "index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def without(kind: str) -> Callable[[Path], None]:
+    return change_file(lambda tensors: {name: value for name, value in tensors.items() if not name.startswith(kind)})
+
+
+def doubled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def edit(checkpoint: Path) -> None:
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+
+    return edit
+
+
+def move_out(checkpoint: Path) -> None:
+    """A file that lies elsewhere, as the index says."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    shutil.move(checkpoint / "stage_0.safetensors", checkpoint.parent / "evil.safetensors")
+    index["files"][0]["name"] = "../evil.safetensors"
+    (checkpoint / "index.json").write_text(json.dumps(index))
+
+
+def flip(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "stage_0.safetensors").read_bytes())
+    content[-1] ^= 64
+    (checkpoint / "stage_0.safetensors").write_bytes(content)
+
+
+DAMAGE = {
+    "not JSON": (index_is('{"format": 2'), "index.json: is not the index of a checkpoint"),
+    "a list": (index_is("[2]"), "it holds list"),
+    "too deep": (index_is("[" * 100_000), "nested too deeply"),
+    "no format": (index_with(format=None), "it has format null, this version of gpipe reads format 2"),
+    "a text as a step": (index_with(step="two"), "step=two: must be a whole number"),
+    "no number": (index_with(best_score=float("nan")), "best_score=nan: must be a finite number"),
+    "before the beginning": (index_with(epoch=-1), "epoch=-1: must be 0 or more"),
+    "beyond the epoch": (index_with(position=4, steps_per_epoch=3), "step=2: is not mini-batch 4 of epoch 0, of 3"),
+    "another step": (index_with(step=3), "step=3: the folder is step_00000002"),
+    "an unknown value": (index_with(foo=1), "foo=1: there is no such setting"),
+    "no layers": (index_with(layers=None), "layers=null: must be a list"),
+    "other files": (index_with(files=[{"name": 1}]), "files.bytes: the setting is missing"),
+    "a file elsewhere": (move_out, "files: a name is not that of a stage's file"),
+    "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
+    "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
+    "a file that has gone": (lambda checkpoint: (checkpoint / "stage_0.safetensors").unlink(), "No such file"),
+    "a flipped bit": (flip, "stage_0.safetensors: damaged (checksum"),
+    "float64": (change_file(doubled), "is ('F64', "),
+    "no optimizer": (without("optimizer/stem"), "optimizer/stem.0.weight/step is missing"),
+    "no averages": (without("ema/stem"), "ema/stem.0.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_replaced_by_the_newest_intact_one(
+    damage: str, two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong types were tracebacks, float64 and missing states were taken, and a pipe was read for ever."""
+    edit, said = DAMAGE[damage]
+    run = tmp_path / "run"
+    shutil.copytree(two, run, symlinks=True)
+    edit(run / "checkpoints" / "step_00000002")
+    signal.setitimer(signal.ITIMER_REAL, 20)  # ends the tests if a pipe is opened
+    try:
+        assert source(f"resume={run}").name == "step_00000001"
+        line = capsys.readouterr().err
+        assert said in line
+        assert line.count("\n") == 1
+        assert "; step_00000001 is taken" in line
+        shutil.rmtree(run / "checkpoints" / "step_00000001")
+        with pytest.raises(ValueError, match="none of its checkpoints is intact") as caught:
+            source(f"resume={run}")
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_the_same_for_weights_to_begin_with_and_for_an_evaluation(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two, run, symlinks=True)
+    change_file(doubled)(run / "checkpoints" / "step_00000002")
+    assert source(f"init_from={run}").name == "step_00000001"
+    assert "is ('F64', " in capsys.readouterr().err
+    assert command(monkeypatch, "evaluate", f"run={run}", "checkpoint=last") == 0
+    assert "; step_00000001 is taken" in capsys.readouterr().err
+    assert read_result(run, "evaluate.json")["checkpoint"].endswith("step_00000001")
+    flip(run / "checkpoints" / "step_00000001")
+    for arguments in (["evaluate", f"run={run}"], ["train", *SETTINGS, f"init_from={run}"]):
+        assert command(monkeypatch, *arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert re.fullmatch(rf"gpipe \w+: (run|init_from)={run}: none of its checkpoints .*\n", captured.err)
+
+
+def test_what_lies_behind_a_damaged_checkpoint_is_done_again(two: Path, tmp_path: Path) -> None:
+    """The damaged one would stay the last one for ever."""
+    run = tmp_path / "run"
+    shutil.copytree(two, run, symlinks=True)
+    flip(run / "checkpoints" / "step_00000002")
+    (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "step_00000003")
+    train_here(configure(*SETTINGS, "max_steps=2", f"resume={run}"), run)
+    assert [folder.name for folder in checkpoints_in(run)] == ["step_00000001", "step_00000002"]
+    assert_same_tensors(final_tensors(run), final_tensors(two))
+
+
+def test_a_parameter_without_state_is_known_by_name(tmp_path: Path) -> None:
+    """A frozen layer has no optimizer state; where it is trained from then on it begins with none."""
+    train_here(configure(*SETTINGS, "freeze=[stem]", "partitions=2"), tmp_path)
+    index = read_index(find_checkpoint(tmp_path, "last", "run"))
+    assert index.without_state == ("stem.0.weight", "stem.1.weight", "stem.1.bias")
+    assert source(f"resume={tmp_path}", "freeze=null").name == "step_00000001"

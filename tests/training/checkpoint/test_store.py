@@ -1,0 +1,160 @@
+"""Checkpoints: whole or not there, by name, and refused if damaged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_cli.training.checkpoint.store import (
+    Progress,
+    begin_checkpoint,
+    checkpoints_in,
+    find_checkpoint,
+    finish_checkpoint,
+    read_index,
+    read_tensors,
+    select,
+    write_stage,
+)
+
+KINDS = ("model", "optimizer", "ema")
+
+
+def tensors(step: int) -> list[dict[str, torch.Tensor]]:
+    """Two stages; dtypes, strides and shared memory as a training has them."""
+    generator = torch.Generator().manual_seed(step)
+    kernel = torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last)
+    return [
+        {"model/stem.weight": kernel, "ema/stem.weight": kernel, "optimizer/stem.weight/square_avg": kernel * kernel},
+        {
+            "model/head.weight": torch.randn(2, 6, generator=generator).t(),
+            "model/head.norm.num_batches_tracked": torch.tensor(step),
+            "optimizer/head.weight/step": torch.tensor(float(step)),
+        },
+    ]
+
+
+def progress(step: int, best: int | None = None) -> Progress:
+    return Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
+
+
+def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
+    draft = begin_checkpoint(run, step)
+    files = [write_stage(draft, stage, named) for stage, named in enumerate(tensors(step))]
+    return finish_checkpoint(
+        draft,
+        progress(step, best),
+        files,
+        layers=("stem", "head"),
+        without_state=(),
+        config="partitions: 2\n",
+        keep=keep,
+    )
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 5, best=5)
+    assert checkpoint == tmp_path / "checkpoints" / "step_00000005"
+    found = read_tensors(checkpoint, ("stem", "head"), KINDS)
+    expected = tensors(5)[0] | tensors(5)[1]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert read_index(checkpoint).progress == progress(5, 5)
+    assert json.loads((checkpoint / "index.json").read_text())["config"] == "partitions: 2\n"
+    assert set(select(found, "model")) == {"stem.weight", "head.weight", "head.norm.num_batches_tracked"}
+
+
+def test_only_what_is_asked_for(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 1)
+    assert set(read_tensors(checkpoint, ("stem",), ("model",))) == {"model/stem.weight"}
+    (checkpoint / "stage_0.safetensors").unlink()  # nobody who needs only the head looks at it
+    assert len(read_tensors(checkpoint, ("head",), KINDS)) == 3
+    with pytest.raises(ValueError, match=r"stage_0.safetensors: part of the checkpoint cannot be read"):
+        read_tensors(checkpoint, ("stem",), KINDS)
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    """Each file is JSON, or a safetensors header and plain numbers: loading cannot run code."""
+    for file in write(tmp_path, 1).iterdir():
+        content = file.read_bytes()
+        if file.name == "index.json":
+            json.loads(content)
+            continue
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        header.pop("__metadata__", None)
+        assert max(entry["data_offsets"][1] for entry in header.values()) == len(content) - 8 - length
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "longer"])
+def test_a_damaged_file_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 1)
+    file = checkpoint / "stage_1.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        del content[-4:]
+    elif damage == "flipped":
+        content[-3] ^= 1
+    else:
+        content += b"\0"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"stage_1.safetensors: damaged") as caught:
+        read_tensors(checkpoint, ("head",), KINDS)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_index_and_a_strange_format_are_refused(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 1)
+    index = (checkpoint / "index.json").read_text()
+    (checkpoint / "index.json").write_text(index[: len(index) // 2])
+    with pytest.raises(ValueError, match=r"index.json: is not the index of a checkpoint"):
+        read_index(checkpoint)
+    (checkpoint / "index.json").write_text(index.replace('"format": 2', '"format": 99'))
+    with pytest.raises(ValueError, match="has format 99, this version of gpipe reads format 2"):
+        read_index(checkpoint)
+
+
+def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    draft = begin_checkpoint(tmp_path, 2)
+    write_stage(draft, 0, tensors(2)[0])  # and then it was killed
+    assert [folder.name for folder in checkpoints_in(tmp_path)] == ["step_00000001"]
+    assert find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
+    write(tmp_path, 3)
+    assert sorted(path.name for path in draft.parent.iterdir() if not path.is_symlink()) == [
+        "step_00000001",
+        "step_00000003",
+    ]
+
+
+def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    """Also after a run that was killed between the two renamings."""
+    first = write(tmp_path, 1)
+    shutil.copytree(first, first.with_name(f".{first.name}.replaced"))
+    again = write(tmp_path, 1, best=1)
+    assert read_index(again).progress.best_step == 1
+    assert len(read_tensors(again, ("stem", "head"), KINDS)) == 6
+    assert sorted(path.name for path in first.parent.iterdir()) == ["best", "last", "step_00000001"]
+
+
+def test_links_and_what_stays(tmp_path: Path) -> None:
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
+        write(tmp_path, step, best=best, keep=2)
+    folder = tmp_path / "checkpoints"
+    assert [found.name for found in checkpoints_in(tmp_path)] == ["step_00000002", "step_00000004", "step_00000005"]
+    assert (folder / "last").readlink() == Path("step_00000005")
+    assert (folder / "best").readlink() == Path("step_00000002")
+    assert find_checkpoint(tmp_path, "best", "run").name == "step_00000002"
+    write(tmp_path, 6, best=6, keep=1)
+    assert [found.name for found in checkpoints_in(tmp_path)] == ["step_00000006"]
+    assert (folder / "best").resolve() == (folder / "last").resolve() == (folder / "step_00000006").resolve()
+
+
+def test_a_run_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
+        find_checkpoint(tmp_path, "last", "resume")

@@ -1,0 +1,250 @@
+"""Laws 1 and 3 of the whole program: neither the number of partitions nor an interruption changes a bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, train_here
+
+from gpipe_cli.config.settings import load, to_yaml
+from gpipe_cli.launch.prepare import prepare
+from gpipe_cli.planner.placement import usable_cores
+from gpipe_cli.reporting.run.measurement import CONTENDED
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index
+
+SETTINGS = [*TINY, *LIVELY, "epochs=2", "checkpoint.keep=9"]
+STEPS = 6
+
+
+def program(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        return command(patch, *arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The run that all others must equal: one partition, one process, uninterrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    heard = train_here(configure(*SETTINGS, "partitions=1", "executor=in_process"), folder)
+    return folder, heard
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same by the command, with two processes and a loader process."""
+    folder = tmp_path_factory.mktemp("distributed")
+    settings = [*SETTINGS, "partitions=2", "executor=distributed", "data_workers=1", f"run_folder={folder}"]
+    assert program("train", *settings) == 0
+    return folder
+
+
+def of_kind(heard: list[Any], wanted: str) -> list[dict[str, Any]]:
+    return [message for kind, message in heard if kind == wanted]
+
+
+def test_what_is_compared_has_everything_in_it(whole: tuple[Path, list[Any]]) -> None:
+    """The laws would hold trivially for a run in which nothing random or stateful happened."""
+    folder, heard = whole
+    tensors = final_tensors(folder)
+    names = set(tensors)
+    for part in ("model/stem.", "ema/stem.", "optimizer/stem.", "running_var", "/square_avg", "/momentum_buffer"):
+        assert any(part in name for name in names), part
+    average = torch.cat([tensors[name].flatten() for name in sorted(names) if name.startswith("ema/")])
+    live = torch.cat([tensors[name.replace("ema/", "model/")].flatten() for name in sorted(names) if "ema/" in name])
+    assert not torch.equal(average, live)
+    steps = of_kind(heard, "step")
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["samples"] for step in steps] == [8, 8, 6] * 2
+    assert any(step["gradient_norm"] > 0.5 for step in steps), "clipping never acted"
+
+
+def test_what_is_switched_on_acts(tmp_path: Path) -> None:
+    """Each of these off, or weaker, gives other weights after two steps."""
+    settings = [*SETTINGS, "partitions=1", "executor=in_process", "max_steps=2"]
+    train_here(configure(*settings), tmp_path / "lively")
+    for change in ("model.dropout=0", "model.drop_path=0", "dataset.augmentation.shift=0", "ema_decay=0.1"):
+        train_here(configure(*settings, change), tmp_path / change)
+        with pytest.raises(AssertionError, match="differ"):
+            assert_same_tensors(final_tensors(tmp_path / change), final_tensors(tmp_path / "lively"))
+
+
+def test_three_partitions_in_one_process_make_the_same_run(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    heard = train_here(configure(*SETTINGS, "partitions=3", "executor=in_process"), tmp_path)
+    assert_same_tensors(final_tensors(tmp_path), final_tensors(whole[0]))
+    # gathered in another order or not at all: the numbers that people see do not know the cut either
+    timeless = ("step", "loss", "cross_entropy", "top1", "top5", "learning_rate", "gradient_norm")
+    for one, other in zip(of_kind(heard, "step"), of_kind(whole[1], "step"), strict=True):
+        assert {key: one[key] for key in timeless} == {key: other[key] for key in timeless}
+    assert of_kind(heard, "evaluated") == of_kind(whole[1], "evaluated")
+
+
+def test_two_processes_make_the_same_run(whole: tuple[Path, list[Any]], distributed: Path) -> None:
+    assert_same_tensors(final_tensors(distributed), final_tensors(whole[0]))
+    evaluated = of_kind(whole[1], "evaluated")[-1]
+    test = read_result(distributed)["test"]
+    assert (test["loss"], test["top1"], test["top5"]) == (evaluated["loss"], evaluated["top1"], evaluated["top5"])
+
+
+def test_schedule_and_recomputation_make_the_same_run(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """1F1B sums gradients in another order of micro-batches: compared with itself, one partition against two."""
+    config = configure(*SETTINGS, "partitions=2", "executor=in_process", "recompute=always")
+    train_here(config, tmp_path / "always")
+    assert_same_tensors(final_tensors(tmp_path / "always"), final_tensors(whole[0]))
+    for partitions in (1, 2):
+        settings = [f"partitions={partitions}", "executor=in_process", "schedule=1f1b"]
+        train_here(configure(*SETTINGS, *settings), tmp_path / str(partitions))
+    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "2"))
+
+
+def test_an_auxiliary_head_hands_over_fewer_tensors_in_evaluation(tmp_path: Path) -> None:
+    settings = [*SETTINGS, "model.auxiliary_head=true", "epochs=1"]
+    train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "one")
+    (tmp_path / "three").mkdir()
+    arguments = [*settings, "partitions=3", "executor=distributed", f"run_folder={tmp_path / 'three'}"]
+    assert program("train", *arguments) == 0
+    assert_same_tensors(final_tensors(tmp_path / "one"), final_tensors(tmp_path / "three"))
+    assert any("auxiliary" in name for name in final_tensors(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    ("stop", "before", "after"),
+    [
+        (2, "partitions=1 executor=in_process", "partitions=2 executor=distributed"),
+        (3, "partitions=3 executor=in_process", "partitions=1 executor=in_process"),
+        (4, "partitions=2 executor=distributed", "partitions=3 executor=in_process"),
+    ],
+)
+def test_a_resumed_run_ends_with_the_same_bits(
+    stop: int, before: str, after: str, whole: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """Stopped inside an epoch (2, 4) and at its end (3); with another cut, and other processes, afterwards."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    if "distributed" in before:
+        assert program("train", *SETTINGS, *before.split(), f"max_steps={stop}", f"run_folder={first}") == 0
+    else:
+        train_here(configure(*SETTINGS, *before.split(), f"max_steps={stop}"), first)
+    assert read_index(find_checkpoint(first, "last", "run")).progress.step == stop
+    assert program("train", f"resume={first}", f"run_folder={second}", *after.split()) == 0
+    assert_same_tensors(final_tensors(second), final_tensors(whole[0]))
+    progress = [read_index(find_checkpoint(folder, "last", "run")).progress for folder in (second, whole[0])]
+    assert (progress[0].step, progress[0].ema_updates) == (progress[1].step, progress[1].ema_updates) == (STEPS, STEPS)
+    result = read_result(second)
+    assert (result["steps"], result["resumed_from"]) == (STEPS, str(first))
+
+
+def test_threads_are_kept_whatever_k_would_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
+    a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""
+    whole, first = tmp_path / "whole", tmp_path / "first"
+    defaults = [*(setting for setting in SETTINGS if setting != "threads=1"), "checkpoint.every_steps=2"]
+    assert program("train", *defaults, "partitions=2", "max_steps=3", f"run_folder={whole}") == 0
+    used = read_result(whole)["hardware"]["threads_per_process"]
+    assert used == max(1, usable_cores() // 2)
+    shutil.copytree(whole, first)
+    shutil.rmtree(first / "checkpoints" / "step_00000003")
+    capsys.readouterr()
+    go_on = [f"resume={first}", "partitions=1", "max_steps=3", f"run_folder={tmp_path / 'again'}"]
+    assert program("train", *go_on) == 0
+    assert_same_tensors(final_tensors(tmp_path / "again"), final_tensors(whole))
+    assert read_result(tmp_path / "again")["hardware"]["threads_per_process"] == load(whole).threads == used
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("threads ")]
+    assert bool(said) == (used != usable_cores()), said
+
+
+def test_other_threads_than_the_resumed_run_had_are_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(configure(*TINY)))
+    for threads, said in ((2, [("threads", "2 for each process, 1 before")]), (1, [])):
+        config = configure(*TINY, f"resume={tmp_path}", f"threads={threads}", f"partitions={usable_cores()}")
+        found = prepare(config, (), lambda line: None).notes
+        assert [(label, fact.partition(":")[0]) for label, fact in found if label == "threads"] == said
+
+
+def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
+    whole: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """What was done after the checkpoint, and reported, is done again: same bits, and one curve."""
+    folder = tmp_path / "run"
+    settings = [*SETTINGS, "partitions=2", "executor=in_process", "checkpoint.every_steps=2", f"run_folder={folder}"]
+    assert program("train", *settings, "max_steps=5") == 0
+    links = folder / "checkpoints"
+    for step in (3, 5):  # as if the run had been killed after step 5, having written its checkpoint of step 4
+        for file in (links / f"step_{step:08d}").iterdir():
+            file.unlink()
+        (links / f"step_{step:08d}").rmdir()
+    assert program("train", f"resume={folder}", f"run_folder={folder}") == 0
+    assert_same_tensors(final_tensors(folder), final_tensors(whole[0]))
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+
+
+def test_result_json_and_config_of_a_run(distributed: Path) -> None:
+    result = read_result(distributed)
+    assert (result["status"], result["error"], result["steps"], result["epochs"]) == ("completed", None, STEPS, 2)
+    assert result["model_parameters"] == sum(part["parameters"] for part in result["partitions"])
+    assert [part["device"] for part in result["partitions"]] == ["cpu", "cpu"]
+    contended = result["without_core"] > CONTENDED  # the machine may be busy
+    assert result["samples_per_second_kind"] == ("measured_contended" if contended else "measured")
+    for stage, peak in zip(result["memory"], result["memory_bytes"], strict=True):
+        assert peak == stage.pop("peak") == sum(part for key, part in stage.items() if key != "stage")
+        assert stage["libraries"] > 100 * 2**20 > stage["activations"] > stage["weights"] > 0
+    assert len(result["memory_bytes"]) == 2
+    assert min(result["memory_bytes"]) > 2**20
+    assert result["config"]["optimizer"]["epsilon"] == 0.1
+    assert "partitions: 2\n" in (distributed / "config.yaml").read_text()
+    parameters = sum(
+        tensor.numel()
+        for name, tensor in final_tensors(distributed).items()
+        if name.startswith("model/") and not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    )
+    assert parameters == result["model_parameters"]
+
+
+def test_the_curves_of_a_run(distributed: Path) -> None:
+    events = EventAccumulator(str(distributed))
+    events.Reload()
+    steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    of_steps = "train/loss train/cross_entropy train/top1 train/top5 learning_rate gradient_norm speed/step_seconds"
+    for tag in [*of_steps.split(), "speed/samples_per_second", "memory/stage_0_gib", "memory/stage_1_gib"]:
+        assert steps[tag] == list(range(1, STEPS + 1)), tag
+    for tag in ("test/loss", "test/top1", "test/top5"):
+        assert steps[tag] == [3, 6], tag
+    # the warm-up of one epoch, then 0.00125 x the mini-batch of 8
+    rates = [event.value for event in events.Scalars("learning_rate")]
+    assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01, 0.01])
+
+
+def test_checkpoints_of_a_run(distributed: Path) -> None:
+    checkpoints = distributed / "checkpoints"
+    assert [folder.name for folder in checkpoints_in(distributed)] == ["step_00000003", "step_00000006"]
+    assert (checkpoints / "last").readlink() == Path("step_00000006")
+    assert (checkpoints / "best").readlink() == Path(f"step_{read_result(distributed)['best']['step']:08d}")
+    assert [file.name for file in read_index(checkpoints / "last").files] == [
+        "stage_0.safetensors",
+        "stage_1.safetensors",
+    ]
+    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")], "drafts are left"
+
+
+def test_stages_that_take_turns_are_not_called_a_pipelines_speed(tmp_path: Path) -> None:
+    settings = [*TINY, "partitions=2", "executor=in_process", "max_steps=1", f"run_folder={tmp_path}"]
+    assert program("train", *settings) == 0
+    result = read_result(tmp_path)
+    assert result["samples_per_second_kind"] == "measured_one_device"
+    assert result["steps"] == 1
+
+
+@pytest.mark.parametrize("cut", ["partitions=1", "partitions=3 executor=in_process micro_batches=3"])
+def test_evaluate_gives_the_numbers_of_the_training(cut: str, distributed: Path) -> None:
+    """Another cut, the same micro-batches: not close, equal."""
+    assert program("evaluate", f"run={distributed}", "checkpoint=last", *cut.split()) == 0
+    evaluated = json.loads((distributed / "evaluate.json").read_text())
+    test = read_result(distributed)["test"]
+    assert evaluated["samples"] == 10
+    for key in ("loss", "top1", "top5", "averaged"):
+        assert evaluated[key] == test[key], key

@@ -1,0 +1,284 @@
+"""Decoding: the search finds what an enumeration finds, and neither the cut nor the batch changes a translation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from decode_runs import (
+    FORBIDDEN,
+    LAYERS,
+    PIECES,
+    SOURCES,
+    Case,
+    best_of_all,
+    decode_distributed,
+    decode_here,
+    greedy,
+    most_tokens,
+    patient,
+    plan_of,
+    source_tokens,
+)
+
+from gpipe_cli.data.vocabulary import END
+from gpipe_cli.pipeline.schedule.schedules import Action
+from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.translation.decode import Beam, Candidates, Search
+
+ALL = tuple(range(len(SOURCES)))
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 2.0, 5.0])
+@pytest.mark.parametrize(("seed", "shared_embedding"), [(2, True), (11, True), (11, False)])
+def test_a_wide_beam_finds_the_best_of_all_translations(
+    seed: int, shared_embedding: bool, length_penalty: float
+) -> None:
+    """At most 5 tokens of three pieces and the end: 121 translations."""
+    case = Case(
+        beam=3**5, limit=5, seed=seed, shared_embedding=shared_embedding, length_penalty=length_penalty,
+        indices=(0, 2, 6, 10),
+    )  # fmt: skip
+    assert decode_here(case) == [best_of_all(case, index) for index in case.indices]
+
+
+def test_the_enumeration_is_not_of_trivial_translations() -> None:
+    found = [decode_here(Case(beam=3**5, limit=5, seed=11, length_penalty=penalty)) for penalty in (-1.0, 2.0, 5.0)]
+    assert {len(translation) for part in found for translation in part} >= {0, 2, 4}
+
+
+@pytest.mark.parametrize("seed", [2, 4, 6, 9])
+def test_a_beam_of_one_is_the_greedy_search(seed: int) -> None:
+    found = [decode_here(Case(seed=seed, length_penalty=penalty)) for penalty in (0.0, 2.0)]
+    expected = [greedy(Case(seed=seed), index) for index in ALL]
+    assert found == [expected, expected]
+    assert len(set(map(tuple, expected))) > 1
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.6, 2.0])
+@pytest.mark.parametrize("beam", [2, 5])
+def test_stopping_early_changes_no_translation(beam: int, length_penalty: float) -> None:
+    different = set()
+    for seed in (2, 6, 11):
+        case = Case(beam=beam, length_penalty=length_penalty, seed=seed, indices=(0, 2, 6, 10))
+        found = decode_here(case)
+        assert found == [patient(case, index) for index in case.indices]
+        different |= set(map(tuple, found))
+    assert len(different) > 1
+
+
+CASES = [
+    Case(beam=1, seed=2, micro_batches=3, batch_sentences=5, limit=9),
+    Case(beam=3, seed=11, length_penalty=2.0, micro_batches=7, batch_sentences=4, limit=9),
+    Case(beam=3, seed=11, length_penalty=2.0, batch_sentences=1, shared_embedding=False, indices=(7, 3, 3, 0)),
+]
+
+
+def test_cut_micro_batches_and_batches_do_not_matter() -> None:
+    for case in CASES[:2]:
+        expected = decode_here(replace(case, micro_batches=1, batch_sentences=len(SOURCES)))
+        assert len(set(map(tuple, expected))) > 3
+        for partitions in (1, 2, LAYERS):
+            for micro_batches, batch_sentences in ((1, 5), (2, 100), (5, 1), (32, 12)):
+                other = replace(
+                    case, partitions=partitions, micro_batches=micro_batches, batch_sentences=batch_sentences
+                )
+                assert decode_here(other) == expected, other
+
+
+@pytest.mark.parametrize("partitions", [2, 3])
+def test_every_process_hears_the_same_translations(partitions: int, tmp_path: Path) -> None:
+    """With three processes the one in between has no data at all."""
+    expected = [decode_here(case) for case in CASES]
+    found = decode_distributed([replace(case, partitions=partitions) for case in CASES], tmp_path)
+    assert found == [expected] * partitions
+
+
+def test_the_model_has_as_many_layers_as_the_tests_believe() -> None:
+    _, layout = plan_of(Case(partitions=LAYERS))
+    assert [len(names) for names in layout.layer_names] == [1] * LAYERS
+    assert len(plan_of(Case())[1].layer_names[0]) == LAYERS
+
+
+def test_translations_come_in_the_order_that_was_asked_for() -> None:
+    whole = decode_here(Case(seed=2))
+    asked = (5, 0, 11, 5)
+    assert decode_here(Case(seed=2, indices=asked, batch_sentences=2)) == [whole[index] for index in asked]
+    assert decode_here(Case(indices=())) == []
+
+
+def rows_of_each_step(case: Case) -> list[tuple[int, tuple[int, ...]]]:
+    """Rows and lengths of every mini-batch that the last stage saw."""
+    steps: list[tuple[int, tuple[int, ...]]] = []
+
+    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+        if action.stage == case.partitions - 1:
+            if action.micro_batch == 0:
+                steps.append((0, tuple(lengths)))
+            steps[-1] = steps[-1][0] + samples, tuple(lengths)
+
+    decode_here(case, watch)
+    return steps
+
+
+@pytest.mark.parametrize("seed", [2, 6, 9])
+def test_what_has_ended_leaves_the_mini_batch(seed: int) -> None:
+    """Greedy: a sentence takes a row in each step until it has ended, and its padding goes with it."""
+    case = Case(seed=seed, partitions=2, micro_batches=3)
+    translations = [greedy(case, index) for index in ALL]
+    # one step for each token and one for the end, unless the limit came first
+    steps_of = [min(len(tokens) + 1, most_tokens(case, index)) for index, tokens in zip(ALL, translations, strict=True)]
+    sources = [len(source_tokens(index)) for index in ALL]
+    expected = []
+    for step in range(1, max(steps_of) + 1):
+        present = [index for index in ALL if steps_of[index] >= step]
+        expected.append((len(present), (max(sources[index] for index in present), step)))
+    assert rows_of_each_step(case) == expected
+    assert len({rows for rows, _ in expected}) > 1
+    if seed == 6:  # here the longest source does not have the longest translation
+        assert len({longest for _, (longest, _) in expected}) > 1
+
+
+def test_a_sentence_starts_with_one_row_and_grows_to_its_beam() -> None:
+    rows = [rows for rows, _ in rows_of_each_step(Case(beam=4, seed=11, indices=(2,), length_penalty=2.0))]
+    assert rows[:3] == [1, 3, 4]
+    assert set(rows[3:]) <= {4}
+
+
+def test_a_translation_is_cut_off_at_the_limit_or_by_its_source() -> None:
+    """At most `limit` tokens, and at most 2 n + 10 for a source of n."""
+
+    def never_end(engine: Engine) -> None:
+        with torch.no_grad():
+            engine.parameters[0]["softmax.logits.bias"][END] = -1e4
+
+    for limit, indices in ((9, (0, 7)), (16, (0, 7)), (40, (0, 7))):
+        case = Case(limit=limit, indices=indices, seed=2)
+        found = [len(tokens) for tokens in decode_here(case, prepare=never_end)]
+        assert found == [min(limit, 2 * len(source_tokens(index)) + 10) for index in indices]
+    assert found == [20, 18]
+
+
+@pytest.mark.parametrize("beam", [1, 2, 3])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_nothing_forbidden_is_ever_chosen(beam: int, partitions: int) -> None:
+    """Not even by a model that wants nothing else, and does not want to end either."""
+
+    def love(engine: Engine) -> None:
+        bias = engine.parameters[partitions - 1]["softmax.logits.bias"]
+        with torch.no_grad():
+            bias[list(FORBIDDEN)] = 1e3
+            bias[END] = -1e3
+
+    found = decode_here(Case(beam=beam, partitions=partitions, seed=2, limit=5), prepare=love)
+    assert [len(translation) for translation in found] == [5] * len(SOURCES)
+    assert {token for translation in found for token in translation} <= set(PIECES)
+
+
+def test_a_model_that_returns_no_numbers_translates_nothing() -> None:
+    def spoil(engine: Engine) -> None:
+        with torch.no_grad():
+            engine.parameters[0]["softmax.logits.bias"].fill_(math.nan)
+
+    assert decode_here(Case(beam=2), prepare=spoil) == [[]] * len(SOURCES)
+    beam = Beam(Search(2, 0.0, 1), 9)
+    beam.advance([[(END, math.nan), (5, math.nan), (6, -math.inf)]])
+    assert not beam.growing
+    assert beam.over
+
+
+# Next to END (2), by hand: a is 5, b is 6.
+
+
+def test_a_beam_finds_what_the_greedy_search_misses() -> None:
+    """`a` is likelier than `b`, and nothing good follows it."""
+    after = {(): [(END, -9.0), (5, -0.5), (6, -1.0)], (5,): [(END, -3.0), (5, -2.0)], (6,): [(END, -0.1), (5, -4.0)]}
+    more = [(END, -0.1), (5, -3.0)]
+    for width, expected in ((1, [5, 5]), (2, [6])):
+        beam = Beam(Search(width, 0.0, 1), 9)
+        while not beam.over:
+            beam.advance([after.get(hypothesis.tokens, more) for hypothesis in beam.growing])
+        assert beam.translation() == expected
+
+
+def test_equal_candidates_go_to_the_lower_hypothesis_and_then_to_the_lower_token() -> None:
+    beam = Beam(Search(2, 0.0, 1), 9)
+    beam.advance([[(END, -9.0), (6, -1.0), (5, -1.0), (7, -1.0)]])
+    assert [hypothesis.tokens for hypothesis in beam.growing] == [(5,), (6,)]
+    beam.advance([[(END, -9.0), (7, -1.0)], [(END, -9.0), (5, -1.0), (6, -1.0)]])
+    assert [hypothesis.tokens for hypothesis in beam.growing] == [(5, 7), (6, 5)]
+
+
+def test_an_end_that_is_not_among_the_best_does_not_count() -> None:
+    beam = Beam(Search(2, 0.0, 1), 2)
+    beam.advance([[(END, -3.0), (5, -1.0), (6, -2.0)]])
+    assert beam.growing
+    beam.advance([[(END, -9.0), (5, -1.0), (6, -2.0)], [(END, -9.0), (5, -1.0), (6, -2.0)]])
+    assert beam.over
+    assert beam.translation() == [5, 5]
+
+
+def test_a_longer_one_wins_only_with_the_penalty() -> None:
+    """-1.0 of one token against -1.2 of three: the penalty divides by 1 and by 8 / 6."""
+    for penalty, expected in ((0.0, []), (1.0, [5, 5])):
+        beam = Beam(Search(2, penalty, 1), 3)
+        beam.advance([[(END, -1.0), (5, -0.4), (6, -9.0)]])
+        assert not beam.over
+        beam.advance([[(END, -99.0), (5, -0.4), (6, -9.0)]] * 2)
+        assert not beam.over
+        beam.advance([[(END, -0.4), (5, -9.0), (6, -9.0)]] * 2)
+        assert beam.over
+        assert beam.translation() == expected
+
+
+@pytest.mark.parametrize(("penalty", "grows", "steps"), [(1.0, -1.3, 9), (-1.0, -0.8, 2), (0.0, -0.9, 5)])
+def test_a_search_goes_on_while_the_best_can_still_be_beaten(penalty: float, grows: float, steps: int) -> None:
+    """What has ended has -1.0. With the penalty 1, -1.3 becomes -1.11 after two tokens and -0.56 after the most, nine;
+    with -1, -0.8 becomes -0.93 after two and -1.87 after nine."""
+    beam = Beam(Search(2, penalty, 1), 9)
+    beam.advance([[(END, -1.0), (5, grows), (6, -99.0)]])
+    for _ in range(steps - 2):
+        assert not beam.over
+        beam.advance([[(END, -99.0), (5, 0.0), (6, -99.0)]] * len(beam.growing))
+    assert not beam.over
+    beam.advance([[(END, 0.0), (5, -99.0), (6, -99.0)]] * len(beam.growing))
+    assert beam.over
+    assert beam.translation() == [5] * (steps - 1)
+
+
+@pytest.mark.parametrize(("penalty", "grows"), [(1.0, -2.4), (-1.0, -0.9), (0.0, -1.0)])
+def test_a_search_is_over_once_nothing_can_beat_the_best(penalty: float, grows: float) -> None:
+    """-2.4 is at best -1.03 after nine tokens; -0.9 is at best -1.05 after two; what is equal comes too late."""
+    beam = Beam(Search(2, penalty, 1), 9)
+    beam.advance([[(END, -1.0), (5, grows), (6, -99.0)]])
+    assert beam.growing
+    assert beam.over
+    assert beam.translation() == []
+
+
+def test_candidates_rank_equal_tokens_by_their_number_and_leave_out_what_is_forbidden() -> None:
+    logits = torch.zeros(2, 3, 450)
+    logits[1, -1, [9, 300]] = 1.0
+    logits[:, :, 400:] = 2.0  # what the text has no token for
+    logits[1, 0] = torch.arange(450.0)  # an earlier position
+    candidates = Candidates(torch.tensor(FORBIDDEN), 4, 400)
+    for m in range(2):
+        outputs = (logits[m : m + 1],)
+        candidates.observe(m, outputs, candidates.loss(m, outputs))
+    table = candidates.table()
+    assert table.shape == (2, 5, 2)
+    assert table[:, :, 0].tolist() == [[END, 5, 6, 7, 8], [END, 9, 300, 5, 6]]
+    expected = torch.log_softmax(logits[:, -1, :400], dim=1)
+    for row in range(2):
+        found = table[row, :, 1]
+        assert torch.equal(found, expected[row, table[row, :, 0].long()].double())
+
+
+def test_more_candidates_than_tokens() -> None:
+    """The rest of the row is no candidate."""
+    logits = torch.zeros(1, 1, 6)
+    candidates = Candidates(torch.tensor(FORBIDDEN), 3, 6)
+    candidates.observe(0, (logits,), candidates.loss(0, (logits,)))
+    assert torch.isfinite(candidates.table()[0, :, 1]).tolist() == [True, True, False, False]

@@ -1,0 +1,140 @@
+"""Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
+
+from pathlib import Path
+
+import pytest
+from decode_runs import SOURCES, Case, engine_of, plan_of, tiny_split
+
+from gpipe_cli.data.pairs import read_parallel_text
+from gpipe_cli.data.translation import PairSplit, open_pairs
+from gpipe_cli.data.vocabulary import END, UNKNOWN
+from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.training.translation.decode import Search, decode
+from gpipe_cli.training.translation.translations import (
+    EXAMPLES,
+    Scores,
+    choose,
+    scores,
+    shown,
+    translate,
+    translation_result,
+)
+
+TRAIN = [
+    ("der kleine Hund sieht den alten Baum", "the small dog sees the old tree", "de-en"),
+    ("die alte Katze sieht den kleinen Hund", "the old cat sees the small dog", "de-en"),
+    ("le petit chien voit le vieil arbre", "the small dog sees the old tree", "fr-en"),
+    ("le vieux chat voit le petit chien", "the old cat sees the small dog", "fr-en"),
+]
+TEST = [
+    ("der alte Hund sieht den Baum", "the old dog sees the tree", "de-en"),
+    ("le chat voit le vieil arbre", "the cat sees the old tree", "fr-en"),
+    ("die kleine Katze sieht den Hund", "the small cat sees the dog", "de-en"),
+]
+SEARCH = Search(4, 0.6, 32)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> PairSplit:
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        (folder / f"{name}.tsv").write_text("\n".join("\t".join(row) for row in rows))
+    _, test = open_pairs(
+        *read_parallel_text(folder), length=60, vocabulary=300, drop_long=False, cache=Path(folder / "cache")
+    )
+    return test
+
+
+def test_evenly_spaced_sentences() -> None:
+    assert choose(10, 4) == [0, 2, 5, 7]
+    assert choose(3, 3) == choose(3, 99) == [0, 1, 2]
+    assert choose(5, 0) == []
+    for samples in range(1, 40):
+        for wanted in range(1, samples + 1):
+            found = choose(samples, wanted)
+            assert len(found) == wanted
+            assert found[0] == 0
+            steps = {after - before for before, after in zip(found, [*found[1:], samples], strict=True)}
+            assert max(steps) - min(steps) <= 1
+
+
+def test_a_perfect_translation(split: PairSplit) -> None:
+    indices = [2, 0, 1]
+    decoded = split.vocabulary.encode([TEST[index][1] for index in indices])
+    result = translation_result(split, indices, decoded, SEARCH, 1.5)
+    assert result["bleu"] == pytest.approx(100)
+    assert result["chrf"] == pytest.approx(100)
+    assert (result["sentences"], result["of"], result["beam"], result["seconds"]) == (3, 3, 4, 1.5)
+    assert result["examples"] == shown(split, indices, decoded)
+
+
+def test_sentences_keep_their_order(split: PairSplit) -> None:
+    said = ["one", "two", "one"]
+    rows = shown(split, [1, 2, 0], split.vocabulary.encode(said))
+    assert rows == [
+        {"pair": pair, "source": source, "reference": reference, "translation": translation}
+        for (source, reference, pair), translation in zip((TEST[1], TEST[2], TEST[0]), said, strict=True)
+    ]
+
+
+def test_what_no_model_should_say_can_be_shown(split: PairSplit) -> None:
+    """Nothing, special tokens, and a byte that is no letter."""
+    first_byte = UNKNOWN + 1 + len({"<2en>"})
+    rows = shown(split, [0, 1, 2], [[], [END, 0], [first_byte + 0xFF]])
+    assert [row["translation"] for row in rows] == ["", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_few_examples_are_evenly_spaced(split: PairSplit) -> None:
+    decoded = split.vocabulary.encode(["x", "y", "z"])
+    result = translation_result(split, [0, 1, 2], decoded, SEARCH, 0.0, examples=2)
+    assert [row["translation"] for row in result["examples"]] == ["x", "y"]
+    assert translation_result(split, [0], decoded[:1], SEARCH, 0.0, examples=0)["examples"] == []
+
+
+def test_bleu_by_hand() -> None:
+    """5 words of 5, of which 4, 3, 2, 1 match in a row: precisions 4/5, 3/4, 2/3, 1/2, whose product is 1/5; no penalty
+    for brevity. The source shares its words `a b c d` and their order with the reference, and is two words short."""
+    found = scores(["a b c d"], ["a b c d x"], ["a b c d e"])
+    assert found.bleu == pytest.approx(100 * 0.2**0.25)
+    assert found.bleu_copy == pytest.approx(100 * 2.718281828459045 ** (1 - 5 / 4))
+
+
+def test_scores_are_those_of_the_library() -> None:
+    import sacrebleu
+
+    sources, references, _ = (list(column) for column in zip(*TEST, strict=True))
+    translations = ["the old dog sees a tree .", "", "the cat sees the dog"]
+    found = scores(sources, references, translations)
+    for texts, bleu, chrf in (
+        (translations, found.bleu, found.chrf),
+        (sources, found.bleu_copy, found.chrf_copy),
+    ):
+        assert bleu == sacrebleu.corpus_bleu(texts, [references]).score
+        assert chrf == sacrebleu.corpus_chrf(texts, [references]).score
+    assert 0 < found.bleu < 100
+    assert found.bleu != found.bleu_copy
+    assert 0 < found.chrf_copy < found.chrf < 100
+    version = f"version:{sacrebleu.__version__}"
+    assert found.bleu_signature == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|{version}"
+    assert found.chrf_signature == f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|{version}"
+
+
+def test_names_have_no_bleu() -> None:
+    """Shorter than four words; which is why chrF stands beside it."""
+    found = scores(["Grèce", "Pays-Bas"], ["Greece", "Netherlands"], ["Greece", "Netherlands"])
+    assert isinstance(found, Scores)
+    assert found.bleu == 0
+    assert found.chrf == pytest.approx(100)
+
+
+def test_translate_decodes_and_scores() -> None:
+    case, split = Case(beam=3, seed=11, length_penalty=2.0), tiny_split()
+    engine, team, indices = engine_of(plan_of(case)), Team(0, 1), choose(len(SOURCES), 5)
+    with engine.evaluating(averages=False):
+        result = translate(engine, team, case.search, 2, case.limit, split, indices)
+        decoded = decode(engine, team, case.search, 2, case.limit, split, indices)
+    assert result is not None
+    assert result["seconds"] > 0
+    assert result == translation_result(split, indices, decoded, case.search, result["seconds"])
+    assert [row["source"] for row in result["examples"]] == [SOURCES[index] for index in indices]
+    assert len(indices) == 5 <= EXAMPLES
