@@ -12,8 +12,9 @@ from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import Boundary, BoundaryTensor, LayerCost, as_boundary
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes

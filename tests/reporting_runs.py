@@ -7,15 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.reporting.run.description import (
-    EvaluationMessage,
-    PartitionDescription,
-    Prediction,
-    RecordedMessage,
-    RunDescription,
-    StepMessage,
-)
+from gpipe_cli.reporting.run.description import PartitionDescription, Prediction, RunDescription
 from gpipe_cli.reporting.timeline_view import Bar, BarKind, TimelineView
+from gpipe_cli.training.events import EvaluationMessage, RecordedMessage, StepMessage
 
 STEPS_PER_EPOCH = 4
 # What is different in the descriptions of text.

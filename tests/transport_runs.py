@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.distributed.control_group import Team
-from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.p2p_transport import Links
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import build

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.launch.job import Awaited
+from gpipe_cli.distributed.activity import Awaited
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]

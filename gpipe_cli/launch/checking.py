@@ -21,16 +21,17 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Checking
 from gpipe_cli.launch.supervisor import Hear, perform
+from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.planner.model_profile import Shapes, read_shapes
 from gpipe_cli.planner.placement import Layout, make_layout, usable_cores
 from gpipe_cli.planner.sharing import SeparatedError
 from gpipe_cli.reporting.run.summary import show_error, show_facts
-from gpipe_cli.reporting.tables.check import CheckReport, Finding, Row, Verdict, show_check, write_check
+from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
 from gpipe_cli.system.interrupts import Interrupt, interruptible
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
-from gpipe_cli.verify.differences import Digests, Variant
+from gpipe_cli.verify.differences import Digests, Row, Variant, Verdict
 
 Schedule = Literal["gpipe", "1f1b"]
 Mode = Literal["never", "except_last", "always"]

@@ -1,7 +1,6 @@
 """What a parent tells its workers and hears back; light, so that a start costs no imports."""
 
-from dataclasses import dataclass, fields
-from enum import IntEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,32 +8,6 @@ if TYPE_CHECKING:
     from gpipe_cli.config.settings import DecodeConfig, TrainConfig
     from gpipe_cli.planner.placement import Layout
     from gpipe_cli.verify.differences import Digests, Variant
-
-
-class Awaited(IntEnum):
-    """What a process waits for."""
-
-    NOTHING = 0
-    PROCESS = 1  # another one of the run
-    DATA = 2
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What a process is doing: whole numbers, in memory that its parent reads."""
-
-    changes: int  # how often it has begun something
-    awaited: int  # Awaited
-    # its last action; then its samples, and what they are padded to along up to two dimensions
-    kind: int  # 1 F, 2 R, 3 B, 0 none yet
-    stage: int
-    micro_batch: int
-    samples: int
-    length_0: int
-    length_1: int
-
-
-WATCHED = len(fields(Doing))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Others soon wait for it, without end: it is found by who does not wait for anoth
 import time
 from collections.abc import Collection, Mapping
 
-from gpipe_cli.launch.job import Awaited, Doing
+from gpipe_cli.distributed.activity import Activity, Awaited
 
 _MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on a laptop that has slept, all were silent
 
@@ -17,7 +17,7 @@ class Silence:
     def __init__(self, limit_seconds: float, whole: bool) -> None:
         """`whole`: all processes of the run are looked at. What one waits for may else be elsewhere."""
         self._limit, self._whole = limit_seconds, whole
-        self._seen: dict[int, Doing] = {}
+        self._seen: dict[int, Activity] = {}
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
@@ -25,7 +25,7 @@ class Silence:
         """It has said something."""
         self._seconds[process] = 0.0
 
-    def find(self, processes: Mapping[int, Doing], stopped: Collection[int]) -> tuple[int, float] | None:
+    def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
         """The process that is to blame and its seconds, if one has been silent for too long; `stopped` are those that
         the system does not let run.
 

@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
-from gpipe_cli.launch.job import WATCHED, Awaited, Doing, Failure, Task, Work
+from gpipe_cli.launch.job import Failure, Task, Work
 from gpipe_cli.launch.silent_processes import Silence
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Layout
@@ -59,7 +60,7 @@ class _Crew:
         self._connections: dict[int, Connection] = {}
         self._workers: dict[int, Worker] = {}
         self._watched_file = os.memfd_create("gpipe_watched")
-        os.truncate(self._watched_file, 8 * WATCHED * layout.processes)
+        os.truncate(self._watched_file, 8 * ACTIVITY_NUMBERS * layout.processes)
         self._watched = memoryview(mmap.mmap(self._watched_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
@@ -135,8 +136,8 @@ class _Crew:
         if running:  # not forked yet; or the server is stopped, and cannot say how they ended
             fork_server.kill()
 
-    def _doing(self, process: int) -> Doing:
-        return Doing(*self._watched[WATCHED * process : WATCHED * (process + 1)])
+    def _doing(self, process: int) -> Activity:
+        return Activity(*self._watched[ACTIVITY_NUMBERS * process : ACTIVITY_NUMBERS * (process + 1)])
 
     def _silent(self, process: int, seconds: float) -> Failure:
         """A process that does nothing any more."""

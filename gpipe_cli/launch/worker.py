@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
 from gpipe_cli.distributed.control_group import Team
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.launch.job import WATCHED, Awaited, Checking, Evaluation, Failure, Measuring, Training, Work
+from gpipe_cli.launch.job import Checking, Evaluation, Failure, Measuring, Training, Work
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
@@ -37,9 +38,9 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
 def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
-    """The whole life of a worker process; `watched` is what its parent sees of it (WATCHED)."""
+    """The whole life of a worker process; `watched` is what its parent sees of it (ACTIVITY_NUMBERS)."""
     _settle(job.layout)
-    base = WATCHED * job.process
+    base = ACTIVITY_NUMBERS * job.process
 
     def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
         numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
@@ -74,10 +75,13 @@ def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
                 from gpipe_cli.launch.layer_benchmark import measure
 
                 measure(job.config, job.layout, segments, samples, seconds, job.process, join, report)
-            case Checking() as task:
+            case Checking(variants, references, folder, source):
                 from gpipe_cli.verify.variants import check
 
-                check(job.config, task, job.layout, job.process, join, report, watch)
+                check(
+                    job.config, job.layout, job.process, join, report, watch,
+                    variants=variants, earlier=references, folder=folder, source=source,
+                )  # fmt: skip
     except Exception as error:
         _tell(connection, job.process, error)
         connection.close()

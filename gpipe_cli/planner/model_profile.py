@@ -20,8 +20,9 @@ from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.profile.layer_cost import Boundary, LayerCost
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.planner.sharing import Shared, find_shared

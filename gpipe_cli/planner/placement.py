@@ -15,7 +15,7 @@ from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.config.typed import show
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.pipeline.profile.layer_cost import Boundary
+from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute
 from gpipe_cli.planner.cost_model import StepCosts, figured, shared_out

@@ -13,8 +13,8 @@ import torch
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.activity import Awaited
 from gpipe_cli.distributed.control_group import Gathered, Team, gradient_norm
-from gpipe_cli.launch.job import Awaited
 from gpipe_cli.pipeline.runtime.memory_layout import in_layout
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room

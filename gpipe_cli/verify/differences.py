@@ -10,10 +10,38 @@ from typing import Any, Literal
 
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.planner.placement import Layout
-from gpipe_cli.reporting.tables.check import TOLERANCE, Row, Verdict
 
 # What differs, the earliest cause first.
 _OUTPUT, _AGAIN, _LOSS, _GRADIENT, _STATISTICS, _WEIGHT = range(6)
+
+
+Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
+
+# Of the gradients' norm: more than what another order of sums does to float32, less than what a lost micro-batch does.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the mini-batch, and how what it gives compares with the reference of its schedule: one partition,
+    nothing recomputed. Executor `pytorch` is no pipeline, but the untouched model. The reference of `1f1b`, and one
+    with other micro-batches, compare with that of `gpipe`."""
+
+    partitions: int
+    micro_batches: int
+    schedule: str
+    recompute: str
+    executor: str
+    verdict: Verdict
+    difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm
+    layer: str | None = None  # the first that differs, or the one that fails
+    stage: int | None = None
+    micro_batch: int | None = None
+    text: str = ""  # what differs or fails, where and why, as far as it is known
+
+    @property
+    def bad(self) -> bool:
+        return self.verdict in ("differs", "fails")
 
 
 @dataclass(frozen=True)

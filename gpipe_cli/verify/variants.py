@@ -5,7 +5,7 @@ code that trains: each variant begins anew, with the same weights and seeds, doe
 every layer's outputs, of every gradient, and of what the step makes of weights and statistics.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.loading import load_batches
 from gpipe_cli.distributed.control_group import Team
-from gpipe_cli.launch.job import Checking
 from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
@@ -30,30 +29,34 @@ from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, micro_batc
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Layout
-from gpipe_cli.reporting.tables.check import TOLERANCE, Row
 from gpipe_cli.training.checkpoint.store import Progress
 from gpipe_cli.training.data_feed import Data, Reading
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
 from gpipe_cli.training.train_loop import Join, Report
-from gpipe_cli.verify.differences import Digests, Variant, differs, first_difference, within
+from gpipe_cli.verify.differences import TOLERANCE, Digests, Row, Variant, differs, first_difference, within
 from gpipe_cli.verify.plain_pytorch import build_untouched, run_untouched
 
 
 def check(
     config: TrainConfig,
-    task: Checking,
     layout: Layout,
     process: int,
     join: Join,
     report: Report,
     watch: Watch,
+    *,
+    variants: Sequence[Variant],
+    earlier: Mapping[str, Digests],
+    folder: Path,
+    source: Path | None,
 ) -> None:
-    """Run the variants of the task as process number `process`, and report a row for each, in order.
+    """Run the variants as process number `process`, and report a row for each, in order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
-    compared with, and are reported. Those of the task are of an earlier crew; their gradients lie in its folder.
+    compared with, and are reported. `earlier` references are those of other processes, by schedule; their gradients
+    lie in `folder`. Weights are taken from the checkpoint `source`, if there is one.
 
     Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
     """
@@ -62,11 +65,11 @@ def check(
     data = Data(replace(config, data_workers=0), layout, process, start, run)
     team, groups = join()
     reading = data.training_set(team)
-    work = _Work(config, process, team, groups, reading, watch, task.folder, task.source)
-    if not task.references:
-        work.prepare(task.variants[0], report)
-    references = dict(task.references)
-    for variant in task.variants:
+    work = _Work(config, process, team, groups, reading, watch, folder, source)
+    if not earlier:
+        work.prepare(variants[0], report)
+    references = dict(earlier)
+    for variant in variants:
         if variant.schedule not in references and not work.is_reference(variant):
             report("row", {"row": variant.row("left out", text=f"the reference of {variant.schedule} failed")})
             continue

@@ -17,7 +17,7 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, t
 from gpipe_cli.distributed.control_group import Team
 from gpipe_cli.launch.checking import _Checked
 from gpipe_cli.launch.job import Checking
-from gpipe_cli.pipeline.profile.layer_probes import Watch, watching
+from gpipe_cli.pipeline.profile.layer_probes import Finding, Watch, watching
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -27,8 +27,8 @@ from gpipe_cli.pipeline.runtime.transport import HandOver
 from gpipe_cli.pipeline.schedule.schedules import build
 from gpipe_cli.planner.placement import make_layout
 from gpipe_cli.planner.sharing import SeparatedError, check_cut, find_shared
-from gpipe_cli.reporting.tables.check import CheckReport, Finding, Row
-from gpipe_cli.verify.differences import Digests, Variant, differs, first_difference, within
+from gpipe_cli.reporting.tables.check import CheckReport
+from gpipe_cli.verify.differences import Digests, Row, Variant, differs, first_difference, within
 from gpipe_cli.verify.variants import check
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from gpipe_cli.distributed.activity import Activity, Awaited
 from gpipe_cli.launch import silent_processes as silence
-from gpipe_cli.launch.job import Awaited, Doing
 from gpipe_cli.launch.silent_processes import Silence
 
-WORKS = Doing(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
+WORKS = Activity(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
 WAITS = replace(WORKS, awaited=Awaited.PROCESS)
 READS = replace(WORKS, awaited=Awaited.DATA)
-PREPARES = Doing(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
+PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
 )
 def test_who_is_silent_and_waits_for_no_other_is_to_blame(
-    processes: dict[int, Doing], stopped: list[int], whole: bool, blamed: int | None, clock: list[float]
+    processes: dict[int, Activity], stopped: list[int], whole: bool, blamed: int | None, clock: list[float]
 ) -> None:
     watched = Silence(5, whole)
     assert watched.find(processes | {0: replace(processes.get(0, WAITS), changes=1)}, stopped) is None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.models.chain import chain, timm_state_dict
-from gpipe_cli.pipeline.profile.layer_cost import as_boundary
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 
 ONE_BLOCK = {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)}
 SHORT = {"depths": (1, 2, 1, 1), "dims": (16, 16, 24, 24)}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Projection, Softmax, sinusoids
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.models.transformer_nmt import transformer_nmt
-from gpipe_cli.pipeline.profile.layer_cost import as_boundary
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.materialize import materialize
 
 VOCABULARY = 50

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gpipe_cli.launch import reference_layers
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, as_boundary
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Rates, fitted
 
 

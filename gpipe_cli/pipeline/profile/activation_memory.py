@@ -13,7 +13,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe_cli.pipeline.profile.layer_cost import Boundary, LayerCost
+    from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ shows why, and it shows what no bit of a single step does: statistics that a rec
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,17 @@ from gpipe_cli.pipeline.runtime.digests import same_bits
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.reporting.tables.check import Finding
+
+Kind = Literal["in_place", "random", "state"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a layer does that a pipeline cannot bear, wherever that shows."""
+
+    kind: Kind
+    layer: str
+    text: str
 
 
 class Watch:

@@ -14,18 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpipe_cli.pipeline.profile.layer_cost import (
-    NO_WORK,
-    Boundary,
-    BoundaryTensor,
-    LayerCost,
-    OperationKind,
-    Operations,
-    Saved,
-    Work,
-)
+from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import describable_call

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.profile.layer_cost import Boundary
+from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.memory_layout import as_sent
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.receive_buffers import Inbox

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import Boundary
+from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of

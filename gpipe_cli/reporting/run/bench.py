@@ -12,11 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from gpipe_cli.reporting.run.description import EvaluationMessage, RunDescription, StepMessage
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.run.step_breakdown import share_facts
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, memory_table, show_banner, show_facts, show_line, speed_kind
 from gpipe_cli.reporting.run.task import words_of
+from gpipe_cli.training.events import EvaluationMessage, StepMessage
 from gpipe_cli.units import duration, operations, percent, plural, rate
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from gpipe_cli.reporting.run.description import EvaluationMessage, RunDescription, StepMessage
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.measurement import EpochMeans
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.run.summary import show_banner, show_facts, show_line
 from gpipe_cli.reporting.run.task import scores, words_of
+from gpipe_cli.training.events import EvaluationMessage, StepMessage
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 
 LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what is left ends with the test's own score

@@ -8,10 +8,10 @@ from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
 
-from gpipe_cli.reporting.run.description import TranslationResult
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.summary import outcome_of_test, outcome_of_translation, show_facts
 from gpipe_cli.reporting.run.task import Task, scores, words_of
+from gpipe_cli.training.events import TranslationResult
 from gpipe_cli.units import duration, plural
 
 EVALUATION = "evaluate.json"

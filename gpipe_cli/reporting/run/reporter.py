@@ -17,13 +17,7 @@ from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.run.bench import BenchConsole, show_measurement
 from gpipe_cli.reporting.run.console import RunConsole
-from gpipe_cli.reporting.run.description import (
-    EvaluationMessage,
-    RecordedMessage,
-    RunDescription,
-    Status,
-    StepMessage,
-)
+from gpipe_cli.reporting.run.description import RunDescription, Status
 from gpipe_cli.reporting.run.measurement import (
     Throughput,
     flops_result,
@@ -38,6 +32,7 @@ from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_banner, show_err
 from gpipe_cli.reporting.run.task import Task, scores, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.training.events import EvaluationMessage, RecordedMessage, StepMessage
 
 TIMELINE_PICTURE = "timeline.png"
 PARTITION_PICTURE = "partitions.png"

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription, TranslationResult
+from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_facts
 from gpipe_cli.reporting.run.task import words_of
 from gpipe_cli.reporting.tables.wide_table import show_in_parts
+from gpipe_cli.training.events import TranslationResult
 from gpipe_cli.units import (
     count,
     duration,

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard.summary import custom_scalars, image, scalar, text
 
-from gpipe_cli.reporting.run.description import (
-    EvaluationMessage,
-    Prediction,
-    RecordedMessage,
-    RunDescription,
-    Status,
-    StepMessage,
-    Translation,
-)
+from gpipe_cli.reporting.run.description import Prediction, RunDescription, Status
 from gpipe_cli.reporting.run.event_file import EventFile
 from gpipe_cli.reporting.run.hyperparameters import (
     end_summary,
@@ -34,6 +26,7 @@ from gpipe_cli.reporting.run.hyperparameters import (
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.task import Task, perplexity, words_of
 from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
+from gpipe_cli.training.events import EvaluationMessage, RecordedMessage, StepMessage, Translation
 from gpipe_cli.units import duration, size
 
 if TYPE_CHECKING:

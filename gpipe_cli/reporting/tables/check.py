@@ -6,58 +6,24 @@ Every way to run the mini-batch is a row. The console folds rows that say the sa
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.summary import show_facts, show_line
 from gpipe_cli.reporting.tables.wide_table import show_in_parts
 from gpipe_cli.units import loss, plural
+from gpipe_cli.verify.differences import TOLERANCE, Row
 
 CHECK = "check.json"
 
-Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
-Kind = Literal["in_place", "random", "state"]
 
-# Of the gradients' norm: more than what another order of sums does to float32, less than what a lost micro-batch does.
-TOLERANCE = 1e-5
 RECOMPUTE = ("always", "except_last", "never")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to run the mini-batch, and how what it gives compares with the reference of its schedule: one partition,
-    nothing recomputed. Executor `pytorch` is no pipeline, but the untouched model. The reference of `1f1b`, and one
-    with other micro-batches, compare with that of `gpipe`."""
-
-    partitions: int
-    micro_batches: int
-    schedule: str
-    recompute: str
-    executor: str
-    verdict: Verdict
-    difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm
-    layer: str | None = None  # the first that differs, or the one that fails
-    stage: int | None = None
-    micro_batch: int | None = None
-    text: str = ""  # what differs or fails, where and why, as far as it is known
-
-    @property
-    def bad(self) -> bool:
-        return self.verdict in ("differs", "fails")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a layer does that a pipeline cannot bear, wherever that shows."""
-
-    kind: Kind
-    layer: str
-    text: str
 
 
 @dataclass(frozen=True)

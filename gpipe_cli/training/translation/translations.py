@@ -13,9 +13,9 @@ from gpipe_cli.assembly.build import greatest_lengths
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.distributed.control_group import Team
-from gpipe_cli.reporting.run.description import Translation, TranslationResult
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.events import Translation, TranslationResult
 from gpipe_cli.training.translation.decode import Search, decode
 
 EXAMPLES = 20  # translations in a result

@@ -8,7 +8,8 @@ import torch
 from memory_runs import SAMPLES
 
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, Boundary, BoundaryTensor, LayerCost, Saved
+from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, Saved
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 
 def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:

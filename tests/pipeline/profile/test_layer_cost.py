@@ -2,15 +2,8 @@
 
 import torch
 
-from gpipe_cli.pipeline.profile.layer_cost import (
-    BoundaryTensor,
-    LayerCost,
-    OperationKind,
-    Operations,
-    Saved,
-    Work,
-    as_boundary,
-)
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, Saved, Work
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 
 
 def test_a_shape_follows_samples_and_lengths() -> None:

@@ -7,8 +7,9 @@ import torch
 from memory_runs import SAMPLES
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor, LayerCost, OperationKind, Saved, as_boundary
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Saved
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage

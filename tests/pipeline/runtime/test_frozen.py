@@ -5,8 +5,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import as_boundary
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 
 

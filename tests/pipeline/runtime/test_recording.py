@@ -12,8 +12,8 @@ import torch
 from engine_runs import tricky_model
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.recording import MARKS, HostClock, Recorder, measured_timeline, room

@@ -9,7 +9,7 @@ import torch
 from memory_runs import SAMPLES, even, measure, predict
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Keep
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
