@@ -28,9 +28,9 @@ from gpipe_cli.data.pairs import Pairs
 from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import Watch
-from gpipe_cli.planner.placement import Layout, make_layout
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.training.engine import Engine, Groups, build_engine
 from gpipe_cli.training.translation.decode import Search, decode
 
@@ -96,7 +96,7 @@ def tiny_split() -> PairSplit:
 
 
 @lru_cache
-def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> tuple[TrainConfig, Layout]:
+def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> tuple[TrainConfig, Placement]:
     """What the parent of a run decides, once for all its processes."""
     config = configure(
         "model=transformer_nmt",
@@ -117,15 +117,15 @@ def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> t
         "device=cpu",
         "threads=1",
     )
-    return config, make_layout(config)
+    return config, make_placement(config)
 
 
-def plan_of(case: Case, executor: str = "in_process") -> tuple[TrainConfig, Layout]:
+def plan_of(case: Case, executor: str = "in_process") -> tuple[TrainConfig, Placement]:
     return plan(case.partitions, case.seed, case.shared_embedding, executor)
 
 
 def engine_of(
-    planned: tuple[TrainConfig, Layout],
+    planned: tuple[TrainConfig, Placement],
     process: int = 0,
     groups: Groups | None = None,
     watch: Watch = lambda action, samples, lengths: None,
@@ -150,10 +150,10 @@ def decode_here(
     """Decode in this process, all stages of it."""
     engine = engine_of(plan_of(case), watch=watch)
     prepare(engine)
-    return decoded_with(engine, Team(0, 1), case, tiny_split())
+    return decoded_with(engine, ControlGroup(0, 1), case, tiny_split())
 
 
-def decoded_with(engine: Engine, team: Team, case: Case, split: PairSplit | None) -> list[list[int]]:
+def decoded_with(engine: Engine, team: ControlGroup, case: Case, split: PairSplit | None) -> list[list[int]]:
     with engine.evaluating(averages=False):
         return decode(engine, team, case.search, case.micro_batches, case.limit, split, case.indices)
 
@@ -240,7 +240,7 @@ def patient(case: Case, index: int) -> list[int]:
 
 
 def serve(
-    rank: int, meeting: Path, works: Sequence[tuple[Case, tuple[TrainConfig, Layout]]], connection: Connection
+    rank: int, meeting: Path, works: Sequence[tuple[Case, tuple[TrainConfig, Placement]]], connection: Connection
 ) -> None:
     """One process of several, each with a stage: decodes case after case."""
     torch.set_num_threads(1)
@@ -256,7 +256,7 @@ def serve(
         )
         control = dist.group.WORLD
         assert control is not None
-        groups, team = Groups(dist.new_group(), dist.new_group(), control, 60), Team(rank, partitions, control)
+        groups, team = Groups(dist.new_group(), dist.new_group(), control, 60), ControlGroup(rank, partitions, control)
         split = tiny_split() if rank in (0, partitions - 1) else None  # stages in between never see a sample
         answers = []
         for case, planned in works:

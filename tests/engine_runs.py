@@ -21,9 +21,9 @@ from gpipe_cli.pipeline.profile import layer_cost, tracing
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes, split
-from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 
 CLASSES = 5
@@ -162,9 +162,9 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
         for k in stages_here
     }
     if groups is None:
-        transport: Any = HandOver([device] * case.partitions)
+        transport: Any = LocalTransport([device] * case.partitions)
     else:
-        transport = Links(
+        transport = P2PTransport(
             stages_here[0], boundaries, ranks=range(case.partitions), forward=groups[0], backward=groups[1],
             device=device, memory_format=memory_format, timeout_seconds=60,
         )  # fmt: skip

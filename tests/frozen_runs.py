@@ -11,7 +11,7 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def run_frozen(case: Case, frozen: Frozen) -> dict[str, torch.Tensor]:
         inputs = costs[starts[k] - 1].outputs if k else ()
         stages[k] = Stage(k, module, first_layer=starts[k], inputs=inputs, device=CPU, run_seed=7)
         stages[k].set_training(True)
-    executor = Executor(stages, case.partitions, HandOver([CPU] * case.partitions))
+    executor = Executor(stages, case.partitions, LocalTransport([CPU] * case.partitions))
     results: dict[str, torch.Tensor] = {}
     for step, samples in enumerate(case.samples):
         sizes = micro_batch_sizes(samples, case.micro_batches)

@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 from gpipe_cli.pipeline.schedule.simulator import peak_bytes
 
@@ -190,7 +190,7 @@ def measure(
     sizes = micro_batch_sizes(samples, micro_batches)
     data = tuple(t.contiguous(memory_format=memory_format) if t.dim() == 4 else t for t in sample.data(samples))
     objective = sample.objective(samples, sizes)
-    Executor(stages, partitions, HandOver([CPU] * partitions)).run(order, 0, sizes, data, objective)
+    Executor(stages, partitions, LocalTransport([CPU] * partitions)).run(order, 0, sizes, data, objective)
     gradients = {
         name: parameter.grad.clone()
         for stage in stages.values()

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY, TINY, command, configure
 
 from gpipe_cli.config.settings import load, to_yaml
-from gpipe_cli.planner.model_profile import read_shapes
-from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.measurement import Throughput
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, write_bench
@@ -290,8 +290,8 @@ def test_the_peak_is_that_of_what_it_ran_on() -> None:
     """A plan may name any machine; this one is a CPU."""
     config = configure(*TINY, "hardware=tpu_v3", "partitions=1")
     assert config.hardware.peak_tflops == 61.5
-    shapes = read_shapes(config)
-    flops = step_flops(config, shapes, make_layout(config, shapes))
+    shapes = profile_model(config)
+    flops = step_flops(config, shapes, make_placement(config, shapes))
     assert flops.peak_per_second is None
     assert "hardware=tpu_v3 is not what it ran on" in flops.peak_source
     assert (flops.samples, flops.tokens) == (8, None)

@@ -13,7 +13,7 @@ from training_runs import LIVELY, TINY, assert_same_tensors, command, final_tens
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, build
 from gpipe_cli.reporting.run.result import read_result
 
@@ -73,7 +73,7 @@ def peak_bytes(recompute: str) -> int:
     torch.manual_seed(0)
     layers = OrderedDict((f"layer_{n}", nn.Sequential(nn.Conv2d(16, 16, 1), nn.Tanh())) for n in range(16))
     stage = Stage(0, nn.Sequential(layers).to(device), first_layer=0, inputs=(), device=device, run_seed=0)
-    executor = Executor({0: stage}, 1, HandOver([device]))
+    executor = Executor({0: stage}, 1, LocalTransport([device]))
     images = torch.randn(8, 16, 128, 128, device=device)
     schedule, sizes = build("gpipe", 1, 4, recompute), micro_batch_sizes(8, 4)
     for step in range(2):  # the first allocates gradients and workspaces

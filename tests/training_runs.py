@@ -13,10 +13,10 @@ import torch
 from hydra import compose, initialize_config_module
 
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.pipeline.runtime.executor import Watch
-from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.train_loop import train
 
@@ -56,7 +56,7 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
     """Train in this process, all stages of it; returns what it reported."""
     folder.mkdir(parents=True, exist_ok=True)
     heard: list[Any] = []
-    layout = make_layout(config)
+    layout = make_placement(config)
     assert not layout.distributed, "executor=in_process is needed here"
     train(
         config,
@@ -64,7 +64,7 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
         layout,
         folder,
         0,
-        lambda: (Team(0, 1), None),
+        lambda: (ControlGroup(0, 1), None),
         lambda kind, message: heard.append((kind, message)),
         watch,
         source=find_source(config, layout),

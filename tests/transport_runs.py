@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
-from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import build
 
@@ -34,12 +34,12 @@ def neighbour(rank: int, how: str, folder: Path, connection: Connection) -> None
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     groups = dist.new_group(), dist.new_group()
     try:
-        links = Links(
+        links = P2PTransport(
             rank, [BOUNDARY], ranks=range(2), forward=groups[0], backward=groups[1], device=CPU,
             memory_format=torch.channels_last, timeout_seconds=TIMEOUT,
         )  # fmt: skip
         links.begin_step(build("gpipe", 2, 2, "never"), SIZES)
-        team = Team(rank, 2, dist.group.WORLD)
+        team = ControlGroup(rank, 2, dist.group.WORLD)
         if rank == 1 and how != "well":
             connection.recv()  # until the other one waits
             os._exit(9)

@@ -35,7 +35,7 @@ class Gathered:
         return self._parts
 
 
-class Team:
+class ControlGroup:
     """The processes of a run. `group` is a Gloo group of all of them, or None for a process on its own.
 
     Inside of `waits` this process waits.

@@ -23,8 +23,8 @@ from gpipe_cli.launch.job import Checking
 from gpipe_cli.launch.supervisor import Hear, perform
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
-from gpipe_cli.planner.placement import Layout, make_layout, usable_cores
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.placement import Placement, make_placement, usable_cores
 from gpipe_cli.planner.sharing import SeparatedError
 from gpipe_cli.reporting.run.summary import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
@@ -118,12 +118,12 @@ class _Checked:
         self.references: dict[str, Digests] = {}
         self._findings: list[Finding] = []
         self._mini_batch: dict[str, Any] = {}
-        self._together: dict[int, Layout] = {}  # by partitions: all stages in one process
-        self._apart: dict[int, Layout] = {}  # each in one of its own
+        self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
+        self._apart: dict[int, Placement] = {}  # each in one of its own
         self._refused: list[Row] = []
         self._shared: tuple[str, ...] = ()
         try:
-            shapes = read_shapes(config)
+            shapes = profile_model(config)
         except ChangedInputError as error:
             self._findings.append(Finding("in_place", error.layer, str(error)))
             self._refuse(config.partitions, "in_process", "fails", str(error), error.layer)
@@ -146,7 +146,7 @@ class _Checked:
             return []
         whole = self._config.micro_batches
 
-        def variant(layout: Layout, executor: Way, schedule: Schedule, mode: Mode, m: int = whole) -> Variant:
+        def variant(layout: Placement, executor: Way, schedule: Schedule, mode: Mode, m: int = whole) -> Variant:
             return Variant(replace(layout, recompute=mode), m, schedule, mode, executor)
 
         together = [
@@ -241,17 +241,17 @@ class _Checked:
         why = "; ".join(finding.text for finding in own if finding.text not in row.text)
         return replace(row, text=f"{row.text}; {why}" if row.text and why else row.text or why)
 
-    def _place(self, partitions: int, shapes: Shapes) -> None:
+    def _place(self, partitions: int, shapes: ModelProfile) -> None:
         config = self._config
         if partitions < config.partitions:  # a cut that was given is for K
             config = replace(config, partitions=partitions, partition=PartitionConfig(None))
         try:
-            self._together[partitions] = make_layout(replace(config, executor="in_process"), shapes)
+            self._together[partitions] = make_placement(replace(config, executor="in_process"), shapes)
         except SeparatedError as error:
             self._refuse(partitions, "in_process", "fails", str(error))
             return
         if partitions > 1 and config.executor != "in_process":
-            layout = make_layout(config, shapes)
+            layout = make_placement(config, shapes)
             if layout.distributed:
                 self._apart[partitions] = layout
             else:

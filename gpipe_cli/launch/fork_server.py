@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 from gpipe_cli.system.parent_death import end_with_parent
 
 if TYPE_CHECKING:
-    from gpipe_cli.launch.job import Work
+    from gpipe_cli.launch.job import Job
 
 # The libraries of the default job too: what is not imported here, every worker imports for itself.
 _IMPORTED = ("gpipe_cli.launch.worker", "timm.optim.rmsprop_tf", "sklearn.datasets", "sklearn.model_selection")
@@ -100,7 +100,7 @@ class ForkServer:
                 )
         return self._process.pid, self._control
 
-    def fork(self, job: "Work", connection: Connection, watched: int) -> Worker:
+    def fork(self, job: "Job", connection: Connection, watched: int) -> Worker:
         """Have it fork a worker that does the job; `watched` is a file that parent and worker map into their memory."""
         status, theirs = Pipe(duplex=False)
         with theirs, open(os.memfd_create("gpipe_job"), "wb") as file:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpipe_cli.config.settings import DecodeConfig, TrainConfig
-    from gpipe_cli.planner.placement import Layout
+    from gpipe_cli.planner.placement import Placement
     from gpipe_cli.verify.differences import Digests, Variant
 
 
@@ -42,7 +42,7 @@ class Measuring:
     """Time the layers for a micro-batch of `samples`, in `segments` that fit a device one after another, each for about
     so many `seconds`."""
 
-    segments: "Layout"
+    segments: "Placement"
     samples: int
     seconds: float
 
@@ -64,11 +64,11 @@ Task = Training | Evaluation | Measuring | Checking
 
 
 @dataclass(frozen=True)
-class Work:
+class Job:
     """What a worker is told: the task, which is the same for all of them, and its place among them."""
 
     config: "TrainConfig"
-    layout: "Layout"
+    layout: "Placement"
     task: Task
     process: int
     rendezvous: str  # a file for those of this machine; under torchrun, the name of this start

@@ -22,14 +22,14 @@ from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.memory_layout import in_layout
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
 from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedules import Keep
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.pipeline.schedule.schedules import Retain
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.engine import Groups, build_stage
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
@@ -41,12 +41,12 @@ Pass = list[tuple[float, float, float]]  # of each layer: forward, forward that 
 
 def measure(
     config: TrainConfig,
-    layout: Layout,
-    segments: Layout,
+    layout: Placement,
+    segments: Placement,
     samples: int,
     seconds: float,
     process: int,
-    join: Callable[[], tuple[Team, Groups | None]],
+    join: Callable[[], tuple[ControlGroup, Groups | None]],
     report: Callable[[str, dict[str, Any]], None],
 ) -> None:
     """Time every layer for a micro-batch of `samples`, as process number `process` of those that `layout` has.
@@ -98,7 +98,7 @@ def measure(
 class _Timer:
     """Runs one segment over and over and looks at the clock at every boundary between layers."""
 
-    def __init__(self, config: TrainConfig, layout: Layout, stage: Stage, samples: int, seconds: float) -> None:
+    def __init__(self, config: TrainConfig, layout: Placement, stage: Stage, samples: int, seconds: float) -> None:
         self._config, self._stage, self._seconds = config, stage, seconds
         self.spread, self.share_of_core = 0.0, 1.0  # the worst of all that was timed
         self._layers = list(stage.module.children())
@@ -194,7 +194,7 @@ class _Timer:
             marks = [reader(mark) for mark in (begun, *self._forward[1:], ended)]
             return [b - a for a, b in itertools.pairwise(marks)]
 
-        forward = layers_of(lambda: stage.forward(0, self._inputs, Keep.INPUT))
+        forward = layers_of(lambda: stage.forward(0, self._inputs, Retain.INPUT))
         if not stage.goes_back:  # it is frozen, as is everything before it
             stage.finish_step()
             self._finishing.append(0.0)
@@ -252,7 +252,7 @@ class _Timer:
         return median(taken[_WARM_UP:])
 
 
-def _time_link(layout: Layout, process: int, groups: Groups) -> tuple[float, float]:
+def _time_link(layout: Placement, process: int, groups: Groups) -> tuple[float, float]:
     """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
     device = torch.device(layout.devices[process])
     seconds = []

@@ -36,11 +36,11 @@ from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.planner.cost_model import StepCosts, measured_costs, scaled, slowdown_of
 from gpipe_cli.planner.data_sheet import gpu_model, physical_memory_bytes, resolved
 from gpipe_cli.planner.device_rates import Speeds, by_sheet, fitted
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import (
-    Layout,
+    Placement,
     costs_by_figures,
-    make_layout,
+    make_placement,
     place,
     stages_at_once,
     threads_of,
@@ -66,7 +66,7 @@ _DAY = 86400
 _OWN_SHARE = 0.9  # of a core: with less the machine is busy, and what was timed is not remembered
 
 
-def step_costs(config: TrainConfig, shapes: Shapes, say: Say = lambda line: None) -> StepCosts:
+def step_costs(config: TrainConfig, shapes: ModelProfile, say: Say = lambda line: None) -> StepCosts:
     """What the layers cost for the micro-batches of `config`: by figures, or measured if it says so.
 
     `say` is told before seconds go by. Raises ValueError for what cannot be placed, or measured.
@@ -76,7 +76,7 @@ def step_costs(config: TrainConfig, shapes: Shapes, say: Say = lambda line: None
     _, mean = micro_batches_of(config, shapes.lengths)
     samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
-    layout = make_layout(replace(config, cost="figures", recompute="never", hardware=_unlimited(config)), shapes)
+    layout = make_placement(replace(config, cost="figures", recompute="never", hardware=_unlimited(config)), shapes)
     file = _file("costs", _digest(config, layout, shapes, samples))
     alone = torchrun() is None
     found = _remembered(file) if config.cost == "measured" and alone else None
@@ -122,8 +122,8 @@ def speeds_here(config: TrainConfig, say: Say = lambda line: None) -> Speeds | N
 @lru_cache
 def _timed(reference: TrainConfig, say: Say) -> Speeds | None:
     """How fast the processes of `reference` are, if that can be timed; known once for each command."""
-    shapes = read_shapes(reference)
-    layout = make_layout(reference, shapes)
+    shapes = profile_model(reference)
+    layout = make_placement(reference, shapes)
     file = _file("hardware", _digest(reference, layout, shapes, reference_layers.SAMPLES))
     found = _remembered(file)
     if found is None or _drifted(found["probe_seconds"]):
@@ -220,7 +220,9 @@ def _probe() -> float:
     return median(seconds)
 
 
-def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int, seconds: float) -> dict[str, Any]:
+def _measure(
+    config: TrainConfig, shapes: ModelProfile, layout: Placement, samples: int, seconds: float
+) -> dict[str, Any]:
     parts = _segments(config, shapes, samples, layout)
     one = replace(
         config,
@@ -231,7 +233,7 @@ def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int, 
         hardware=_unlimited(config),
     )
     segments = replace(
-        make_layout(one, shapes),
+        make_placement(one, shapes),
         devices=layout.devices[:1] * len(parts),
         threads=layout.threads,
         memory_format=layout.memory_format,
@@ -248,7 +250,7 @@ def _measure(config: TrainConfig, shapes: Shapes, layout: Layout, samples: int, 
     return found
 
 
-def _segments(config: TrainConfig, shapes: Shapes, samples: int, layout: Layout) -> tuple[int, ...]:
+def _segments(config: TrainConfig, shapes: ModelProfile, samples: int, layout: Placement) -> tuple[int, ...]:
     """Layers that one device can hold at a time: half of it, as more than one process may measure."""
     memory = ActivationMemory(shapes.costs, shapes.inputs, samples, shapes.lengths)
     needed = [
@@ -264,7 +266,7 @@ def _unlimited(config: TrainConfig) -> Any:
     return replace(config.hardware, memory_gib=None)
 
 
-def _digest(config: TrainConfig, layout: Layout, shapes: Shapes, samples: int) -> str:
+def _digest(config: TrainConfig, layout: Placement, shapes: ModelProfile, samples: int) -> str:
     settings = asdict(config)
     facts: dict[str, Any] = {key: settings[key] for key in _DECISIVE}
     machine = hardware((), layout.threads)
@@ -299,7 +301,7 @@ def _remembered(file: Path | None) -> dict[str, Any] | None:
     return found if digest == digest_of("what was timed", found) else None
 
 
-def _remember(file: Path | None, found: dict[str, Any], layout: Layout, say: Say) -> None:
+def _remember(file: Path | None, found: dict[str, Any], layout: Placement, say: Say) -> None:
     """For the next command; not what was timed on a busy machine."""
     if file is None:
         return
@@ -313,7 +315,7 @@ def _remember(file: Path | None, found: dict[str, Any], layout: Layout, say: Say
         say(f"not remembered for the next time: {one_line(error)}")
 
 
-def _busy(found: dict[str, Any], layout: Layout) -> bool:
+def _busy(found: dict[str, Any], layout: Placement) -> bool:
     """Whether others had the cores; processes that take turns on too few of them get their share and no more."""
     fair = min(1.0, usable_cores() / (layout.processes_here * layout.threads))
     return bool(found["share_of_core"] < _OWN_SHARE * fair)

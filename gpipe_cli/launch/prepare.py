@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.launch.machine_timing import step_costs
-from gpipe_cli.planner.model_profile import Shapes, read_shapes, refuse_single_samples
-from gpipe_cli.planner.placement import Layout, default_threads, make_layout, threads_of, usable_cores
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
+from gpipe_cli.planner.placement import Placement, default_threads, make_placement, threads_of, usable_cores
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.search import Choice, choose
 from gpipe_cli.units import plural
@@ -18,9 +18,9 @@ class Prepared:
     """A run that could begin: every setting has its value, `threads` too, as sums depend on it in their last bits."""
 
     config: TrainConfig
-    shapes: Shapes
+    shapes: ModelProfile
     plan: Plan
-    layout: Layout
+    layout: Placement
     choices: tuple[Choice, ...]
     resumed: tuple[tuple[str, str], ...]  # what became of the threads of the run that goes on, as lines of a banner
 
@@ -41,14 +41,14 @@ def prepare(
 
     Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
     """
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     config, plan, choices = choose(
         config, auto, shapes, lambda candidate, seen: step_costs(candidate, seen, say), elsewhere=elsewhere
     )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size)
     config = replace(config, threads=threads_of(config))
-    layout = make_layout(config, shapes, plan)
+    layout = make_placement(config, shapes, plan)
     return Prepared(config, shapes, plan, layout, choices, tuple(_resumed_threads(config)))
 
 
@@ -63,7 +63,7 @@ def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
 
 
-def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
+def _turns(layout: Placement) -> Iterator[tuple[str, str]]:
     """Said before the run: what is measured will not be the speed of a pipeline."""
     processes, threads, cores = layout.processes_here, plural(layout.threads, "thread"), plural(usable_cores(), "core")
     if layout.short_of_cores and processes == 1:

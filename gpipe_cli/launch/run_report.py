@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.planner.model_profile import read_shapes
+from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import checked_schedule, saved_bytes
 from gpipe_cli.reporting.compare.run_record import CONFIG
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, RunDescription
@@ -58,7 +58,7 @@ _DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which t
 Ending = Literal["completed", "failed", "interrupted"]
 
 
-class Show:
+class RunReport:
     """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
 
     def __init__(self, prepared: Prepared, text: str, folder: Path, bench: Bench | None = None) -> None:
@@ -126,7 +126,7 @@ class Show:
         """What the plan's rules say of the very mini-batch whose activations were counted."""
         config, shapes, plan = self._prepared.config, self._prepared.shapes, self._prepared.plan
         if step["lengths"] != shapes.lengths:
-            shapes = read_shapes(config, lengths=step["lengths"])
+            shapes = profile_model(config, lengths=step["lengths"])
         return saved_bytes(config, shapes, plan, step["samples"])
 
     def _recorded(
@@ -169,7 +169,7 @@ class Show:
         self._next_drawing = ended + _DRAWING_APART * (ended - began)
 
 
-class ShowEvaluation:
+class EvaluationReport:
     """An evaluation: one answer."""
 
     def __init__(self, config: TrainConfig, checkpoint: Path, folder: Path) -> None:
@@ -193,7 +193,7 @@ class ShowEvaluation:
             show_line(Console(), "interrupted: nothing was written", "bold yellow")
 
 
-class ShowNothing:
+class NoReport:
     """Under torchrun: process 0 speaks for all; the others only say why they failed."""
 
     started = True

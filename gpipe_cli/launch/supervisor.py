@@ -18,10 +18,10 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
-from gpipe_cli.launch.job import Failure, Task, Work
+from gpipe_cli.launch.job import Failure, Job, Task
 from gpipe_cli.launch.silent_processes import Silence
 from gpipe_cli.pipeline.schedule.schedules import Kind
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.interrupts import Interrupt
 
 Hear = Callable[[str, dict[str, Any]], None]
@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 2.0  # between asking a worker to end and ending it
 
 
 def perform(
-    config: TrainConfig, layout: Layout, task: Task, hear: Hear, interrupt: Interrupt, start: str = ""
+    config: TrainConfig, layout: Placement, task: Task, hear: Hear, interrupt: Interrupt, start: str = ""
 ) -> Failure | None:
     """Have workers, as many as the layout has processes, do a task to its end; returns why it failed, None: it did not.
 
@@ -55,7 +55,7 @@ def perform(
 class _Crew:
     """The workers of this parent, and what is heard from them."""
 
-    def __init__(self, config: TrainConfig, layout: Layout) -> None:
+    def __init__(self, config: TrainConfig, layout: Placement) -> None:
         self._config, self._layout = config, layout
         self._connections: dict[int, Connection] = {}
         self._workers: dict[int, Worker] = {}
@@ -71,7 +71,7 @@ class _Crew:
         for process in mine:
             ours, theirs = Pipe()
             with theirs:
-                job = Work(config, layout, task, process, rendezvous)
+                job = Job(config, layout, task, process, rendezvous)
                 self._workers[process] = fork_server.fork(job, theirs, self._watched_file)
             self._connections[process] = ours
             interrupt.check()

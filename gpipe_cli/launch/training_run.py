@@ -15,10 +15,10 @@ from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.launch.job import Bench, Evaluation, Task, Training
 from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.launch.run_report import Show, ShowEvaluation, ShowNothing, show_dry_run
+from gpipe_cli.launch.run_report import EvaluationReport, NoReport, RunReport, show_dry_run
 from gpipe_cli.launch.supervisor import perform
 from gpipe_cli.pipeline.runtime.frozen import freeze
-from gpipe_cli.planner.placement import Layout, make_layout
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.summary import show_error, show_line
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.interrupts import interruptible
@@ -35,16 +35,16 @@ def launch(
     The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else. Raises
     ValueError, one line, for what the user can mend before anything has run.
     """
-    show: Show | ShowEvaluation | ShowNothing
+    show: RunReport | EvaluationReport | NoReport
     task: Task
     if isinstance(config, EvaluateConfig):
         training = _evaluated(config.training)
-        layout = make_layout(training)
+        layout = make_placement(training)
         find = partial(_find, training, layout, folder, config.checkpoint, "run", optimizer=False)
         decision = agree(lambda: Decision(folder, None, find()))
         assert decision.source is not None
         task = Evaluation(decision.source, config.decode)
-        show = ShowEvaluation(training, decision.source, folder) if leads() else ShowNothing()
+        show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
     else:
         prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
         training, layout, text = prepared.config, prepared.layout, to_yaml(prepared.config)
@@ -56,11 +56,11 @@ def launch(
         decision = agree(lambda: Decision(folder, config.resume, find_source(training, layout)))
         training = replace(training, resume=decision.resume)
         task = Training(text, decision.folder, bench, decision.source)
-        show = Show(prepared, text, folder, bench) if leads() else ShowNothing()
+        show = RunReport(prepared, text, folder, bench) if leads() else NoReport()
     return _run(training, layout, task, show, folder, decision.start)
 
 
-def find_source(config: TrainConfig, layout: Layout) -> Path | None:
+def find_source(config: TrainConfig, layout: Placement) -> Path | None:
     """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
 
     Raises ValueError, one line, for one that does not fit the run.
@@ -71,7 +71,7 @@ def find_source(config: TrainConfig, layout: Layout) -> Path | None:
     return None if config.init_from is None else find_weights(config, show_error)
 
 
-def _find(config: TrainConfig, layout: Layout, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
+def _find(config: TrainConfig, layout: Placement, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
     """The last or the best checkpoint of a run; if it is damaged the newest one that is not, which is said on stderr.
 
     Raises ValueError, one line, if there is none, or they are of another model.
@@ -89,9 +89,9 @@ def _evaluated(config: TrainConfig) -> TrainConfig:
 
 def _run(
     config: TrainConfig,
-    layout: Layout,
+    layout: Placement,
     task: Task,
-    show: Show | ShowEvaluation | ShowNothing,
+    show: RunReport | EvaluationReport | NoReport,
     folder: Path,
     start: str,
 ) -> int:

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.launch.job import Checking, Evaluation, Failure, Measuring, Training, Work
+from gpipe_cli.launch.job import Checking, Evaluation, Failure, Job, Measuring, Training
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.store import CheckpointError
 from gpipe_cli.training.engine import Groups
 from gpipe_cli.training.train_loop import DivergedError, score, train
@@ -37,7 +37,7 @@ _LONGER_SECONDS = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
-def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
+def work(job: Job, connection: Connection, watched: "memoryview[int]") -> None:
     """The whole life of a worker process; `watched` is what its parent sees of it (ACTIVITY_NUMBERS)."""
     _settle(job.layout)
     base = ACTIVITY_NUMBERS * job.process
@@ -59,7 +59,7 @@ def work(job: Work, connection: Connection, watched: "memoryview[int]") -> None:
     def report(kind: str, message: dict[str, Any]) -> None:
         connection.send((kind, message))
 
-    def join() -> tuple[Team, Groups | None]:
+    def join() -> tuple[ControlGroup, Groups | None]:
         return _join(job, waits)
 
     try:
@@ -113,7 +113,7 @@ def _tell(connection: Connection, process: int, error: Exception) -> None:
         connection.send(("failure", Failure(process, kind, text, traceback.format_exc(), time.time())))
 
 
-def _settle(layout: Layout) -> None:
+def _settle(layout: Placement) -> None:
     keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(layout.threads)
@@ -142,11 +142,13 @@ def keep_freed_memory() -> None:
         pass  # another C library: slower, not wrong
 
 
-def _join(job: Work, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]) -> tuple[Team, Groups | None]:
+def _join(
+    job: Job, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]
+) -> tuple[ControlGroup, Groups | None]:
     """Connect the processes of the run; a process on its own needs no connection."""
     layout = job.layout
     if layout.processes == 1:
-        return Team(0, 1, waits=waits), None
+        return ControlGroup(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
     # that it does not see; that one's own parent is to speak first.
     here = torchrun() is None
@@ -167,4 +169,4 @@ def _join(job: Work, waits: Callable[[Awaited], contextlib.AbstractContextManage
     assert isinstance(forward, dist.ProcessGroup)
     assert isinstance(backward, dist.ProcessGroup)
     groups = Groups(forward, backward, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
-    return Team(job.process, layout.processes, control, waits), groups
+    return ControlGroup(job.process, layout.processes, control, waits), groups

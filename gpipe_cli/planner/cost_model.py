@@ -11,7 +11,7 @@ from typing import Any
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.device_rates import Speeds
-from gpipe_cli.planner.model_profile import Shapes
+from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.units import plural
 
 
@@ -40,7 +40,7 @@ class StepCosts:
     known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
-def figured(shapes: Shapes, speeds: Speeds, samples: float, *, at_once: int, linked: bool) -> StepCosts:
+def figured(shapes: ModelProfile, speeds: Speeds, samples: float, *, at_once: int, linked: bool) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
     `at_once` stages can compute at the same time, others take turns with them; `linked`: what they send goes over
@@ -84,7 +84,7 @@ def turns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -
     )
 
 
-def edge_costs(shapes: Shapes, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
+def edge_costs(shapes: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
     """What a cut after each layer sends, activations on and gradients back."""
     edges = []
     whole = max(1, math.ceil(samples))
@@ -96,7 +96,7 @@ def edge_costs(shapes: Shapes, samples: float, latency: float, per_byte: float) 
 
 
 def measured_costs(
-    shapes: Shapes, samples: int, processes: int, found: Mapping[str, Any], *, in_process: int | None = None
+    shapes: ModelProfile, samples: int, processes: int, found: Mapping[str, Any], *, in_process: int | None = None
 ) -> StepCosts:
     """Seconds from what `processes` workers on one machine have measured for a micro-batch of `samples`.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import memory_limit
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Choice, CostsOf, Tried, try_plan
+from gpipe_cli.planner.search import Candidate, Choice, CostsOf, try_plan
 
 _MOST_LAYERS = 3000  # where a search for the largest model ends: minutes away, and past the paper's largest
 _SILENT_SECONDS = 5.0
@@ -21,13 +21,13 @@ class _Grown:
     """A model of another size."""
 
     config: TrainConfig
-    shapes: Shapes
-    one: Tried
+    shapes: ModelProfile
+    one: Candidate
 
 
 def solve_max_model(
     config: TrainConfig, costs_of: CostsOf, say: Callable[[str], None] = lambda line: None
-) -> tuple[TrainConfig, Shapes, Plan, tuple[Choice, ...]]:
+) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Choice, ...]]:
     """The largest model that fits the memory limit, growing each of its sizes alone; the one with most parameters.
 
     `say` is told of every size that was tried, once seconds have gone by.
@@ -48,7 +48,7 @@ def solve_max_model(
         def fits(guess: int, key: str = key, step: int = step, tried: dict[int, _Grown] = tried) -> bool:
             model = replace(config.model, **{key: guess * step})  # type: ignore[arg-type]  # a size is a whole number
             candidate = replace(config, model=model)
-            shapes = read_shapes(candidate, build_model(candidate))
+            shapes = profile_model(candidate, build_model(candidate))
             one = try_plan(candidate, str(guess * step), shapes, costs_of(candidate, shapes), memory_limit(candidate))
             tried[guess] = _Grown(candidate, shapes, one)
             if time.monotonic() - began > _SILENT_SECONDS:

@@ -41,7 +41,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ModelProfile:
     """A model without memory. Sequences have an entry per layer."""
 
     costs: tuple[LayerCost, ...]  # in training; those of the loss count to the last
@@ -54,9 +54,9 @@ class Shapes:
     own_costs: tuple[float, ...] | None  # what the layers of a user's model say of themselves, in any unit
 
 
-def read_shapes(
+def profile_model(
     config: TrainConfig, model: nn.Sequential | None = None, lengths: tuple[int, ...] | None = None
-) -> Shapes:
+) -> ModelProfile:
     """Trace the model, for sentences of `lengths`, by default the greatest there may be.
 
     Raises ValueError, one line, for one that does not fit the data set, or itself.
@@ -80,7 +80,7 @@ def read_shapes(
         if key not in known:
             known[key] = _weights(config, layer)
         weights.append(known[key])
-    return Shapes(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared, _own_costs(model))
+    return ModelProfile(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared, _own_costs(model))
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:

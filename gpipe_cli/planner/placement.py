@@ -21,12 +21,12 @@ from gpipe_cli.pipeline.schedule.schedules import Recompute
 from gpipe_cli.planner.cost_model import StepCosts, figured, shared_out
 from gpipe_cli.planner.data_sheet import physical_memory_bytes, resolved
 from gpipe_cli.planner.device_rates import Speeds, by_sheet
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, make_plan, micro_batches_of
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """The cut and its placement. Lists have one entry per partition, `boundaries` one per edge between partitions."""
 
     layer_names: tuple[tuple[str, ...], ...]
@@ -84,13 +84,13 @@ class Layout:
         return range(process, process + 1) if self.distributed else range(self.partitions)
 
 
-def make_layout(config: TrainConfig, shapes: Shapes | None = None, plan: Plan | None = None) -> Layout:
+def make_placement(config: TrainConfig, shapes: ModelProfile | None = None, plan: Plan | None = None) -> Placement:
     """Cut the model as planned and place the parts. Raises ValueError, one line, for what cannot be cut or placed."""
     devices, distributed = place(config)
-    shapes = read_shapes(config) if shapes is None else shapes
+    shapes = profile_model(config) if shapes is None else shapes
     plan = plan_by_figures(config, shapes) if plan is None else plan
     costs, bounds = shapes.costs, plan.bounds
-    return Layout(
+    return Placement(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
         parameters=tuple(sum(cost.parameters for cost in costs[first:end]) for first, end in bounds),
         trained=tuple(sum(w.trained for w in shapes.weights[first:end]) for first, end in bounds),
@@ -109,12 +109,12 @@ def make_layout(config: TrainConfig, shapes: Shapes | None = None, plan: Plan | 
     )
 
 
-def plan_by_figures(config: TrainConfig, shapes: Shapes) -> Plan:
+def plan_by_figures(config: TrainConfig, shapes: ModelProfile) -> Plan:
     """A plan that nothing has to be measured for. Raises ValueError, one line, if it does not fit a given limit."""
     return make_plan(config, shapes, costs_by_figures(config, shapes), memory_limit(config))
 
 
-def costs_by_figures(config: TrainConfig, shapes: Shapes, speeds: Speeds | None = None) -> StepCosts:
+def costs_by_figures(config: TrainConfig, shapes: ModelProfile, speeds: Speeds | None = None) -> StepCosts:
     """Seconds of each layer by `speeds`, or else by the figures of the hardware; how layers differ from each other may
     be the user's word."""
     devices, distributed = place(config)

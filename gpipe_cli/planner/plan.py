@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule, bui
 from gpipe_cli.pipeline.schedule.simulator import Live, StageCost, live, peak_bytes, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.model_profile import Shapes
+from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.sharing import check_cut
 
 
@@ -110,7 +110,7 @@ def checked_schedule(name: str, partitions: int, micro_batches: int, recompute: 
     return schedule
 
 
-def make_plan(config: TrainConfig, shapes: Shapes, costs: StepCosts, limit_bytes: int | None) -> Plan:
+def make_plan(config: TrainConfig, shapes: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:
     """Cut the model for `config` and simulate a step; `costs` are those of a mean micro-batch.
 
     Raises:
@@ -173,7 +173,7 @@ def make_plan(config: TrainConfig, shapes: Shapes, costs: StepCosts, limit_bytes
     )
 
 
-def saved_bytes(config: TrainConfig, shapes: Shapes, plan: Plan, samples: int) -> tuple[int, ...]:
+def saved_bytes(config: TrainConfig, shapes: ModelProfile, plan: Plan, samples: int) -> tuple[int, ...]:
     """As `Plan.saved_bytes`, for a mini-batch of `samples` padded to the lengths of `shapes`."""
     sizes = micro_batch_sizes(samples, config.micro_batches)
     schedule = checked_schedule(config.schedule, len(plan.balance), len(sizes), plan.recompute)
@@ -217,7 +217,7 @@ def _fullest(moments: Sequence[Live]) -> tuple[tuple[int, int], ...]:
 class _Memory:
     """What stages hold, for any cut."""
 
-    def __init__(self, config: TrainConfig, shapes: Shapes, sizes: Sequence[int]) -> None:
+    def __init__(self, config: TrainConfig, shapes: ModelProfile, sizes: Sequence[int]) -> None:
         self._config, self._shapes = config, shapes
         self._micro_batches = sizes  # samples of each, the largest first
         self._of_size = {n: ActivationMemory(shapes.costs, shapes.inputs, n, shapes.lengths) for n in set(sizes)}

@@ -13,7 +13,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.model_profile import Shapes, refuse_single_samples
+from gpipe_cli.planner.model_profile import ModelProfile, refuse_single_samples
 from gpipe_cli.planner.placement import costs_by_figures, memory_limit, usable_cores
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan, mini_batch_samples
 from gpipe_cli.units import size
@@ -21,11 +21,11 @@ from gpipe_cli.units import size
 AUTO = ("partitions", "micro_batches")  # settings that may be `auto` and are numbers otherwise
 _AS_GOOD = 1.01  # a prediction is not more exact than this: of candidates as good, the one that asks for least
 
-CostsOf = Callable[[TrainConfig, Shapes], StepCosts]
+CostsOf = Callable[[TrainConfig, ModelProfile], StepCosts]
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """One candidate; `plan` is None where it does not fit, and `reason` says why."""
 
     value: str
@@ -41,15 +41,15 @@ class Choice:
 
     setting: str
     rule: str
-    tried: tuple[Tried, ...]
+    tried: tuple[Candidate, ...]
 
     @property
-    def chosen(self) -> Tried:
+    def chosen(self) -> Candidate:
         return next(tried for tried in self.tried if tried.chosen)
 
 
 def choose(
-    config: TrainConfig, auto: Collection[str], shapes: Shapes, costs_of: CostsOf, *, elsewhere: bool = False
+    config: TrainConfig, auto: Collection[str], shapes: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
 ) -> tuple[TrainConfig, Plan, tuple[Choice, ...]]:
     """The fastest of all values of the settings in `auto`, and its plan; without any, the plan of `config`.
 
@@ -64,7 +64,7 @@ def choose(
     if "micro_batches" in auto:
         _refuse_no_choice(config)
     setting = ", ".join(key for key in AUTO if key in auto)
-    tried: list[tuple[TrainConfig, Tried]] = []
+    tried: list[tuple[TrainConfig, Candidate]] = []
     for candidate in _candidates(config, auto, len(shapes.costs), elsewhere):
         value = ", ".join(str(getattr(candidate, key)) for key in AUTO if key in auto)
         try:
@@ -73,7 +73,7 @@ def choose(
                 (candidate, try_plan(candidate, value, shapes, costs_of(candidate, shapes), memory_limit(candidate)))
             )
         except ValueError as error:
-            tried.append((candidate, Tried(value, None, str(error))))
+            tried.append((candidate, Candidate(value, None, str(error))))
     fitting = [(candidate, one.plan) for candidate, one in tried if one.plan is not None]
     if not fitting:
         over = [(one.over.missing_bytes, at) for at, (_, one) in enumerate(tried) if one.over is not None]
@@ -90,12 +90,12 @@ def choose(
     return best, plan, (choice, *_recomputation(best, shapes, plan))
 
 
-def _recomputation(config: TrainConfig, shapes: Shapes, plan: Plan) -> tuple[Choice, ...]:
+def _recomputation(config: TrainConfig, shapes: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
     """How `recompute=auto` compares with the modes that one could have given."""
     if config.recompute != "auto":
         return ()
     of_stages = ", ".join(map(str, plan.recomputed))
-    chosen = Tried(f"auto: {of_stages} of {plan.micro_batches} per stage", plan, chosen=True)
+    chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", plan, chosen=True)
     limit, cut = memory_limit(config), replace(config.partition, balance=plan.balance)
     never, most = (
         try_plan(replace(config, recompute=mode, partition=cut), mode, shapes, plan.costs, limit)
@@ -104,7 +104,7 @@ def _recomputation(config: TrainConfig, shapes: Shapes, plan: Plan) -> tuple[Cho
     return (Choice("recompute", "as few as fit the memory", (never, chosen, most)),)
 
 
-def plan_or_refuse(config: TrainConfig, shapes: Shapes, costs_of: CostsOf) -> Plan:
+def plan_or_refuse(config: TrainConfig, shapes: ModelProfile, costs_of: CostsOf) -> Plan:
     """The plan of settings that are all given. Raises ValueError, one line with the smallest change that would fit."""
     try:
         return make_plan(config, shapes, costs_of(config, shapes), memory_limit(config))
@@ -112,11 +112,13 @@ def plan_or_refuse(config: TrainConfig, shapes: Shapes, costs_of: CostsOf) -> Pl
         raise _refusal(config, shapes, error, "") from None
 
 
-def try_plan(config: TrainConfig, value: str, shapes: Shapes, costs: StepCosts, limit_bytes: int | None) -> Tried:
+def try_plan(
+    config: TrainConfig, value: str, shapes: ModelProfile, costs: StepCosts, limit_bytes: int | None
+) -> Candidate:
     try:
-        return Tried(value, make_plan(config, shapes, costs, limit_bytes))
+        return Candidate(value, make_plan(config, shapes, costs, limit_bytes))
     except TooLargeError as error:
-        return Tried(value, None, f"stage {error.stage} is {size(error.missing_bytes)} over", over=error)
+        return Candidate(value, None, f"stage {error.stage} is {size(error.missing_bytes)} over", over=error)
 
 
 def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhere: bool) -> Iterator[TrainConfig]:
@@ -155,7 +157,7 @@ def _refuse_no_choice(config: TrainConfig) -> None:
         )
 
 
-def _refusal(config: TrainConfig, shapes: Shapes, error: TooLargeError, prefix: str) -> ValueError:
+def _refusal(config: TrainConfig, shapes: ModelProfile, error: TooLargeError, prefix: str) -> ValueError:
     """Which stage is how much over the limit, and the smallest change that would fit."""
     given, balance = config.hardware.memory_gib, config.partition.balance
     here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"

@@ -11,8 +11,8 @@ from gpipe_cli.pipeline.schedule.order import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.model_profile import Shapes
-from gpipe_cli.planner.placement import Layout, threads_of
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.placement import Placement, threads_of
 from gpipe_cli.planner.plan import Plan, StageBytes, mini_batch_samples
 from gpipe_cli.planner.search import Choice
 from gpipe_cli.reporting.plan_view import (
@@ -75,7 +75,7 @@ def prediction(plan: Plan) -> Prediction:
     )
 
 
-def step_flops(config: TrainConfig, shapes: Shapes, layout: Layout) -> StepFlops:
+def step_flops(config: TrainConfig, shapes: ModelProfile, layout: Placement) -> StepFlops:
     """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
     samples = mini_batch_samples(config, shapes.lengths)
     peak, source = _peak(config.hardware, layout)
@@ -88,7 +88,7 @@ def step_flops(config: TrainConfig, shapes: Shapes, layout: Layout) -> StepFlops
     )
 
 
-def _peak(hardware: HardwareConfig, layout: Layout) -> tuple[float | None, str]:
+def _peak(hardware: HardwareConfig, layout: Placement) -> tuple[float | None, str]:
     """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
 
     The peak of a machine that the settings name but that is not here says nothing of what ran here.
@@ -119,7 +119,7 @@ def layer_seconds_of(plan: Plan) -> tuple[tuple[tuple[float, float], ...], ...]:
 def plan_view(
     config: TrainConfig,
     model_name: str,
-    shapes: Shapes,
+    shapes: ModelProfile,
     plan: Plan,
     hardware: HardwareConfig,
     limit_bytes: int | None,

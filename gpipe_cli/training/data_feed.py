@@ -20,9 +20,9 @@ from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.planner.model_profile import refuse_single_samples
-from gpipe_cli.planner.placement import Layout, usable_cores
+from gpipe_cli.planner.placement import Placement, usable_cores
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.training.checkpoint.store import Progress
 
@@ -59,7 +59,7 @@ class Data:
     """What a process has opened before it joins the others, and the two readings that it has afterwards."""
 
     def __init__(
-        self, config: TrainConfig, layout: Layout, process: int, start: Progress | None, source: Path | None
+        self, config: TrainConfig, layout: Placement, process: int, start: Progress | None, source: Path | None
     ) -> None:
         """Open the data where the first or the last stage lives, and start loading: training from `start` on, or the
         test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
@@ -87,15 +87,15 @@ class Data:
             loaded = load_batches(test, batches, 0, 0, evaluations, workers, pin)
             self._readings[1] = Reading(test, batches, loaded)
 
-    def training_set(self, team: Team) -> Reading:
+    def training_set(self, team: ControlGroup) -> Reading:
         """Asked in every process once they can talk: those that have no samples hear how many there are."""
         return self._share(team, 0, training_batches)
 
-    def test_set(self, team: Team) -> Reading:
+    def test_set(self, team: ControlGroup) -> Reading:
         """As `training_set`."""
         return self._share(team, 1, test_batches)
 
-    def _share(self, team: Team, which: int, make: Callable[[TrainConfig, Catalogue], Batches]) -> Reading:
+    def _share(self, team: ControlGroup, which: int, make: Callable[[TrainConfig, Catalogue], Batches]) -> Reading:
         split = None if self._splits is None else self._splits[which]
         known = split.catalogue if split is not None and self._first else None
         catalogue = next(catalogue for catalogue in team.collect(known) if catalogue is not None)

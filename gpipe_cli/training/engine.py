@@ -16,11 +16,11 @@ from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.runtime.executor import Executor, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.materialize import materialize
-from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import Kind
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Groups:
 class Engine:
     """Stages (by index), their optimizers and averages, and the executor that runs schedules on them."""
 
-    layout: Layout
+    layout: Placement
     stages: dict[int, Stage]
     executor: Executor
-    links: Links | None
+    links: P2PTransport | None
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
     parameters: dict[int, dict[str, nn.Parameter]]  # of each stage, by global name, in global order
@@ -103,7 +103,7 @@ class Engine:
 
 def build_engine(
     config: TrainConfig,
-    layout: Layout,
+    layout: Placement,
     process: int,
     groups: Groups | None,
     model: nn.Sequential,
@@ -120,7 +120,7 @@ def build_engine(
     stages = {index: build_stage(config, layout, index, model, whole) for index in layout.stages_of(process)}
     links = None
     if groups is not None:
-        links = Links(
+        links = P2PTransport(
             process,
             layout.training_boundaries,
             ranks=range(layout.partitions),
@@ -131,7 +131,7 @@ def build_engine(
             timeout_seconds=groups.timeout_seconds,
             waits=groups.waits,
         )
-    transport = links or HandOver([torch.device(device) for device in layout.devices])
+    transport = links or LocalTransport([torch.device(device) for device in layout.devices])
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
         layout,
@@ -146,7 +146,7 @@ def build_engine(
 
 def build_stage(
     config: TrainConfig,
-    layout: Layout,
+    layout: Placement,
     index: int,
     model: nn.Sequential,
     whole: Callable[[], nn.Sequential] | None,

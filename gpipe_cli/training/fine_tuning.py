@@ -17,7 +17,7 @@ from gpipe_cli.assembly.classifier import classifier_of
 from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig
 from gpipe_cli.config.model import CustomConfig
 from gpipe_cli.config.settings import TrainConfig, load
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.restore import DTYPES
 from gpipe_cli.training.checkpoint.same_model import OtherModelError, Shapes, refuse_other_shapes
 from gpipe_cli.training.checkpoint.store import (
@@ -122,7 +122,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     return Taking(checkpoint, index.progress.step, averaged, taken, frozenset(new))
 
 
-def frozen_facts(layout: Layout) -> Facts:
+def frozen_facts(layout: Placement) -> Facts:
     """The banner's line about what is not trained; none if everything is."""
     frozen = layout.frozen
     if not frozen.modules and not frozen.parameters:
@@ -139,7 +139,7 @@ def frozen_facts(layout: Layout) -> Facts:
     return (("frozen", fact),)
 
 
-def _taken_facts(config: TrainConfig, taking: Taking, layout: Layout) -> Facts:
+def _taken_facts(config: TrainConfig, taking: Taking, layout: Placement) -> Facts:
     taken, new = _layers_of(taking.taken), _layers_of(taking.new)
     layers = [name for names in layout.layer_names for name in names]
     parts = [layer for layer in layers if layer in taken & new]

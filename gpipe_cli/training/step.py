@@ -14,12 +14,12 @@ from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.activity import Awaited
-from gpipe_cli.distributed.control_group import Gathered, Team, gradient_norm
+from gpipe_cli.distributed.control_group import ControlGroup, Gathered, gradient_norm
 from gpipe_cli.pipeline.runtime.memory_layout import in_layout
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
 from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.planner.plan import checked_schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import Reading
@@ -50,7 +50,7 @@ class StepNumbers:
 class StepResult:
     """A step that was done here; what the others know of it may still be on its way."""
 
-    layout: Layout
+    layout: Placement
     gathered: Gathered
     counted: bool  # whether saved activations were
     recording: Recording
@@ -80,7 +80,7 @@ class StepResult:
         return _by_stage(self.layout, recordings, self.before.schedule)
 
 
-def _split(layout: Layout, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _split(layout: Placement, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of what the processes tell each other in a step: the sums, the numbers of the stages (K, _OF_A_STAGE), the norms
     of the gradients of this process's parameters, and when each of its stages did what in the step before."""
     sizes = _sizes(layout)
@@ -88,28 +88,28 @@ def _split(layout: Layout, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return sums, stages.view(layout.partitions, _OF_A_STAGE), norms, recording
 
 
-def _sizes(layout: Layout) -> list[int]:
+def _sizes(layout: Placement) -> list[int]:
     return [_SUMS, layout.partitions * _OF_A_STAGE, layout.most_parameter_tensors]
 
 
-def gather_recording(engine: Engine, team: Team, recording: Recording, micro_batches: int) -> list[list[float]]:
+def gather_recording(engine: Engine, team: ControlGroup, recording: Recording, micro_batches: int) -> list[list[float]]:
     """As `StepResult.read_before`, of the last step, which no other follows."""
     numbers = torch.zeros(_room(engine.layout, micro_batches), dtype=torch.float64)
     _put(numbers, recording, team)
     return _by_stage(engine.layout, team.gather(numbers).wait(), recording.schedule)
 
 
-def _room(layout: Layout, micro_batches: int) -> int:
+def _room(layout: Placement, micro_batches: int) -> int:
     return room(micro_batches) * (1 if layout.distributed else layout.partitions)
 
 
-def _put(numbers: torch.Tensor, recording: Recording, team: Team) -> None:
+def _put(numbers: torch.Tensor, recording: Recording, team: ControlGroup) -> None:
     """When the stages of this process did what, on the clock of process 0."""
     own = [value for _, values in sorted(recording.seconds().items()) for value in values]
     numbers[: len(own)] = torch.tensor(own, dtype=torch.float64) - team.clock_offset_seconds
 
 
-def _by_stage(layout: Layout, parts: Sequence[torch.Tensor], schedule: Schedule) -> list[list[float]]:
+def _by_stage(layout: Placement, parts: Sequence[torch.Tensor], schedule: Schedule) -> list[list[float]]:
     seconds: list[list[float]] = []
     for process, part in enumerate(parts):
         values = part.tolist()
@@ -120,7 +120,7 @@ def _by_stage(layout: Layout, parts: Sequence[torch.Tensor], schedule: Schedule)
     return seconds
 
 
-def rehearse(config: TrainConfig, engine: Engine, team: Team, data: Reading, epoch: int, position: int) -> None:
+def rehearse(config: TrainConfig, engine: Engine, team: ControlGroup, data: Reading, epoch: int, position: int) -> None:
     """Run the first micro-batch of a mini-batch forward, forward again and backward, and change no weight. The next
     mini-batch that `data` loads is that one, and stays the next.
 
@@ -144,7 +144,7 @@ def rehearse(config: TrainConfig, engine: Engine, team: Team, data: Reading, epo
 def train_step(
     config: TrainConfig,
     engine: Engine,
-    team: Team,
+    team: ControlGroup,
     step: int,
     rate: float,
     data: Reading,
@@ -201,7 +201,7 @@ def train_step(
     return result
 
 
-def evaluate(config: TrainConfig, engine: Engine, team: Team, data: Reading) -> Totals:
+def evaluate(config: TrainConfig, engine: Engine, team: ControlGroup, data: Reading) -> Totals:
     """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(data.batches.steps_per_epoch):
@@ -237,7 +237,7 @@ def objective_of(
     )
 
 
-def _next_inputs(engine: Engine, team: Team, data: Reading) -> Tensors | None:
+def _next_inputs(engine: Engine, team: ControlGroup, data: Reading) -> Tensors | None:
     with team.waits(Awaited.DATA):
         inputs = data.inputs()
     return placed(engine, inputs)

@@ -20,11 +20,11 @@ from gpipe_cli.config.model import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.config.optimizer import LearningRateConfig
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.config.typed import show
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training.checkpoint.restore import restore, save_checkpoint
 from gpipe_cli.training.checkpoint.store import (
@@ -39,13 +39,13 @@ from gpipe_cli.training.step import evaluate, gather_recording, rehearse, train_
 from gpipe_cli.training.translation.translations import translated_examples, translated_test_set
 
 Report = Callable[[str, dict[str, Any]], None]
-Join = Callable[[], tuple[Team, Groups | None]]
+Join = Callable[[], tuple[ControlGroup, Groups | None]]
 
 
 def train(
     config: TrainConfig,
     config_yaml: str,
-    layout: Layout,
+    layout: Placement,
     folder: Path,
     process: int,
     join: Join,
@@ -184,7 +184,7 @@ def score(
     config: TrainConfig,
     decode: DecodeConfig,
     checkpoint: Path,
-    layout: Layout,
+    layout: Placement,
     process: int,
     join: Join,
     report: Report,
@@ -240,7 +240,7 @@ def _starting_point(config: TrainConfig, source: Path | None) -> Progress:
     return progress
 
 
-def _refuse_other_cuts(team: Team, layout: Layout) -> None:
+def _refuse_other_cuts(team: ControlGroup, layout: Placement) -> None:
     """Under torchrun every process plans for itself. Raises ValueError if machines that differ came to other plans."""
     plans = team.collect((layout.layer_names, layout.recompute))
     if any(plan != plans[0] for plan in plans):
@@ -252,7 +252,7 @@ def _refuse_other_cuts(team: Team, layout: Layout) -> None:
 
 
 def _check_layers(
-    config: TrainConfig, engine: Engine, team: Team, training: Reading, progress: Progress
+    config: TrainConfig, engine: Engine, team: ControlGroup, training: Reading, progress: Progress
 ) -> tuple[str, str]:
     """Watch every layer on the first micro-batch of what comes next; returns a line of the banner.
 
@@ -287,7 +287,7 @@ def _refuse_nonsense(
         )
 
 
-def _gpu_names(layout: Layout) -> tuple[str, ...]:
+def _gpu_names(layout: Placement) -> tuple[str, ...]:
     """Asked here and not in the parent, where it would open a CUDA context."""
     devices = dict.fromkeys(device for device in layout.devices if device != "cpu")
     return tuple(torch.cuda.get_device_name(device) for device in devices)

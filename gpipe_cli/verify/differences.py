@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 
 # What differs, the earliest cause first.
 _OUTPUT, _AGAIN, _LOSS, _GRADIENT, _STATISTICS, _WEIGHT = range(6)
@@ -48,7 +48,7 @@ class Row:
 class Variant:
     """One way to run the mini-batch."""
 
-    layout: Layout
+    layout: Placement
     micro_batches: int
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never"]
@@ -104,7 +104,7 @@ def within(variant: Variant, difference: float) -> Row:
     return variant.row("within tolerance" if difference <= TOLERANCE else "differs", difference=difference)
 
 
-def first_difference(layout: Layout, own: Digests, reference: Digests) -> Difference | None:
+def first_difference(layout: Placement, own: Digests, reference: Digests) -> Difference | None:
     """The first place in this process's stages where a variant is not its reference; None: nowhere."""
     layers = [name for names in layout.layer_names for name in names]
     stages = {name: stage for stage, names in enumerate(layout.layer_names) for name in names}

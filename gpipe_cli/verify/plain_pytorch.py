@@ -18,12 +18,12 @@ from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, as_value, split_all
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 
 CPU = torch.device("cpu")
 
 
-def build_untouched(config: TrainConfig, layout: Layout) -> nn.Sequential:
+def build_untouched(config: TrainConfig, layout: Placement) -> nn.Sequential:
     """The model with the values that a run begins with, in training mode, where the only stage of `layout` is."""
     device = torch.device(layout.devices[0])
     whole = real_model(config, begins=config.init_from is None)

@@ -20,7 +20,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.loading import load_batches
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
@@ -28,7 +28,7 @@ from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, micro_batch_sizes
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
-from gpipe_cli.planner.placement import Layout
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.store import Progress
 from gpipe_cli.training.data_feed import Data, Reading
 from gpipe_cli.training.engine import Engine, Groups, build_engine
@@ -41,7 +41,7 @@ from gpipe_cli.verify.plain_pytorch import build_untouched, run_untouched
 
 def check(
     config: TrainConfig,
-    layout: Layout,
+    layout: Placement,
     process: int,
     join: Join,
     report: Report,
@@ -104,7 +104,7 @@ class _Work:
 
     base: TrainConfig
     process: int
-    team: Team
+    team: ControlGroup
     groups: Groups | None
     reading: Reading
     watch: Watch
@@ -237,7 +237,7 @@ class _Work:
             weights={name: digest((tensor,)) for module in modules for name, tensor in module.named_parameters()},
         )
 
-    def _engine(self, config: TrainConfig, layout: Layout, watch: Watch) -> Engine:
+    def _engine(self, config: TrainConfig, layout: Placement, watch: Watch) -> Engine:
         model = build_model(config)
         engine = build_engine(config, layout, self.process, self.groups, model, watch,
                               begins=config.init_from is None)  # fmt: skip

@@ -22,7 +22,7 @@ from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.schedules import Schedule
-from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.plan import checked_schedule
 from gpipe_cli.training.engine import build_engine
 
@@ -50,7 +50,7 @@ def main(steps: int, settings: Sequence[str]) -> None:
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         tree = compose("train", ["executor=in_process", "threads=1", "device=cpu", *settings])
     config = from_tree(TrainConfig, tree)
-    layout = make_layout(config)
+    layout = make_placement(config)
     torch.set_num_threads(1)
     engine = build_engine(config, layout, 0, None, build_model(config), lambda *a: None, begins=True)
     schedule = checked_schedule(config.schedule, layout.partitions, config.micro_batches, layout.recompute)

@@ -72,9 +72,9 @@ from gpipe_cli.pipeline.profile import layer_cost, tracing
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_value, micro_batch_sizes
-from gpipe_cli.pipeline.runtime.p2p_transport import Links
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import Gradients, HandOver, Transport
+from gpipe_cli.pipeline.runtime.transport import Gradients, LocalTransport, Transport
 from gpipe_cli.pipeline.schedule.partition import check_balance, partition
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
@@ -317,12 +317,12 @@ def ours(
     partitions, memory_format = contestant.partitions, contestant.memory_format
     boundaries = settings.boundaries[partitions]
     module = settings.part(contestant, process)
-    transport: Transport = HandOver([CPU])
+    transport: Transport = LocalTransport([CPU])
     if partitions > 1:
         forward, backward = (dist.new_group(backend="gloo") for _ in range(2))
         assert isinstance(forward, dist.ProcessGroup)
         assert isinstance(backward, dist.ProcessGroup)
-        transport = Links(
+        transport = P2PTransport(
             process, boundaries, ranks=range(partitions), forward=forward, backward=backward, device=CPU,
             memory_format=memory_format, timeout_seconds=TIMEOUT_SECONDS,
         )  # fmt: skip

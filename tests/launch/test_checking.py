@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
 
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.checking import _Checked
 from gpipe_cli.launch.job import Checking
 from gpipe_cli.pipeline.profile.layer_probes import Finding, Watch, watching
@@ -23,9 +23,9 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import build
-from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.sharing import SeparatedError, check_cut, find_shared
 from gpipe_cli.reporting.tables.check import CheckReport
 from gpipe_cli.verify.differences import Digests, Row, Variant, differs, first_difference, within
@@ -47,7 +47,7 @@ def watched(model: nn.Sequential) -> Watch:
     """What its layers are seen to do with a micro-batch that is run, and run again."""
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
-    executor = Executor({0: stage}, 1, HandOver([CPU]))
+    executor = Executor({0: stage}, 1, LocalTransport([CPU]))
     with contextlib.suppress(ActionFailedError, ChangedInputError), watching([stage]) as watch:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
     return watch
@@ -181,7 +181,7 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
         Checking((first, untouched), {}, tmp_path, None),
         first.layout,
         0,
-        lambda: (Team(0, 1), None),
+        lambda: (ControlGroup(0, 1), None),
         lambda kind, message: heard.append((kind, message)),
         lambda *action: None,
     )
@@ -233,9 +233,9 @@ def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
 
 def test_a_training_refuses_to_separate_them() -> None:
     settings = [*CUSTOM, "model.target=custom_models:shares", "executor=in_process"]
-    make_layout(configure(*settings, "partitions=2", "partition.balance=[3,2]"))
+    make_placement(configure(*settings, "partitions=2", "partition.balance=[3,2]"))
     with pytest.raises(ValueError, match="share parameter weight"):
-        make_layout(configure(*settings, "partitions=2", "partition.balance=[2,3]"))
+        make_placement(configure(*settings, "partitions=2", "partition.balance=[2,3]"))
 
 
 class Block(nn.Module):
@@ -276,12 +276,12 @@ def test_whatever_two_layers_share_stays_in_one_partition(
 
 def test_a_module_has_one_place() -> None:
     with pytest.raises(ValueError, match="layers 2 and 4 are the same module"):
-        make_layout(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
+        make_placement(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
 
 
 def variant() -> Variant:
     config = configure(*CUSTOM, "model.target=custom_models:small", "partitions=2", "partition.balance=[5,3]")
-    return Variant(make_layout(config), 3, "gpipe", "always", "in_process")
+    return Variant(make_placement(config), 3, "gpipe", "always", "in_process")
 
 
 def test_the_first_difference_is_where_it_began() -> None:

@@ -13,7 +13,7 @@ from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch.layer_benchmark import segment_layers
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.reporting.views import plan_view
 
@@ -32,7 +32,7 @@ def machine_is_not_timed() -> None:
     """Here it is timed."""
 
 
-def timed(config: TrainConfig, shapes: Shapes) -> tuple[StepCosts, list[str]]:
+def timed(config: TrainConfig, shapes: ModelProfile) -> tuple[StepCosts, list[str]]:
     said: list[str] = []
     return step_costs(config, shapes, said.append), said
 
@@ -40,7 +40,7 @@ def timed(config: TrainConfig, shapes: Shapes) -> tuple[StepCosts, list[str]]:
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
     config = configure(*TINY, "cost=measured", f"partitions={partitions}", "ema_decay=0.9")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     costs, said = timed(config, shapes)
     assert costs.measured
     assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
@@ -57,7 +57,7 @@ def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
 
 def test_what_was_measured_is_remembered_until_something_changes(cache: Path) -> None:
     config = configure(*TINY, "cost=measured", "partitions=1")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     first, _ = timed(config, shapes)
     (file,) = cache.iterdir()
     again, said = timed(config, shapes)
@@ -80,7 +80,7 @@ def test_what_was_measured_is_remembered_until_something_changes(cache: Path) ->
 def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
     """8 samples in 3: the largest has 3 and is what is timed."""
     config = configure(*TINY, "cost=measured", "partitions=1")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     costs, _ = timed(config, shapes)
     (file,) = cache.iterdir()
     raw, _ = json.loads(file.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
 
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(*TINY, "cost=measured", "partitions=1")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     monkeypatch.setattr(timing, "physical_memory_bytes", lambda: 2 * 10**6)
     layout = timing.make_layout(replace(config, cost="figures"), shapes)
     assert len(timing._segments(config, shapes, 3, layout)) > 1
@@ -119,7 +119,7 @@ def test_segments_hold_what_fits(sizes: tuple[int, ...], limit: int, segments: t
 def test_text_and_frozen_layers_are_timed_too(settings: str) -> None:
     base = TINY if "freeze" in settings else ["threads=1"]
     config = configure(*base, *settings.split(), "cost=measured", "partitions=1")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     costs, _ = timed(config, shapes)
     assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
     if "freeze" in settings:
@@ -131,7 +131,7 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     config = configure(*TINY, "cost=measured", "partitions=2")
     with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
-        step_costs(config, read_shapes(config))
+        step_costs(config, profile_model(config))
 
 
 def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)
     config = configure(*TINY, "partitions=2")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     remembered = cache.parent / "hardware"
     costs, said = timed(config, shapes)
     assert costs.source.startswith("hardware=auto: this machine, timed just now")
@@ -172,6 +172,6 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
 )
 def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
     config = configure(*TINY, settings)
-    _, said = timed(config, read_shapes(config))
+    _, said = timed(config, profile_model(config))
     assert said == []
     assert not cache.parent.exists()

@@ -8,7 +8,7 @@ from training_runs import TINY, command, configure
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import read_result
 
 
@@ -20,7 +20,7 @@ def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_layer_is_somewhere_and_nothing_is_counted_twice() -> None:
     config = configure(*TINY, "partitions=3")
-    layout, whole = make_layout(config), make_layout(configure(*TINY, "partitions=1"))
+    layout, whole = make_placement(config), make_placement(configure(*TINY, "partitions=1"))
     model = build_model(config)
     assert [name for names in layout.layer_names for name in names] == [name for name, _ in model.named_children()]
     assert sum(layout.parameters) == whole.parameters[0] == sum(p.numel() for p in model.parameters())
@@ -32,24 +32,24 @@ def test_every_layer_is_somewhere_and_nothing_is_counted_twice() -> None:
 
 
 def test_the_auxiliary_logits_cross_boundaries_in_training_only() -> None:
-    layout = make_layout(configure(*TINY, "partitions=2", "partition.balance=[7,1]", "model.auxiliary_head=true"))
+    layout = make_placement(configure(*TINY, "partitions=2", "partition.balance=[7,1]", "model.auxiliary_head=true"))
     assert len(layout.training_boundaries[0]) == len(layout.evaluation_boundaries[0]) + 1
     assert all(tensor.has_gradient for tensor in layout.training_boundaries[0][-1:])
 
 
 def test_a_balance_that_was_asked_for() -> None:
-    layout = make_layout(configure(*TINY, "partitions=3", "partition.balance=[1,5,1]"))
+    layout = make_placement(configure(*TINY, "partitions=3", "partition.balance=[1,5,1]"))
     assert [len(names) for names in layout.layer_names] == [1, 5, 1]
     assert layout.first_layers == (0, 1, 6)
 
 
 def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = make_layout(configure(*TINY, "partitions=1"))
+    alone = make_placement(configure(*TINY, "partitions=1"))
     assert (alone.distributed, alone.processes, alone.one_device, alone.stages_of(0)) == (False, 1, False, range(1))
-    turns = make_layout(configure(*TINY, "partitions=3", "executor=in_process"))
+    turns = make_placement(configure(*TINY, "partitions=3", "executor=in_process"))
     assert (turns.distributed, turns.processes, turns.one_device, turns.stages_of(0)) == (False, 1, True, range(3))
     assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
-    spread = make_layout(configure(*TINY, "partitions=3", "executor=distributed"))
+    spread = make_placement(configure(*TINY, "partitions=3", "executor=distributed"))
     for cores, shared in ((2, True), (3, False)):  # on two cores three processes take turns
         monkeypatch.setattr("gpipe_cli.planner.placement.usable_cores", lambda cores=cores: cores)
         assert (spread.distributed, spread.processes, spread.one_device) == (True, 3, shared)
@@ -89,7 +89,7 @@ def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, mon
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        make_layout(configure(*TINY, *settings.split()))
+        make_placement(configure(*TINY, *settings.split()))
 
 
 def dry_run(tmp_path: Path, *settings: str) -> dict[str, object]:

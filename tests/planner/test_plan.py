@@ -17,8 +17,8 @@ from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner import placement as layout
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, figured, measured_costs, scaled, turns
 from gpipe_cli.planner.device_rates import by_sheet
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
-from gpipe_cli.planner.placement import costs_by_figures, make_layout, memory_limit, stages_at_once
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.placement import costs_by_figures, make_placement, memory_limit, stages_at_once
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 
 EVEN = [*TINY, "batch_size=8", "micro_batches=4"]
@@ -26,24 +26,24 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def shapes() -> Shapes:
-    return read_shapes(configure(*EVEN))
+def shapes() -> ModelProfile:
+    return profile_model(configure(*EVEN))
 
 
-def equal_costs(shapes: Shapes, seconds: float = 1.0, update: float = 0.0) -> StepCosts:
+def equal_costs(shapes: ModelProfile, seconds: float = 1.0, update: float = 0.0) -> StepCosts:
     """Every layer alike, a backward twice as long as a forward, free transfers."""
     count = len(shapes.costs)
     layer = LayerSeconds(seconds, seconds, 2 * seconds)
     return StepCosts("none", False, (layer,) * count, (update,) * count, (EdgeCost(0.0, 0.0),) * (count - 1), ())
 
 
-def planned(shapes: Shapes, *settings: str, limit: float | None = None, costs: StepCosts | None = None) -> Plan:
+def planned(shapes: ModelProfile, *settings: str, limit: float | None = None, costs: StepCosts | None = None) -> Plan:
     config = configure(*EVEN, *settings)
     bytes_limit = None if limit is None else int(limit * MIB)
     return make_plan(config, shapes, costs or costs_by_figures(config, shapes), bytes_limit)
 
 
-def test_equal_stages_take_what_the_paper_says(shapes: Shapes) -> None:
+def test_equal_stages_take_what_the_paper_says(shapes: ModelProfile) -> None:
     count = len(shapes.costs)
     for k in (k for k in (1, 2, 3) if count % k == 0):
         plan = planned(shapes, f"partitions={k}", "recompute=never", costs=equal_costs(shapes))
@@ -53,14 +53,14 @@ def test_equal_stages_take_what_the_paper_says(shapes: Shapes) -> None:
         assert plan.breakdown.bubble == pytest.approx((k - 1) / (4 + k - 1))
 
 
-def test_updates_come_after_the_last_action(shapes: Shapes) -> None:
+def test_updates_come_after_the_last_action(shapes: ModelProfile) -> None:
     without = planned(shapes, "partitions=2", costs=equal_costs(shapes))
     update = planned(shapes, "partitions=2", costs=equal_costs(shapes, update=0.5))
     assert update.step_seconds - without.step_seconds == pytest.approx(0.5 * update.balance[0])
     assert update.breakdown.update > 0
 
 
-def test_figures_are_seconds_of_flops_bytes_and_operations(shapes: Shapes) -> None:
+def test_figures_are_seconds_of_flops_bytes_and_operations(shapes: ModelProfile) -> None:
     hardware = replace(
         load_hardware("h200"), tflops=2.0, memory_gb_per_second=4.0, operation_microseconds=3.0,
         link_gb_per_second=8.0, link_microseconds=100.0,
@@ -79,7 +79,7 @@ def test_figures_are_seconds_of_flops_bytes_and_operations(shapes: Shapes) -> No
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
 
 
-def test_a_cpus_figures_are_those_of_one_thread(shapes: Shapes) -> None:
+def test_a_cpus_figures_are_those_of_one_thread(shapes: ModelProfile) -> None:
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
     one, four = (figured(shapes, by_sheet(cpu, threads), 2, at_once=9, linked=False) for threads in (1, 4))
     for slow, fast in zip(one.layers, four.layers, strict=True):
@@ -91,7 +91,7 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     settings = [*EVEN, "recompute=never", "executor=in_process"]
     one, two = (configure(*settings, f"partitions={k}") for k in (1, 2))
     plans = [make_plan(config, seen, costs_by_figures(config, seen), None)
-             for config in (one, two) for seen in [read_shapes(config)]]  # fmt: skip
+             for config in (one, two) for seen in [profile_model(config)]]  # fmt: skip
     assert plans[1].step_seconds == pytest.approx(plans[0].step_seconds)
     assert stages_at_once(two) == 1
     assert stages_at_once(configure(*settings, "partitions=2", "hardware=tpu_v2")) == 2
@@ -102,7 +102,7 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
 
 
 def test_an_unknown_gpu_is_cut_all_the_same_but_nothing_is_predicted(
-    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
+    shapes: ModelProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configure(*EVEN)
     monkeypatch.setattr(layout, "resolved", lambda hardware, device: hardware)
@@ -111,7 +111,7 @@ def test_an_unknown_gpu_is_cut_all_the_same_but_nothing_is_predicted(
     assert min(seconds.backward for seconds in costs.layers) > 0
 
 
-def test_measured_layers_slow_each_other_down_in_proportion(shapes: Shapes) -> None:
+def test_measured_layers_slow_each_other_down_in_proportion(shapes: ModelProfile) -> None:
     layers = [[1.0, 2.0, 3.0]] * len(shapes.costs)
     found = {"alone": layers, "together": [[1.2, 2.4, 3.6]] * len(layers), "updates": [0.1] * len(layers),
              "set_up": 0.25, "link": (0.5, 1e6)}  # fmt: skip
@@ -130,7 +130,7 @@ def test_measured_layers_slow_each_other_down_in_proportion(shapes: Shapes) -> N
 @pytest.mark.parametrize("optimizer", ["rmsprop", "sgd", "adam", "adafactor"])
 def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) -> None:
     config = configure(*EVEN, f"optimizer={optimizer}", "learning_rate=constant", "ema_decay=0", "partitions=3")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
     layers = list(build_model(config).to_empty(device="cpu").named_children())
     for (first, end), held in zip(plan.bounds, plan.memory, strict=True):
@@ -147,7 +147,7 @@ def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) ->
         assert held.weights == held.gradients + sum(buffer.nbytes for buffer in buffers)
 
 
-def test_recomputing_less_holds_more(shapes: Shapes) -> None:
+def test_recomputing_less_holds_more(shapes: ModelProfile) -> None:
     held = [max(planned(shapes, f"recompute={mode}").saved_bytes) for mode in ("always", "except_last", "never")]
     assert held[0] == held[1] < held[2]
     never = planned(shapes, "recompute=never")
@@ -167,14 +167,14 @@ def test_a_training_counts_the_activations_that_were_planned(
             f"partition.balance={layers}", f"recompute={recompute}", f"memory_format={memory_format}",
             "executor=in_process", "max_steps=2", "optimizer=sgd", "checkpoint.every_epochs=0",
         )  # fmt: skip
-        shapes = read_shapes(config)
+        shapes = profile_model(config)
         plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
         heard = train_here(config, tmp_path / recompute)
         counted = [m["activation_bytes"] for kind, m in heard if kind == "step" and m["activation_bytes"]]
         assert counted == [list(plan.saved_bytes)], recompute
         # what is flattened stands beside what was there before, of every micro-batch that is held
         features = 2 * 4 * 3 * 3 * 4 * (4 if recompute == "never" else 1)
-        contiguous = make_plan(config, read_shapes(replace(config, memory_format="contiguous")), plan.costs, None)
+        contiguous = make_plan(config, profile_model(replace(config, memory_format="contiguous")), plan.costs, None)
         more = features if memory_format == "channels_last" else 0
         assert sum(plan.saved_bytes) - sum(contiguous.saved_bytes) == more
 
@@ -186,11 +186,11 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     """The paper's optional c_i (section 2.1), on the command line or as an attribute of each layer."""
     given = [1, 0, 0, 1, 0.5, 0, 0.5, 3]
     ours = configure(*CUSTOM)
-    costs = [costs_by_figures(ours, read_shapes(ours))]
-    plans = [make_plan(ours, read_shapes(ours), costs[0], None)]
+    costs = [costs_by_figures(ours, profile_model(ours))]
+    plans = [make_plan(ours, profile_model(ours), costs[0], None)]
     for setting in ("partition.costs=", "model.arguments.costs="):
         config = configure(*CUSTOM, f"+{setting}{show(given)}" if "model" in setting else f"{setting}{show(given)}")
-        shapes = read_shapes(config)
+        shapes = profile_model(config)
         costs.append(costs_by_figures(config, shapes))
         plans.append(make_plan(config, shapes, costs[-1], None))
     assert [found.whose for found in costs] == ["", "partition.costs", "gpipe_cost of the layers"]
@@ -214,7 +214,7 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
 def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
     def planned() -> None:
         config = configure(*CUSTOM, *settings.split())
-        costs_by_figures(config, read_shapes(config))
+        costs_by_figures(config, profile_model(config))
 
     with pytest.raises(ValueError, match=message):
         planned()
@@ -226,7 +226,7 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
     settings = [*TINY, "dataset.train_samples=14", "executor=in_process", "epochs=2", "partitions=2"]
     for recompute in ("never", "always"):
         config = configure(*settings, f"recompute={recompute}")
-        shapes = read_shapes(config)
+        shapes = profile_model(config)
         plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
         steps = [m for kind, m in train_here(config, tmp_path / recompute) if kind == "step"]
         assert [step["samples"] for step in steps] == [8, 6, 8, 6]
@@ -234,7 +234,7 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_auto_recomputes_no_more_than_it_must(shapes: Shapes, schedule: str) -> None:
+def test_auto_recomputes_no_more_than_it_must(shapes: ModelProfile, schedule: str) -> None:
     never, always = (planned(shapes, f"schedule={schedule}", f"recompute={mode}") for mode in ("never", "except_last"))
     least, most = (max(stage.total for stage in plan.memory) / MIB for plan in (always, never))
     assert least < most
@@ -252,7 +252,7 @@ def test_auto_recomputes_no_more_than_it_must(shapes: Shapes, schedule: str) -> 
     assert all(b <= a for a, b in pairwise(counts))
 
 
-def test_the_cut_gives_way_to_a_limit(shapes: Shapes) -> None:
+def test_the_cut_gives_way_to_a_limit(shapes: ModelProfile) -> None:
     """Where the best cut does not fit, another one may."""
     free = planned(shapes, "partitions=2", "recompute=never")
     fullest = max(stage.total for stage in free.memory)
@@ -269,7 +269,7 @@ def test_the_cut_gives_way_to_a_limit(shapes: Shapes) -> None:
     assert found[-1].step_seconds >= free.step_seconds
 
 
-def test_what_no_cut_fits_is_said_with_stage_and_bytes(shapes: Shapes) -> None:
+def test_what_no_cut_fits_is_said_with_stage_and_bytes(shapes: ModelProfile) -> None:
     with pytest.raises(TooLargeError) as error:
         planned(shapes, "partitions=2", limit=0.01)
     free = planned(shapes, "partitions=2")
@@ -278,10 +278,10 @@ def test_what_no_cut_fits_is_said_with_stage_and_bytes(shapes: Shapes) -> None:
     assert error.value.missing_bytes == free.memory[fullest].total - int(0.01 * MIB)
 
 
-def test_a_layout_is_the_plans(shapes: Shapes) -> None:
+def test_a_layout_is_the_plans(shapes: ModelProfile) -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
     plan = make_plan(config, shapes, costs_by_figures(config, shapes), memory_limit(config))
-    made = make_layout(config, shapes, plan)
+    made = make_placement(config, shapes, plan)
     assert tuple(len(names) for names in made.layer_names) == plan.balance
     assert made.recompute == plan.recompute
     assert not isinstance(plan.recompute, str)
@@ -290,7 +290,7 @@ def test_a_layout_is_the_plans(shapes: Shapes) -> None:
     ]
 
 
-def test_limits_are_given_or_the_devices_own(shapes: Shapes) -> None:
+def test_limits_are_given_or_the_devices_own(shapes: ModelProfile) -> None:
     def limit(*settings: str) -> int | None:
         config: TrainConfig = configure(*EVEN, *settings)
         return memory_limit(config)

@@ -11,7 +11,7 @@ from gpipe_cli.planner import largest_model as solving
 from gpipe_cli.planner import placement as layout
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.largest_model import solve_max_model
-from gpipe_cli.planner.model_profile import Shapes, read_shapes
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import costs_by_figures, memory_limit
 from gpipe_cli.planner.plan import TooLargeError, make_plan
 from gpipe_cli.planner.search import choose, plan_or_refuse
@@ -23,14 +23,14 @@ LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=
 
 
 @pytest.fixture(scope="module")
-def shapes() -> Shapes:
-    return read_shapes(configure(*SETTINGS))
+def shapes() -> ModelProfile:
+    return profile_model(configure(*SETTINGS))
 
 
 def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
     """Layers that cost a millisecond a sample, and `seconds` for every micro-batch."""
 
-    def costs_of(config: TrainConfig, shapes: Shapes) -> StepCosts:
+    def costs_of(config: TrainConfig, shapes: ModelProfile) -> StepCosts:
         of_figures = costs_by_figures(config, shapes)
         each = 1e-3 * config.batch_size / config.micro_batches + seconds  # type: ignore[operator]
         layers = (LayerSeconds(each, each, 2 * each),) * len(shapes.costs)
@@ -39,7 +39,7 @@ def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
     return costs_of
 
 
-def test_more_micro_batches_pay_until_each_costs_too_much(shapes: Shapes) -> None:
+def test_more_micro_batches_pay_until_each_costs_too_much(shapes: ModelProfile) -> None:
     chosen = []
     for overhead in (0.0, 1e-3, 1.0):
         config, plan, (choice,) = choose(
@@ -57,7 +57,7 @@ def test_more_micro_batches_pay_until_each_costs_too_much(shapes: Shapes) -> Non
 def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> None:
     """ResNet-18 leaves one pixel of an image of 32."""
     config = configure("model=resnet", "model.depth=18", *TINY[2:-2], "dataset.image_size=32", "hardware=h200")
-    _, _, (choice,) = choose(config, ["micro_batches"], read_shapes(config), with_overhead(0.0))
+    _, _, (choice,) = choose(config, ["micro_batches"], profile_model(config), with_overhead(0.0))
     last = choice.tried[-1]
     assert (last.value, last.plan) == ("8", None)
     assert "more than 1 value" in last.reason
@@ -77,7 +77,7 @@ def test_the_largest_is_found_by_doubling_and_halving(most: int) -> None:
             assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
 
 
-def test_partitions_and_micro_batches_are_chosen_together(shapes: Shapes) -> None:
+def test_partitions_and_micro_batches_are_chosen_together(shapes: ModelProfile) -> None:
     config, plan, (choice,) = choose(
         configure(*SETTINGS), ["partitions", "micro_batches"], shapes, with_overhead(0.0), elsewhere=True
     )
@@ -87,7 +87,7 @@ def test_partitions_and_micro_batches_are_chosen_together(shapes: Shapes) -> Non
     assert choice.chosen.value == f"{config.partitions}, {config.micro_batches}"
 
 
-def test_a_cut_by_hand_leaves_no_other_number_of_partitions(shapes: Shapes) -> None:
+def test_a_cut_by_hand_leaves_no_other_number_of_partitions(shapes: ModelProfile) -> None:
     config = configure(*SETTINGS, f"partition.balance=[1,{len(shapes.costs) - 1}]")
     chosen, _, (choice,) = choose(config, ["partitions"], shapes, with_overhead(0.0), elsewhere=True)
     assert chosen.partitions == 2
@@ -105,13 +105,13 @@ def test_nothing_to_choose_is_one_line(settings: str, line: str) -> None:
     base = LM if "tokens" in settings else SETTINGS
     config = configure(*base, *settings.split())
     with pytest.raises(ValueError, match=line) as error:
-        choose(config, ["micro_batches"], read_shapes(config), with_overhead(0.0))
+        choose(config, ["micro_batches"], profile_model(config), with_overhead(0.0))
     assert "\n" not in str(error.value)
 
 
 def test_recomputation_is_compared_with_the_modes() -> None:
     config = configure(*SETTINGS, "micro_batches=4", "partitions=2", "recompute=never")
-    shapes = read_shapes(config)
+    shapes = profile_model(config)
     limit = 0.8 * needed_gib(config, shapes)
     tight = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=limit))
     _, plan, (choice,) = choose(tight, [], shapes, costs_by_figures)
@@ -123,13 +123,15 @@ def test_recomputation_is_compared_with_the_modes() -> None:
     assert 0 < sum(plan.recomputed) < sum(most.plan.recomputed)
 
 
-def needed_gib(config: TrainConfig, shapes: Shapes) -> float:
+def needed_gib(config: TrainConfig, shapes: ModelProfile) -> float:
     plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
     return max(stage.total for stage in plan.memory) / 2**30
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
-def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(shapes: Shapes, recompute: str) -> None:
+def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(
+    shapes: ModelProfile, recompute: str
+) -> None:
     config = configure(*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}")
     limit = 0.55 * needed_gib(config, shapes)
     tight = configure(*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}",
@@ -153,11 +155,11 @@ def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.Monke
     config = configure(*TINY, "batch_size=16", "micro_batches=2", "partitions=2", "recompute=auto")
     monkeypatch.setattr(layout, "physical_memory_bytes", lambda: 2 * 10**6)
     with pytest.raises(ValueError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
-        plan_or_refuse(config, read_shapes(config), costs_by_figures)
+        plan_or_refuse(config, profile_model(config), costs_by_figures)
     assert "memory_gib" not in str(error.value)
 
 
-def test_of_what_is_chosen_nothing_may_fit_either(shapes: Shapes) -> None:
+def test_of_what_is_chosen_nothing_may_fit_either(shapes: ModelProfile) -> None:
     config = configure(*SETTINGS, "hardware.memory_gib=0.0001")
     with pytest.raises(ValueError, match=r"micro_batches=auto: none of 5 candidates fits; .*needs .* more"):
         choose(config, ["micro_batches"], shapes, costs_by_figures)
@@ -176,7 +178,7 @@ def test_the_largest_model_fits_and_the_next_one_does_not(partitions: int) -> No
     costs: tuple[LayerCost, ...] = shapes.costs
     assert len(costs) == layers + 2
     more = configure(*LM, f"partitions={partitions}", "hardware.memory_gib=0.004", f"model.layers={layers + 1}")
-    larger = read_shapes(more)
+    larger = profile_model(more)
     with pytest.raises(TooLargeError):
         make_plan(more, larger, costs_by_figures(more, larger), limit)
 

@@ -11,7 +11,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.classifier import classifier_of
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.planner.placement import make_layout
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
@@ -40,7 +40,7 @@ def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, st
     config = configure(*settings, HERE)
     model = build_model(config)
     engine = build_engine(
-        config, make_layout(config), 0, None, model, lambda action, samples, lengths: None, begins=True
+        config, make_placement(config), 0, None, model, lambda action, samples, lengths: None, begins=True
     )
     source = None if config.init_from is None else find_weights(config, print)
     notes = dict(fine_tune(config, engine, model, source))
@@ -219,20 +219,20 @@ def test_patterns_name_layers_modules_and_parameters() -> None:
 )
 def test_what_cannot_be_frozen_is_refused(setting: str, line: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (compared below)
-        make_layout(configure(*TINY, f"freeze={setting}"))
+        make_placement(configure(*TINY, f"freeze={setting}"))
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
 
 def test_a_frozen_prefix_sends_nothing_back_and_has_no_optimizer() -> None:
     settings = [*TINY, "partitions=3", "partition.balance=[2,2,3]"]
-    layout = make_layout(configure(*settings, "freeze=[stem,cell_00,cell_01]"))
+    layout = make_placement(configure(*settings, "freeze=[stem,cell_00,cell_01]"))
     assert [[tensor.has_gradient for tensor in edge] for edge in layout.training_boundaries] == [
         [False, False],
         [True, True],
     ]
     assert layout.trained[0] == 0 < layout.trained[1] < layout.parameters[1]
-    whole = make_layout(configure(*settings))
+    whole = make_placement(configure(*settings))
     assert whole.trained == whole.parameters == layout.parameters
     assert [cost < 0.5 * other for cost, other in zip(layout.cost, whole.cost, strict=True)] == [True, False, False]
     engine, state, notes = begun(*settings, "freeze=[stem,cell_00,cell_01]", "ema_decay=0.9")

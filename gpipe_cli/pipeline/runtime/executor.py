@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
 from gpipe_cli.pipeline.schedule.order import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Keep, Kind, Schedule, keeps
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, keeps
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 
@@ -45,7 +45,7 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._watch = stages, transport, watch
         self._last = partitions - 1
-        self._analysed: dict[int, tuple[Schedule, list[tuple[Action, Keep]]]] = {}
+        self._analysed: dict[int, tuple[Schedule, list[tuple[Action, Retain]]]] = {}
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
     def run(
@@ -82,7 +82,7 @@ class Executor:
         """Before the executor is given up: the last step's tensors have left this process."""
         self._transport.settle()
 
-    def _perform(self, action: Action, keep: Keep, pieces: Sequence[Tensors], recording: Recording) -> None:
+    def _perform(self, action: Action, keep: Retain, pieces: Sequence[Tensors], recording: Recording) -> None:
         clock = self.recorder.clocks[action.stage]
         now, core_seconds = clock.now, clock.core_seconds
         begun = received = now()
@@ -100,7 +100,7 @@ class Executor:
                     has, computed = core_seconds(), now()
                     if not last:
                         transport.send_forward(action.stage, micro_batch, outputs)
-                    if keep is Keep.NOTHING:
+                    if keep is Retain.NOTHING:
                         transport.release(action.stage, micro_batch)
                 case Kind.R:
                     had = core_seconds()
@@ -124,12 +124,12 @@ class Executor:
             what = f"{kind} {shapes}" if shapes else f"micro-batch {micro_batch}"
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
-    def _analyse(self, schedule: Schedule) -> list[tuple[Action, Keep]]:
+    def _analyse(self, schedule: Schedule) -> list[tuple[Action, Retain]]:
         """This process's actions in order, and what each keeps; looked up by identity, since hashing costs
         O(actions)."""
         known = self._analysed.get(id(schedule))
         if known is None:
             kept = keeps(schedule)
-            mine = [(a, kept.get(a, Keep.NOTHING)) for a in linearize(schedule) if a.stage in self._stages]
+            mine = [(a, kept.get(a, Retain.NOTHING)) for a in linearize(schedule) if a.stage in self._stages]
             known = self._analysed[id(schedule)] = (schedule, mine)
         return known[1]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.memory_layout import as_sent
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
-from gpipe_cli.pipeline.runtime.receive_buffers import Inbox
+from gpipe_cli.pipeline.runtime.receive_buffers import ReceiveBuffers
 from gpipe_cli.pipeline.runtime.transport import Gradients, PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Kind, Schedule, in_flight
 
@@ -34,7 +34,7 @@ class _Sending:
         return self.work.done() and self.work.exception() is None and self.work.result().is_completed()
 
 
-class Links:
+class P2PTransport:
     """One stage in this process; its neighbours are processes `stage - 1` and `stage + 1` of the pipeline.
 
     `boundaries[k]` describes what crosses from stage k to stage k + 1. `forward` and `backward` are process groups of
@@ -64,15 +64,17 @@ class Links:
         self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
         self._groups = {Kind.F: forward, Kind.B: backward}
         self._peers: dict[Kind, int] = {}
-        self._inboxes: dict[Kind, Inbox] = {}
+        self._inboxes: dict[Kind, ReceiveBuffers] = {}
         if stage < self._last:
             self._peers[Kind.F] = ranks[stage + 1]
             returning = tuple(tensor for tensor in boundaries[stage] if tensor.has_gradient)
-            self._inboxes[Kind.B] = Inbox(ranks[stage + 1], backward, device, memory_format, returning)
+            self._inboxes[Kind.B] = ReceiveBuffers(ranks[stage + 1], backward, device, memory_format, returning)
             self._outgoing = boundaries[stage]
         if stage > 0:
             self._peers[Kind.B] = ranks[stage - 1]
-            self._inboxes[Kind.F] = Inbox(ranks[stage - 1], forward, device, memory_format, boundaries[stage - 1])
+            self._inboxes[Kind.F] = ReceiveBuffers(
+                ranks[stage - 1], forward, device, memory_format, boundaries[stage - 1]
+            )
             self._incoming = boundaries[stage - 1]
         self._connect()
 

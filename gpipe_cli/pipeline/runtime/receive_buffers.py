@@ -27,7 +27,7 @@ class _Post:
     tensors: list[torch.Tensor]
 
 
-class Inbox:
+class ReceiveBuffers:
     """What comes from process `peer` over `group`; `described` are the tensors of one micro-batch."""
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpipe_cli.pipeline.schedule.schedules import Action, Schedule, dependencies
-from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What, gap
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read
 MARKS = 4  # of an action: begun, everything received, computed, handed on
@@ -184,10 +184,10 @@ def measured_timeline(
                 beside += gap(action, max(begun, min(began_seconds, received)), received, max(needed))
             spans.append(Span(action, received, computed))
             if handed_on > computed:
-                beside.append(Event(What.TRANSFER, computed, handed_on, action))
+                beside.append(Event(EventKind.TRANSFER, computed, handed_on, action))
         begun, ended = numbers[len(actions) * MARKS :][:2]
         if ended > begun:
-            beside.append(Event(What.UPDATE, begun, ended, None))
+            beside.append(Event(EventKind.UPDATE, begun, ended, None))
         stages.append(tuple(spans))
         events.append(tuple(beside))
     return Timeline(tuple(stages), tuple(events))

@@ -28,7 +28,7 @@ from gpipe_cli.pipeline.runtime.memory_layout import in_layout
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, as_value
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import SavedBytes
-from gpipe_cli.pipeline.schedule.schedules import Keep
+from gpipe_cli.pipeline.schedule.schedules import Retain
 
 
 class Objective(Protocol):
@@ -115,20 +115,20 @@ class Stage:
         if self._saved_bytes is not None:
             self._saved_bytes.begin_step([*self.module.parameters(), *self.module.buffers()])
 
-    def forward(self, micro_batch: int, inputs: Tensors, keep: Keep) -> Tensors:
+    def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
-        keep = keep if self.goes_back else Keep.NOTHING
+        keep = keep if self.goes_back else Retain.NOTHING
         self.statistics.open(micro_batch)
         try:
-            with torch.set_grad_enabled(keep is Keep.GRAPH), self._recording(micro_batch, keep):
-                leaves = self._leaves(inputs) if keep is Keep.GRAPH else inputs
+            with torch.set_grad_enabled(keep is Retain.GRAPH), self._recording(micro_batch, keep):
+                leaves = self._leaves(inputs) if keep is Retain.GRAPH else inputs
                 outputs = self._run(micro_batch, leaves)
                 closed = self._close(micro_batch, outputs, observe=True)
         finally:
             self.statistics.close()
-        if keep is Keep.GRAPH:
+        if keep is Retain.GRAPH:
             self._keep(micro_batch, _Saved(leaves, closed))
-        elif keep is Keep.INPUT:
+        elif keep is Retain.INPUT:
             self._keep(micro_batch, _Saved(inputs))
         return outputs
 
@@ -138,7 +138,7 @@ class Stage:
             return
         saved = self._saved[micro_batch]
         assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
-        with torch.enable_grad(), self._recording(micro_batch, Keep.GRAPH):
+        with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH):
             leaves = self._leaves(saved.inputs)
             outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
         self._keep(micro_batch, _Saved(leaves, outputs))
@@ -184,8 +184,8 @@ class Stage:
         if self._saved_bytes is not None:
             self._saved_bytes.hold(micro_batch, *saved.inputs, *(saved.outputs or ()))
 
-    def _recording(self, micro_batch: int, keep: Keep) -> AbstractContextManager[None]:
-        if self._saved_bytes is None or keep is not Keep.GRAPH:
+    def _recording(self, micro_batch: int, keep: Retain) -> AbstractContextManager[None]:
+        if self._saved_bytes is None or keep is not Retain.GRAPH:
             return nullcontext()
         return self._saved_bytes.recording(micro_batch, self.statistics.slots)
 

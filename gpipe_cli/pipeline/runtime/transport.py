@@ -45,7 +45,7 @@ class Transport(Protocol):
         """Wait until everything that was sent has left: before the transport is given up."""
 
 
-class HandOver:
+class LocalTransport:
     """All stages in one process: one device, or several driven by asynchronous launches."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

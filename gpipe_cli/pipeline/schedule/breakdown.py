@@ -20,7 +20,7 @@ work in its actions divided by M, the same rule tells them apart, the bubble bei
 from dataclasses import dataclass
 
 from gpipe_cli.pipeline.schedule.schedules import Kind
-from gpipe_cli.pipeline.schedule.timeline import Event, Timeline, What
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     assert micro_batches > 0
     begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
     if step_seconds is None:
-        ends = [event.end_seconds for events in timeline.events for event in events if event.what is What.UPDATE]
+        ends = [event.end_seconds for events in timeline.events for event in events if event.what is EventKind.UPDATE]
         step_seconds = max([end, *ends]) - begin
 
     busy = timeline.busy_seconds
     recompute = sum(timeline.kind_seconds(Kind.R))
-    update = timeline.event_seconds(What.UPDATE)
+    update = timeline.event_seconds(EventKind.UPDATE)
     transfer = idle = set_up = 0.0
     for k in range(stages):
         events = timeline.events[k] if timeline.events else ()
         transfers, updates = (
             sum(_inside(event, begin, end) for event in events if event.what is what)
-            for what in (What.TRANSFER, What.UPDATE)
+            for what in (EventKind.TRANSFER, EventKind.UPDATE)
         )
         transfer += transfers
         idle += max(0.0, window - busy[k] - transfers - updates)

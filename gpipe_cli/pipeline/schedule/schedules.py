@@ -29,7 +29,7 @@ class Kind(StrEnum):
     B = "B"  # backward
 
 
-class Keep(StrEnum):
+class Retain(StrEnum):
     """What a forward leaves behind on its stage until the backward of the same micro-batch."""
 
     NOTHING = "nothing"  # evaluation: no backward will come
@@ -130,7 +130,7 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return tuple(Action(kind, stage, micro_batch) for kind, stage in needs(action.kind, action.stage, len(schedule)))
 
 
-def keeps(schedule: Schedule) -> dict[Action, Keep]:
+def keeps(schedule: Schedule) -> dict[Action, Retain]:
     """What each forward and each recomputation keeps, read off the schedule; one look-up per action.
 
     A forward with neither ``B`` nor ``R`` keeps nothing, one with an ``R`` its input, one with only a ``B`` its
@@ -139,7 +139,7 @@ def keeps(schedule: Schedule) -> dict[Action, Keep]:
     return {a: keep for actions in schedule for a, keep in stage_keeps(actions) if keep is not None}
 
 
-def stage_keeps(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Keep | None]]:
+def stage_keeps(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain | None]]:
     """The actions of one stage in order, with what each keeps, see :func:`keeps`; None for a backward."""
     backward = {a.micro_batch for a in stage_actions if a.kind is Kind.B}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
@@ -147,9 +147,9 @@ def stage_keeps(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Keep 
         if a.kind is Kind.B:
             yield a, None
         elif a.kind is Kind.F and a.micro_batch in recomputed:
-            yield a, Keep.INPUT
+            yield a, Retain.INPUT
         else:
-            yield a, Keep.GRAPH if a.micro_batch in backward else Keep.NOTHING
+            yield a, Retain.GRAPH if a.micro_batch in backward else Retain.NOTHING
 
 
 def in_flight(stage_actions: Sequence[Action]) -> int:

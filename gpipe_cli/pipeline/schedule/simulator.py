@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from gpipe_cli.pipeline.schedule.order import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Keep, Kind, Schedule, needs, stage_keeps
-from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What, gap
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, needs, stage_keeps
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def peak_bytes(
             m = action.micro_batch
             if action.kind is Kind.R:
                 held -= inputs[m]
-            held += graphs[m] if keep is Keep.GRAPH else inputs[m] if keep is Keep.INPUT else 0
+            held += graphs[m] if keep is Retain.GRAPH else inputs[m] if keep is Retain.INPUT else 0
             peak = max(peak, held)
             if action.kind is Kind.B:
                 held -= graphs[m]
@@ -129,10 +129,10 @@ def _held(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
     """Graphs and inputs held while each action of a stage runs."""
     graphs = inputs = 0
     for action, keep in stage_keeps(actions):
-        graphs += keep is Keep.GRAPH
+        graphs += keep is Retain.GRAPH
         if action.kind is Kind.R:
             inputs -= 1
-        inputs += keep is Keep.INPUT
+        inputs += keep is Retain.INPUT
         yield graphs, inputs
         if action.kind is Kind.B:
             graphs -= 1
@@ -158,7 +158,7 @@ class _Run:
         self.events: list[list[Event]] = [[] for _ in schedule]
         self._schedule, self._stages, self._edges, self._slowdown = schedule, stages, edges, slowdown
         self._graphs = [
-            {a.micro_batch for a, keep in stage_keeps(actions) if a.kind is Kind.F and keep is Keep.GRAPH}
+            {a.micro_batch for a, keep in stage_keeps(actions) if a.kind is Kind.F and keep is Retain.GRAPH}
             for actions in schedule
         ]
         self._now = self._virtual = 0.0  # one and the same without slowdown
@@ -219,7 +219,7 @@ class _Run:
         actions, spans, now = self._schedule[stage], self.spans[stage], self._now
         self._free[stage] = now
         if len(spans) == len(actions):
-            self.events[stage].append(Event(What.UPDATE, self._started[stage], now, None))
+            self.events[stage].append(Event(EventKind.UPDATE, self._started[stage], now, None))
             return
         action = actions[len(spans)]
         spans.append(Span(action, self._started[stage], now))

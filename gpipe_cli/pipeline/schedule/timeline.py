@@ -24,7 +24,7 @@ class Span(NamedTuple):
         return self.end_seconds - self.start_seconds
 
 
-class What(StrEnum):
+class EventKind(StrEnum):
     """What a stage does beside its actions."""
 
     WAITING = "waiting"  # for a neighbour to compute
@@ -35,7 +35,7 @@ class What(StrEnum):
 class Event(NamedTuple):
     """When a stage waited or did something else than an action; times as in a span."""
 
-    what: What
+    what: EventKind
     start_seconds: float
     end_seconds: float
     action: Action | None  # the one that had to wait, or whose outputs were handed on; None for the update
@@ -52,7 +52,7 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
     it is waiting, from then on it is a transfer that nothing hides. Simulated and measured times are told apart alike.
     """
     came = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
-    parts = ((What.WAITING, free_seconds, came), (What.TRANSFER, came, start_seconds))
+    parts = ((EventKind.WAITING, free_seconds, came), (EventKind.TRANSFER, came, start_seconds))
     return tuple(Event(what, start, end, action) for what, start, end in parts if end > start)
 
 
@@ -103,7 +103,7 @@ class Timeline:
         """For each stage, the time spent in actions of one kind (what the paper's overhead breakdown adds up)."""
         return tuple(sum(s.seconds for s in spans if s.action.kind is kind) for spans in self.stages)
 
-    def event_seconds(self, what: What) -> tuple[float, ...]:
+    def event_seconds(self, what: EventKind) -> tuple[float, ...]:
         """For each stage, the time spent in events of one kind; zeros if none were recorded."""
         if not self.events:
             return (0.0,) * len(self.stages)
@@ -166,7 +166,7 @@ class Timeline:
 # Names that chrome://tracing reserves for colours (tr.b.ColorScheme of the Catapult project); it knows no others.
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
             "thread_state_iowait", "olive", "startup")  # fmt: skip
-_EVENT_COLOURS = {What.WAITING: "white", What.TRANSFER: "grey", What.UPDATE: "black"}
+_EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventKind.UPDATE: "black"}
 
 
 def _row(spans: Sequence[Span], start: float, scale: float, columns: int) -> str:

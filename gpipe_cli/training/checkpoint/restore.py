@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.checkpoint.same_model import OtherModelError, refuse_other_shapes
 from gpipe_cli.training.checkpoint.store import (
     DamagedError,
@@ -45,7 +45,7 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(
-    engine: Engine, team: Team, folder: Path, progress: Progress, config_yaml: str, *, keep: int
+    engine: Engine, team: ControlGroup, folder: Path, progress: Progress, config_yaml: str, *, keep: int
 ) -> None:
     """Every process writes the files of its stages, then the leading one completes the checkpoint.
 

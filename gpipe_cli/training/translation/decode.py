@@ -17,7 +17,7 @@ import torch
 from gpipe_cli.data.pairs import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.step import evaluation_schedule
@@ -148,7 +148,7 @@ class Candidates:
 
 def decode(
     engine: Engine,
-    team: Team,
+    team: ControlGroup,
     search: Search,
     micro_batches: int,
     limit: int,
@@ -220,7 +220,9 @@ def _run(
     engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
 
 
-def _agree(engine: Engine, team: Team, split: PairSplit | None, indices: Sequence[int]) -> tuple[list[int], int]:
+def _agree(
+    engine: Engine, team: ControlGroup, split: PairSplit | None, indices: Sequence[int]
+) -> tuple[list[int], int]:
     """The tokens of each source and the size of the vocabulary, which the process with the first stage says to all."""
     known = None
     if engine.has_first:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpipe_cli.assembly.build import greatest_lengths
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Translation, TranslationResult
@@ -48,7 +48,7 @@ def translated_test_set(
     config: TrainConfig,
     settings: DecodeConfig,
     engine: Engine,
-    team: Team,
+    team: ControlGroup,
     test: Reading,
     tell: Callable[[int, int], None],
 ) -> TranslationResult | None:
@@ -65,7 +65,7 @@ def translated_test_set(
     )
 
 
-def translated_examples(config: TrainConfig, engine: Engine, team: Team, test: Reading) -> list[Translation]:
+def translated_examples(config: TrainConfig, engine: Engine, team: ControlGroup, test: Reading) -> list[Translation]:
     """A few sentences, the same at each evaluation, decoded greedily; none in processes that do not speak for the
     run. Called in every process, inside `engine.evaluating`."""
     indices = _to_decode(config, test, WATCHED)
@@ -107,7 +107,7 @@ def _batch_sentences(config: TrainConfig) -> int:
 
 def translate(
     engine: Engine,
-    team: Team,
+    team: ControlGroup,
     search: Search,
     micro_batches: int,
     limit: int,

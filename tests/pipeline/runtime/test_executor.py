@@ -10,7 +10,7 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.order import linearize
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build, forward_only
 
@@ -56,7 +56,7 @@ def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
         for k, module in enumerate(modules)
     }
     watched: list[Action] = []
-    return Executor(stages, 3, HandOver([CPU] * 3), lambda action, *_: watched.append(action)), watched
+    return Executor(stages, 3, LocalTransport([CPU] * 3), lambda action, *_: watched.append(action)), watched
 
 
 @pytest.mark.parametrize(

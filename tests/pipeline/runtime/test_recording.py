@@ -18,10 +18,10 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.recording import MARKS, HostClock, Recorder, measured_timeline, room
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import HandOver
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
-from gpipe_cli.pipeline.schedule.timeline import Event, Span, What
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def executor(partitions: int) -> Executor:
         described = costs[k * size - 1].outputs if k else ()
         stages[k] = Stage(k, module, first_layer=k * size, inputs=described, device=CPU, run_seed=0)
         stages[k].set_training(True)
-    return Executor(stages, partitions, HandOver([CPU] * partitions))
+    return Executor(stages, partitions, LocalTransport([CPU] * partitions))
 
 
 @pytest.mark.parametrize("name", schedule.SCHEDULES)
@@ -81,7 +81,7 @@ def test_an_update_is_recorded_where_there_is_one() -> None:
     assert measured_timeline(plan, [recording.seconds()[0]]).events == ((),)
     recording.update(0, 4.5, 5.0)
     timeline = measured_timeline(plan, [recording.seconds()[0]])
-    assert timeline.events == ((Event(What.UPDATE, 4.5, 5.0, None),),)
+    assert timeline.events == ((Event(EventKind.UPDATE, 4.5, 5.0, None),),)
 
 
 def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer() -> None:
@@ -93,15 +93,15 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
     timeline = measured_timeline(plan, [[float(v) for v in values] for values in (stage0, stage1)])
     assert timeline.stages == ((Span(f0, 0, 10), Span(b0, 32, 40)), (Span(f1, 13, 20), Span(b1, 20, 30)))
     assert timeline.events[0] == (
-        Event(What.TRANSFER, 10, 11, f0),
-        Event(What.WAITING, 11, 30, b0),
-        Event(What.TRANSFER, 30, 32, b0),
-        Event(What.UPDATE, 40, 42, None),
+        Event(EventKind.TRANSFER, 10, 11, f0),
+        Event(EventKind.WAITING, 11, 30, b0),
+        Event(EventKind.TRANSFER, 30, 32, b0),
+        Event(EventKind.UPDATE, 40, 42, None),
     )
     assert timeline.events[1] == (
-        Event(What.WAITING, 0, 10, f1),
-        Event(What.TRANSFER, 10, 13, f1),
-        Event(What.UPDATE, 30, 31, None),
+        Event(EventKind.WAITING, 0, 10, f1),
+        Event(EventKind.TRANSFER, 10, 13, f1),
+        Event(EventKind.UPDATE, 30, 31, None),
     )
 
 
@@ -111,7 +111,7 @@ def test_what_a_stage_waited_before_the_step_is_no_part_of_it() -> None:
     stage0 = [6.0, 6, 10, 11, 11, 32, 40, 40, 40, 42]
     stage1 = [2.0, 13, 20, 20, 20, 20, 30, 30, 30, 31]
     timeline = measured_timeline(plan, [stage0, stage1], began_seconds=5.0)
-    assert timeline.events[1][0] == Event(What.WAITING, 5, 10, Action(Kind.F, 1, 0))
+    assert timeline.events[1][0] == Event(EventKind.WAITING, 5, 10, Action(Kind.F, 1, 0))
     assert min(event["ts"] for event in timeline.chrome_trace() if event["ph"] == "X") == 0
     before = measured_timeline(plan, [stage0, stage1])
     assert replace(before, events=()) == replace(timeline, events=())

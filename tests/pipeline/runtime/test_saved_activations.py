@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedules import Keep
+from gpipe_cli.pipeline.schedule.schedules import Retain
 from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 
 SAMPLE_COUNT, MICRO_BATCHES = 8, 4
@@ -92,10 +92,10 @@ def test_bytes_of_a_stage_by_hand() -> None:
     """Neither weights nor running statistics count; what a recomputation brings back does, until its backward."""
     made = stage()
     made.begin_step(0, None)
-    made.forward(2, (torch.rand(3, 4),), Keep.NOTHING)
+    made.forward(2, (torch.rand(3, 4),), Retain.NOTHING)
     assert made.peak_saved_bytes == 0
     for m in (0, 1):
-        made.forward(m, (torch.rand(3, 4),), Keep.INPUT)
+        made.forward(m, (torch.rand(3, 4),), Retain.INPUT)
     assert made.peak_saved_bytes == 2 * INPUT
     made.recompute(1)
     assert made.peak_saved_bytes == INPUT + GRAPH
@@ -107,19 +107,19 @@ def test_bytes_of_a_stage_by_hand() -> None:
     made.begin_step(1, None)
     assert made.peak_saved_bytes == 0
     for m in (0, 1):
-        made.forward(m, (torch.rand(3, 4),), Keep.GRAPH)
+        made.forward(m, (torch.rand(3, 4),), Retain.GRAPH)
     assert made.peak_saved_bytes == 2 * GRAPH
 
 
 def test_a_step_that_failed_leaves_no_bytes() -> None:
     made = stage()
     made.begin_step(0, None)
-    made.forward(0, (torch.rand(3, 4),), Keep.GRAPH)
+    made.forward(0, (torch.rand(3, 4),), Retain.GRAPH)
     with pytest.raises(RuntimeError):
-        made.forward(1, (torch.rand(3, 9),), Keep.GRAPH)
+        made.forward(1, (torch.rand(3, 9),), Retain.GRAPH)
     made.abandon_step()
     made.begin_step(1, None)
-    made.forward(0, (torch.rand(3, 4),), Keep.GRAPH)
+    made.forward(0, (torch.rand(3, 4),), Retain.GRAPH)
     assert made.peak_saved_bytes == GRAPH
 
 
@@ -127,7 +127,7 @@ def test_a_micro_batch_counts_as_its_part_of_the_mini_batch() -> None:
     made = stage()
     made.begin_step(0, None)
     for m, piece in enumerate(torch.rand(6, 4).split(3)):
-        made.forward(m, (piece,), Keep.INPUT)
+        made.forward(m, (piece,), Retain.INPUT)
     assert made.peak_saved_bytes == 2 * INPUT
 
 

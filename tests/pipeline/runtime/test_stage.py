@@ -10,7 +10,7 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedules import Keep
+from gpipe_cli.pipeline.schedule.schedules import Retain
 
 FEATURES = BoundaryTensor((0, 3, 4, 4), (1, 0, 0, 0), torch.float32, True)
 CPU = torch.device("cpu")
@@ -52,17 +52,17 @@ GRADIENT = (torch.ones(3, 2, 4, 4), None)
 def test_recomputation_gives_the_gradients_of_a_kept_graph() -> None:
     """Dropout repeats; batch norm's statistics are counted once; the inputs that need none get no gradient."""
     results = []
-    for keep in (Keep.GRAPH, Keep.INPUT):
+    for keep in (Retain.GRAPH, Retain.INPUT):
         made, body = stage()
         made.begin_step(5, None)
         returned = []
         outputs = [made.forward(m, inputs(m), keep) for m in (0, 1)]
         for m in (1, 0):
-            if keep is Keep.INPUT:
+            if keep is Retain.INPUT:
                 made.recompute(m)
             returned.append(made.backward(m, GRADIENT))
         made.finish_step()
-        assert body.calls == (2 if keep is Keep.GRAPH else 4)
+        assert body.calls == (2 if keep is Retain.GRAPH else 4)
         assert all(back[1] is None for back in returned)
         gradients = [parameter.grad for parameter in body.parameters()]
         values = [output[0].detach() for output in outputs] + [back[0] for back in returned]
@@ -75,9 +75,9 @@ def test_what_is_kept_between_forward_and_backward() -> None:
     """Without a backward nothing; for a recomputation the inputs and no graph."""
     made, _ = stage()
     made.begin_step(0, None)
-    assert not made.forward(0, inputs(0), Keep.NOTHING)[0].requires_grad
-    assert not made.forward(1, inputs(1), Keep.INPUT)[0].requires_grad
-    assert made.forward(2, inputs(2), Keep.GRAPH)[0].requires_grad
+    assert not made.forward(0, inputs(0), Retain.NOTHING)[0].requires_grad
+    assert not made.forward(1, inputs(1), Retain.INPUT)[0].requires_grad
+    assert made.forward(2, inputs(2), Retain.GRAPH)[0].requires_grad
     with pytest.raises(AssertionError, match=r"still holds micro-batches \[1, 2\]"):
         made.finish_step()
     with pytest.raises(AssertionError, match="has not been recomputed"):
@@ -100,8 +100,8 @@ class Marks(nn.Module):
         return x * self.scale * mask[:, None, None, None], mask
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_a_layer_does_not_change_what_is_kept(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", Retain)
+def test_a_layer_does_not_change_what_is_kept(keep: Retain) -> None:
     """Integers that need no gradient too, and micro-batches that are views of one mini-batch."""
 
     def make(in_training: bool) -> Stage:
@@ -119,7 +119,7 @@ def test_a_layer_does_not_change_what_is_kept(keep: Keep) -> None:
         made.forward(m, piece, keep)
     made.abandon_step()
     made.set_training(False)
-    made.forward(0, pieces[0], Keep.NOTHING)
+    made.forward(0, pieces[0], Retain.NOTHING)
     assert pieces[0][1].tolist() == [1, 2, 3]
 
 
@@ -129,7 +129,7 @@ def test_autograd_refuses_to_change_a_leaf_and_the_layer_is_named() -> None:
     made = Stage(1, layers, first_layer=0, inputs=(FEATURES,), device=CPU, run_seed=0)
     made.begin_step(0, None)
     with pytest.raises(ChangedInputError, match="layer relu"):
-        made.forward(0, inputs(0)[:1], Keep.GRAPH)
+        made.forward(0, inputs(0)[:1], Retain.GRAPH)
 
 
 def test_nothing_stays_in_memory_after_a_step() -> None:
@@ -144,7 +144,7 @@ def test_nothing_stays_in_memory_after_a_step() -> None:
 
     def step() -> None:
         for m in range(4):
-            made.forward(m, inputs(m), Keep.GRAPH)
+            made.forward(m, inputs(m), Retain.GRAPH)
         for m in range(4):
             made.backward(m, GRADIENT)
         made.finish_step()
@@ -160,7 +160,7 @@ def test_masks_depend_on_step_and_micro_batch_only() -> None:
     def kept(step: int, m: int) -> torch.Tensor:
         made, _ = stage()
         made.begin_step(step, None)
-        return made.forward(m, inputs(0), Keep.NOTHING)[0] != 0
+        return made.forward(m, inputs(0), Retain.NOTHING)[0] != 0
 
     assert torch.equal(kept(1, 0), kept(1, 0))
     assert not torch.equal(kept(1, 0), kept(2, 0))
@@ -170,10 +170,10 @@ def test_masks_depend_on_step_and_micro_batch_only() -> None:
 def test_the_layer_at_work_is_known() -> None:
     made, _ = stage()
     made.begin_step(0, None)
-    made.forward(0, inputs(0), Keep.NOTHING)
+    made.forward(0, inputs(0), Retain.NOTHING)
     assert made.layer_name == ""
     with pytest.raises(RuntimeError):
-        made.forward(1, (torch.ones(3, 9, 4, 4), inputs(0)[1]), Keep.NOTHING)
+        made.forward(1, (torch.ones(3, 9, 4, 4), inputs(0)[1]), Retain.NOTHING)
     assert made.layer_name == "body"
 
 
@@ -185,7 +185,7 @@ def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None
         made.set_training(mode)
     made.begin_step(0, None)
     x = inputs(0)[0]
-    outputs = made.forward(0, inputs(0), Keep.GRAPH)
+    outputs = made.forward(0, inputs(0), Retain.GRAPH)
     (gradient, none) = made.backward(0, GRADIENT)
     made.finish_step()
     scale = (1 + body.norm.eps) ** -0.5
@@ -201,7 +201,7 @@ def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None
 def test_a_frozen_parameter_is_not_a_frozen_layer() -> None:
     made, body = stage(Frozen(parameters=("body.conv.weight",)))
     made.begin_step(0, None)
-    made.forward(0, inputs(0), Keep.GRAPH)
+    made.forward(0, inputs(0), Retain.GRAPH)
     made.backward(0, GRADIENT)
     made.finish_step()
     assert [name for name, p in body.named_parameters() if p.grad is None] == ["conv.weight"]
@@ -212,7 +212,7 @@ def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
     """A deferred batch norm is the module that was frozen, and stays so."""
     made, body = stage(Frozen(modules=("body.norm",)))
     made.begin_step(0, None)
-    outputs = made.forward(0, inputs(0), Keep.GRAPH)
+    outputs = made.forward(0, inputs(0), Retain.GRAPH)
     made.backward(0, GRADIENT)
     made.finish_step()
     assert body.norm.num_batches_tracked == 0
@@ -220,13 +220,13 @@ def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
     assert [name for name, p in body.named_parameters() if p.grad is None] == ["norm.weight", "norm.bias"]
 
 
-@pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
-def test_a_stage_that_nothing_comes_back_through_only_runs_forward(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", [Retain.GRAPH, Retain.INPUT])
+def test_a_stage_that_nothing_comes_back_through_only_runs_forward(keep: Retain) -> None:
     """Nothing to train in it or before it: no graph, nothing kept, no second forward."""
     made, body = stage(Frozen(modules=("body",)), replace(FEATURES, has_gradient=False))
     made.begin_step(0, None)
     assert not made.forward(0, inputs(0), keep)[0].requires_grad
-    if keep is Keep.INPUT:
+    if keep is Retain.INPUT:
         made.recompute(0)
     assert made.backward(0, (None, None)) == (None, None)
     made.finish_step()

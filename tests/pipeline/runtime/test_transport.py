@@ -10,7 +10,7 @@ import pytest
 import torch
 from transport_runs import CPU, SIZES, TIMEOUT, activation, neighbour
 
-from gpipe_cli.pipeline.runtime.transport import HandOver, PeerLostError
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import build
 
 
@@ -63,7 +63,7 @@ def test_a_peer_that_dies_ends_the_wait(how: str, start) -> None:  # type: ignor
 
 
 def test_handing_over_inside_a_process() -> None:
-    transport = HandOver([CPU, CPU])
+    transport = LocalTransport([CPU, CPU])
     transport.begin_step(build("gpipe", 2, 2, "never"), SIZES)
     outputs = torch.ones(3, 2, requires_grad=True) * 2, torch.arange(3)
     transport.send_forward(0, 1, outputs)

@@ -9,7 +9,7 @@ import pytest
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, Action, Kind, build, gpipe
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
-from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 
 SHAPES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 9)))
 
@@ -93,7 +93,7 @@ def test_the_timeline_alone_is_enough() -> None:
 def test_clocks_that_contradict_each_other() -> None:
     """A step that is said to be shorter than what happened in it: still shares of one whole."""
     spans = (Span(Action(Kind.F, 0, 0), 10.0, 12.0), Span(Action(Kind.B, 0, 0), 12.0, 14.0))
-    late = Event(What.TRANSFER, 13.0, 16.0, Action(Kind.B, 0, 0))  # overlaps an action, and the window's end
+    late = Event(EventKind.TRANSFER, 13.0, 16.0, Action(Kind.B, 0, 0))  # overlaps an action, and the window's end
     found = breakdown(Timeline((spans,), ((late,),)), 1, step_seconds=3)
     assert sum(astuple(found)) == pytest.approx(1)
     assert min(astuple(found)) >= 0

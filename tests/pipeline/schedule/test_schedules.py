@@ -13,8 +13,8 @@ from gpipe_cli.pipeline.schedule.schedules import (
     RECOMPUTE,
     SCHEDULES,
     Action,
-    Keep,
     Kind,
+    Retain,
     build,
     dependencies,
     forward_only,
@@ -136,12 +136,12 @@ def test_a_mode_is_a_choice_of_micro_batches(name: str) -> None:
 def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
     kept = keeps(gpipe(2, 2, "except_last"))
     assert {str(a): keep for a, keep in kept.items() if a.stage == 1} == {
-        "1F0": Keep.INPUT,
-        "1F1": Keep.GRAPH,
-        "1R0": Keep.GRAPH,
+        "1F0": Retain.INPUT,
+        "1F1": Retain.GRAPH,
+        "1R0": Retain.GRAPH,
     }
-    assert set(keeps(forward_only(2, 2)).values()) == {Keep.NOTHING}
-    assert set(keeps(gpipe(2, 2, "never")).values()) == {Keep.GRAPH}
+    assert set(keeps(forward_only(2, 2)).values()) == {Retain.NOTHING}
+    assert set(keeps(gpipe(2, 2, "never")).values()) == {Retain.GRAPH}
 
 
 def test_dependencies() -> None:

@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.schedule.simulator import (
     peak_live,
     simulate,
 )
-from gpipe_cli.pipeline.schedule.timeline import Event, What
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
 
 SHAPES = list(itertools.product(range(1, 7), range(1, 14)))
 COSTS = [(1, 2), (1, 1), (2, 1), (3, 7), (1, 5)]  # (forward, backward)
@@ -234,23 +234,23 @@ def test_updates_follow_a_stages_last_action_and_share_the_machine() -> None:
     stages = [StageCost(1, 1, 1, update_seconds=3), StageCost(1, 1, 1, update_seconds=2)]
     timeline = simulate(gpipe(2, 1, "never"), stages)
     assert timeline.step_seconds == 4  # of the actions
-    assert timeline.events[1][-1] == Event(What.UPDATE, 3, 5, None)
-    assert timeline.events[0][-1] == Event(What.UPDATE, 4, 7, None)
+    assert timeline.events[1][-1] == Event(EventKind.UPDATE, 3, 5, None)
+    assert timeline.events[0][-1] == Event(EventKind.UPDATE, 4, 7, None)
     slowed = simulate(gpipe(2, 1, "never"), stages, slowdown=[1, 2])
     # 0B0 and then 0's update share with 1's: 3 + 4, then 0's update has 2 of 3 left.
     assert slowed.events[1][-1].end_seconds == 7
     assert slowed.events[0][-1].end_seconds == 9
-    assert simulate(gpipe(2, 1, "never"), equal(2, 1, 1)).event_seconds(What.UPDATE) == (0, 0)
+    assert simulate(gpipe(2, 1, "never"), equal(2, 1, 1)).event_seconds(EventKind.UPDATE) == (0, 0)
 
 
 def test_waiting_and_exposed_transfers() -> None:
     timeline = simulate(gpipe(2, 2, "never"), equal(2, 1, 2), [EdgeCost(0.5, 0.25)])
     first, second = timeline.events
     backward, forward = Action(Kind.B, 0, 1), Action(Kind.F, 1, 0)
-    assert second == (Event(What.WAITING, 0, 1, forward), Event(What.TRANSFER, 1, 1.5, forward))
+    assert second == (Event(EventKind.WAITING, 0, 1, forward), Event(EventKind.TRANSFER, 1, 1.5, forward))
     assert first == (  # free at 2, 1B1 ends at 5.5; 1B0 at 7.5, sent while 0B1 ran until 7.75
-        Event(What.WAITING, 2, 5.5, backward),
-        Event(What.TRANSFER, 5.5, 5.75, backward),
+        Event(EventKind.WAITING, 2, 5.5, backward),
+        Event(EventKind.TRANSFER, 5.5, 5.75, backward),
     )
     for spans, events in zip(timeline.stages, timeline.events, strict=True):  # nothing overlaps, nothing is left out
         pieces = sorted([(p.start_seconds, p.end_seconds) for p in (*spans, *events)])

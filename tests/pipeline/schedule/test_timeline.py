@@ -6,7 +6,7 @@ import pytest
 
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, gpipe
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
-from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline, What, gap
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
 def measured() -> Timeline:
@@ -95,13 +95,13 @@ def test_two_timelines_share_a_trace() -> None:
 
 def test_events_are_in_the_trace() -> None:
     waits = Action(Kind.F, 1, 0)
-    events = ((Event(What.UPDATE, 106.0, 107.5, None),), (Event(What.WAITING, 100.0, 101.0, waits),))
+    events = ((Event(EventKind.UPDATE, 106.0, 107.5, None),), (Event(EventKind.WAITING, 100.0, 101.0, waits),))
     timeline = Timeline(measured().stages, events)
     assert timeline.step_seconds == 6
-    assert timeline.event_seconds(What.UPDATE) == (1.5, 0)
-    assert timeline.event_seconds(What.WAITING) == (0, 1)
-    assert measured().event_seconds(What.UPDATE) == (0, 0)
-    update, waiting = (e for e in timeline.chrome_trace() if e.get("cat") in list(What))
+    assert timeline.event_seconds(EventKind.UPDATE) == (1.5, 0)
+    assert timeline.event_seconds(EventKind.WAITING) == (0, 1)
+    assert measured().event_seconds(EventKind.UPDATE) == (0, 0)
+    update, waiting = (e for e in timeline.chrome_trace() if e.get("cat") in list(EventKind))
     assert (update["name"], update["tid"], update["ts"], update["dur"]) == ("update", 0, 6_000_000, 1_500_000)
     assert update["args"] == {"stage": 0}
     assert (waiting["name"], waiting["tid"], waiting["ts"], waiting["dur"]) == ("waiting", 1, 0, 1_000_000)
@@ -127,8 +127,8 @@ def test_what_lies_before_an_action(
     transfer: tuple[float, float] | None,
 ) -> None:
     action = Action(Kind.F, 1, 0)
-    expected = [Event(what, *times, action) for what, times in ((What.WAITING, waiting), (What.TRANSFER, transfer))
-                if times is not None]  # fmt: skip
+    kinds = ((EventKind.WAITING, waiting), (EventKind.TRANSFER, transfer))
+    expected = [Event(kind, *times, action) for kind, times in kinds if times is not None]
     assert list(gap(action, free, start, sent)) == expected
 
 

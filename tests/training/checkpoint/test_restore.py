@@ -18,7 +18,7 @@ from training_runs import TINY, assert_same_tensors, command, configure, final_t
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.launch.training_run import find_source
-from gpipe_cli.planner.placement import Layout, make_layout
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.restore import restore, state_of_stage
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index
@@ -45,7 +45,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(*settings: str) -> Engine:
     config = configure(*SETTINGS, *settings)
     model = build_model(config)
-    return build_engine(config, make_layout(config), 0, None, model, lambda action, samples, lengths: None, begins=True)
+    return build_engine(
+        config, make_placement(config), 0, None, model, lambda action, samples, lengths: None, begins=True
+    )
 
 
 @pytest.mark.parametrize("partitions", [1, 3, 7])
@@ -110,8 +112,8 @@ def source(*settings: str) -> Path:
 
 
 @cache
-def layout_of(*settings: str) -> Layout:
-    return make_layout(configure(*SETTINGS, *settings))
+def layout_of(*settings: str) -> Placement:
+    return make_placement(configure(*SETTINGS, *settings))
 
 
 def index_with(**values: object) -> Callable[[Path], None]:

@@ -8,7 +8,7 @@ from decode_runs import SOURCES, Case, engine_of, plan_of, tiny_split
 from gpipe_cli.data.pairs import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
-from gpipe_cli.distributed.control_group import Team
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.translation.decode import Search, decode
 from gpipe_cli.training.translation.translations import (
     EXAMPLES,
@@ -129,7 +129,7 @@ def test_names_have_no_bleu() -> None:
 
 def test_translate_decodes_and_scores() -> None:
     case, split = Case(beam=3, seed=11, length_penalty=2.0), tiny_split()
-    engine, team, indices = engine_of(plan_of(case)), Team(0, 1), choose(len(SOURCES), 5)
+    engine, team, indices = engine_of(plan_of(case)), ControlGroup(0, 1), choose(len(SOURCES), 5)
     with engine.evaluating(averages=False):
         result = translate(engine, team, case.search, 2, case.limit, split, indices)
         decoded = decode(engine, team, case.search, 2, case.limit, split, indices)
