@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline.profile import layer_cost, tracing
+from gpipe_cli.pipeline.profile import tracing
+from gpipe_cli.pipeline.runtime import boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes, split
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
+from gpipe_cli.pipeline.schedule import schedules as schedule
 
 CLASSES = 5
 
@@ -140,7 +141,7 @@ def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dic
     """Run the case on some stages; returns losses, gradients, and the final state by global name."""
     model = MODELS[case.model]()
     layers = len(model)
-    images = layer_cost.as_boundary((torch.empty(1, 3, case.size, case.size),))
+    images = boundary.as_boundary((torch.empty(1, 3, case.size, case.size),))
     costs = tracing.trace_layers(model, images, training=True)
     balance = case.balance or tuple(
         layers // case.partitions + (k < layers % case.partitions) for k in range(case.partitions)

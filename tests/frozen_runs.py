@@ -5,14 +5,15 @@ from itertools import accumulate
 import torch
 from engine_runs import Case, CrossEntropy, data, tricky_model
 
-from gpipe_cli.pipeline.profile import layer_cost, tracing
+from gpipe_cli.pipeline.profile import tracing
+from gpipe_cli.pipeline.runtime import boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
+from gpipe_cli.pipeline.schedule import schedules as schedule
 
 CPU = torch.device("cpu")
 
@@ -21,7 +22,7 @@ def run_frozen(case: Case, frozen: Frozen) -> dict[str, torch.Tensor]:
     """Two steps of the tricky model; returns losses, the gradients that there are, and the final state by name."""
     model = tricky_model()
     freeze(model, frozen)
-    images = layer_cost.as_boundary((torch.empty(1, 3, case.size, case.size),))
+    images = boundary.as_boundary((torch.empty(1, 3, case.size, case.size),))
     costs = tracing.trace_layers(model, images, training=True)
     assert case.balance is not None
     starts = [0, *accumulate(case.balance)]

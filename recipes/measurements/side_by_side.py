@@ -68,16 +68,17 @@ from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.config.optimizer import RMSPropConfig
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.pipeline.profile import layer_cost, tracing
+from gpipe_cli.pipeline.profile import tracing
+from gpipe_cli.pipeline.runtime import boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_value, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import Gradients, LocalTransport, Transport
+from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.partition import check_balance, partition
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 from gpipe_cli.planner.placement import usable_cores
 
 CPU = torch.device("cpu")
@@ -147,7 +148,7 @@ class Settings:
     allocator: str
     profile: bool
     balances: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    boundaries: dict[int, tuple[layer_cost.Boundary, ...]] = field(default_factory=dict)
+    boundaries: dict[int, tuple[boundary.Boundary, ...]] = field(default_factory=dict)
 
     def model(self) -> nn.Sequential:
         """On the meta device; without dropout, which every engine seeds in its own way."""
@@ -631,7 +632,7 @@ def prepare(options: argparse.Namespace) -> Settings:
         options.allocator, options.profile,
     )  # fmt: skip
     image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
-    costs = tracing.trace_layers(settings.model(), layer_cost.as_boundary((image,)), training=True)
+    costs = tracing.trace_layers(settings.model(), boundary.as_boundary((image,)), training=True)
     balance = tuple(
         options.balance
         or partition([cost.flops + 10 * (cost.forward.bytes + cost.backward.bytes) for cost in costs], 2)

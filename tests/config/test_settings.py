@@ -26,7 +26,7 @@ from gpipe_cli.config.settings import (
 )
 from gpipe_cli.config.typed import settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 1, 31, 12, 0, 5)
 
 

@@ -91,7 +91,7 @@ def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypa
     config = configure(*TINY, "cost=measured", "partitions=1")
     shapes = profile_model(config)
     monkeypatch.setattr(timing, "physical_memory_bytes", lambda: 2 * 10**6)
-    layout = timing.make_layout(replace(config, cost="figures"), shapes)
+    layout = timing.make_placement(replace(config, cost="figures"), shapes)
     assert len(timing._segments(config, shapes, 3, layout)) > 1
     costs, _ = timed(config, shapes)
     assert len(costs.layers) == len(costs.updates) == len(shapes.costs)

@@ -19,8 +19,8 @@ from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.recording import MARKS, HostClock, Recorder, measured_timeline, room
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.schedules import Retain
-from gpipe_cli.pipeline.schedule.schedules import schedules as schedule
 
 SAMPLE_COUNT, MICRO_BATCHES = 8, 4
 

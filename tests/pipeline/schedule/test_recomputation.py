@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from gpipe_cli.pipeline.schedule import simulator
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, at_once, build, simulator
+from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, at_once, build
 
 SHAPES = list(itertools.product((1, 2, 3), (1, 2, 3, 4, 5)))
 
