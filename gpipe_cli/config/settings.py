@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -301,6 +301,25 @@ def load(path: Path) -> TrainConfig:
         return from_tree(TrainConfig, complete)
     except (OSError, AssertionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
+
+
+def load_recipe(file: Path) -> dict[str, Any]:
+    """What a recipe says itself, merged into what its defaults list names in `family/`; without gpipe's own defaults.
+
+    Raises:
+        ValueError, OSError or yaml.YAMLError: it cannot be read as one.
+    """
+    try:
+        own = OmegaConf.load(file)
+        assert isinstance(own, DictConfig)
+        families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
+        merged = OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own)
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except (AttributeError, TypeError, OmegaConfBaseException) as error:
+        raise ValueError(one_line(error)) from error
+    if not isinstance(tree, dict):
+        raise ValueError("it is a list")
+    return {str(key): value for key, value in tree.items()}
 
 
 def load_hardware(name: str) -> HardwareConfig:

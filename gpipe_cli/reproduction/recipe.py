@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from gpipe_cli.config.settings import load_recipe
 from gpipe_cli.config.typed import nearest, one_line, show, typed
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
@@ -100,12 +99,11 @@ def load(name: str) -> Recipe:
         ValueError: there is none, or it is not one.
     """
     try:
-        tree = OmegaConf.to_container(_read(name).recipe, resolve=True)
-        assert isinstance(tree, dict)
+        tree = _read(name)["recipe"]
         desk = tree["desk"]
         desk["settings"] = [f"{key}={show(value)}" for key, value in desk["settings"].items()]
         return typed(Recipe, tree)
-    except (AttributeError, KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{FOLDER / name}.yaml: cannot be read as a recipe: {one_line(error)}") from error
 
 
@@ -137,22 +135,12 @@ def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{key}.{inner}" for inner in _keys(value))
 
 
-def _read(name: str) -> DictConfig:
-    """recipes/<name>.yaml merged into what its defaults list names in recipes/family/; without gpipe's own defaults."""
+def _read(name: str) -> dict[str, Any]:
     known = names()
     if name not in known:
         raise ValueError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
     file = FOLDER / f"{name}.yaml"
     try:
-        own = OmegaConf.load(file)
-        assert isinstance(own, DictConfig)
-        families = [OmegaConf.load(FOLDER / f"{entry}.yaml") for entry in own.pop("defaults") if _is_family(entry)]
-        tree = OmegaConf.merge(*families, own)
-        assert isinstance(tree, DictConfig)
-        return tree
-    except (OSError, yaml.YAMLError, TypeError, ValueError, OmegaConfBaseException) as error:
+        return load_recipe(file)
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as a recipe: {one_line(error)}") from error
-
-
-def _is_family(entry: object) -> bool:
-    return isinstance(entry, str) and entry.startswith("family/")
