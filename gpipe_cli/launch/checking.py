@@ -24,11 +24,12 @@ from gpipe_cli.launch.supervisor import Hear, perform
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement, make_placement, usable_cores
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.sharing import SeparatedError
 from gpipe_cli.reporting.run.summary import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
 from gpipe_cli.system.interrupts import Interrupt, interruptible
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify.differences import Digests, Row, Variant, Verdict

@@ -34,7 +34,7 @@ from gpipe_cli.launch.layer_benchmark import segment_layers
 from gpipe_cli.launch.supervisor import perform
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.planner.cost_model import StepCosts, measured_costs, scaled, slowdown_of
-from gpipe_cli.planner.data_sheet import gpu_model, physical_memory_bytes, resolved
+from gpipe_cli.planner.data_sheet import gpu_model, resolved
 from gpipe_cli.planner.device_rates import Speeds, by_sheet, fitted
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import (
@@ -44,12 +44,12 @@ from gpipe_cli.planner.placement import (
     place,
     stages_at_once,
     threads_of,
-    usable_cores,
 )
 from gpipe_cli.planner.plan import micro_batches_of
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.interrupts import interruptible
+from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import duration, percent
 
 Say = Callable[[str], None]
@@ -258,7 +258,7 @@ def _segments(config: TrainConfig, shapes: ModelProfile, samples: int, layout: P
         for at, w in enumerate(shapes.weights)
     ]
     limit = resolved(config.hardware, layout.devices[0]).memory_gib
-    available = int(limit * 2**30) if limit else physical_memory_bytes() // layout.processes_here
+    available = int(limit * 2**30) if limit else usable_memory_bytes() // layout.processes_here
     return segment_layers(needed, available // 2)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.placement import Placement, default_threads, make_placement, threads_of, usable_cores
+from gpipe_cli.planner.placement import Placement, default_threads, make_placement, threads_of
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.search import Choice, choose
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import plural
 
 

@@ -1,6 +1,5 @@
-"""Which figures hold for the device at hand, and how much memory there is."""
+"""Which data sheet holds for the device at hand."""
 
-import os
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -31,16 +30,6 @@ def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
         f.name: value for f in fields(hardware) if f.name != "name" and (value := getattr(hardware, f.name)) is not None
     }
     return replace(found, **given)
-
-
-def physical_memory_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return machine
-    return min(machine, int(allowed)) if allowed.isdecimal() else machine
 
 
 @cache

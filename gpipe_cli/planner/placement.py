@@ -19,10 +19,11 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute
 from gpipe_cli.planner.cost_model import StepCosts, figured, shared_out
-from gpipe_cli.planner.data_sheet import physical_memory_bytes, resolved
+from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Speeds, by_sheet
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, make_plan, micro_batches_of
+from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def memory_limit(config: TrainConfig) -> int | None:
         devices, _ = place(config)
         limit = resolved(config.hardware, devices[0]).memory_gib
         if limit is None and devices[0] == "cpu":
-            limit = physical_memory_bytes() / 2**30
+            limit = usable_memory_bytes() / 2**30
         if limit is not None and config.hardware.name == "auto":
             limit /= _stages_of_a_device(config, devices)
         if limit is None:
@@ -190,11 +191,6 @@ def default_threads(config: TrainConfig) -> int:
     """What `threads=null` is on this machine, with this K: each process its share of the cores."""
     _, distributed = place(config)
     return max(1, usable_cores() // (config.partitions if distributed else 1))
-
-
-def usable_cores() -> int:
-    """The cores this process may run on, which in a container or under SLURM is fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def place(config: TrainConfig) -> tuple[tuple[str, ...], bool]:

@@ -14,8 +14,9 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.model_profile import ModelProfile, refuse_single_samples
-from gpipe_cli.planner.placement import costs_by_figures, memory_limit, usable_cores
+from gpipe_cli.planner.placement import costs_by_figures, memory_limit
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan, mini_batch_samples
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
 AUTO = ("partitions", "micro_batches")  # settings that may be `auto` and are numbers otherwise

@@ -22,8 +22,9 @@ from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.planner.model_profile import refuse_single_samples
-from gpipe_cli.planner.placement import Placement, usable_cores
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import Progress
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder

@@ -79,7 +79,7 @@ from gpipe_cli.pipeline.runtime.transport import Gradients, LocalTransport, Tran
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.partition import check_balance, partition
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.planner.placement import usable_cores
+from gpipe_cli.system.machine import usable_cores
 
 CPU = torch.device("cpu")
 CLASSES, SEED, LEARNING_RATE, WARM_UP, TIMEOUT_SECONDS = 10, 0, 1e-4, 2, 600

@@ -90,7 +90,7 @@ def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(*TINY, "cost=measured", "partitions=1")
     shapes = profile_model(config)
-    monkeypatch.setattr(timing, "physical_memory_bytes", lambda: 2 * 10**6)
+    monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
     layout = timing.make_placement(replace(config, cost="figures"), shapes)
     assert len(timing._segments(config, shapes, 3, layout)) > 1
     costs, _ = timed(config, shapes)

@@ -153,7 +153,7 @@ def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(
 def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody gave is not named, and more memory than there is is no advice."""
     config = configure(*TINY, "batch_size=16", "micro_batches=2", "partitions=2", "recompute=auto")
-    monkeypatch.setattr(layout, "physical_memory_bytes", lambda: 2 * 10**6)
+    monkeypatch.setattr(layout, "usable_memory_bytes", lambda: 2 * 10**6)
     with pytest.raises(ValueError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
         plan_or_refuse(config, profile_model(config), costs_by_figures)
     assert "memory_gib" not in str(error.value)

@@ -12,9 +12,9 @@ from training_runs import LIVELY, TINY, assert_same_tensors, command, configure,
 
 from gpipe_cli.config.settings import load, to_yaml
 from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.planner.placement import usable_cores
 from gpipe_cli.reporting.run.measurement import CONTENDED
 from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index
 
 SETTINGS = [*TINY, *LIVELY, "epochs=2", "checkpoint.keep=9"]

@@ -14,6 +14,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from gpipe_cli.reporting.run.description import PartitionDescription, SpeedKind, StepFlops
+from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
@@ -209,9 +210,9 @@ def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
     """
     return {
         "cpu": _cpu_model(),
-        "cores": _cores(),
+        "cores": usable_cores(),
         "threads_per_process": threads,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": usable_memory_bytes(),
         "gpus": list(gpu_names),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -246,17 +247,3 @@ def _cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Logical cores that this process may use; fewer than the machine has inside a container or under taskset."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

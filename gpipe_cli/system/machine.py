@@ -1,0 +1,67 @@
+"""The cores and the memory that this process may use: of the machine, or of the container or job that it is in.
+
+Containers and batch systems limit a process by control groups (Linux cgroups, version 1 or 2), and pin it to cores. The
+limits of a group hold for all groups inside it, so the smallest on the way from the process's own group to the root is
+what counts.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """The cores that this process may compute on at the same time, at least 1: those that it is pinned to, and no more
+    than its control groups pay for.
+
+    `root` is where /proc and /sys are.
+    """
+    pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shares = [quota / period for quota, period in _cpu_quotas(root) if period > 0]
+    return max(1, int(min([pinned, *shares])))
+
+
+def usable_memory_bytes(root: Path = _ROOT) -> int:
+    """The memory of this machine, or what the control groups of this process may have of it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [int(text) for text in _values(root, "memory", "memory.max", "memory.limit_in_bytes") if text.isdecimal()]
+    return min([machine, *limits])
+
+
+def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:
+    """Microseconds of computing in each period of so many microseconds, of every group that has such a limit."""
+    for text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"):
+        quota, _, period = text.partition(" ")
+        if quota.isdecimal() and period.isdecimal():  # `max`, or -1: no limit
+            yield int(quota), int(period)
+
+
+def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> Iterator[str]:
+    """What the files say in each of this process's groups for `controller`; of several files, side by side."""
+    for group, version in _groups(root, controller):
+        names = [file] if version == 2 else files_of_version_1.split()
+        try:
+            yield " ".join((group / name).read_text(encoding="ascii").strip() for name in names)
+        except (OSError, ValueError):  # the root has no limits; a container does not see the groups that it is in
+            continue
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's groups, own first, and the version of each; lines of the file are `4:memory:/a/b`,
+    or `0::/a/b` of version 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", maxsplit=2)
+        if number == "0" and not controllers:
+            mounted, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            mounted, version = root / "sys/fs/cgroup" / controllers, 1
+        else:
+            continue
+        inner = Path(path.lstrip("/"))
+        yield from ((mounted / folder, version) for folder in (inner, *inner.parents))
