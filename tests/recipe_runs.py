@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.commands import take_auto
 from gpipe_cli.commands.child import error_line
+from gpipe_cli.config.owners import OWNERS
 from gpipe_cli.reporting.tables.recipe import Table
-from gpipe_cli.reproduction.owners import OWNERS
 from gpipe_cli.reproduction.recipe import FOLDER
 from gpipe_cli.reproduction.runner import Runner, last_wins
 

@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.commands.config_files import check_config_files
+from gpipe_cli.config.owners import OWNERS, owner
 from gpipe_cli.config.typed import SettingError, nearest, one_line, quoted, settings, unknown
 from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.reproduction.owners import OWNERS, owner
 from gpipe_cli.system.streams import lost_output
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and starts no runs by itself.

@@ -1,9 +1,7 @@
 """`gpipe bench`: how fast one configuration is, or with -m a table of them (the paper's tables 2 and 3)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
@@ -11,8 +9,9 @@ from rich.console import Console
 from gpipe_cli.commands import CommandLine, compose, preparing, replace_batch_size, sweep, take_auto
 from gpipe_cli.commands.sweep_folder import SweepFolder, sweep_of
 from gpipe_cli.commands.train import perform, refuse_groups
+from gpipe_cli.config.owners import BenchSettings
 from gpipe_cli.config.settings import TrainConfig, from_tree
-from gpipe_cli.config.typed import Within, show, typed
+from gpipe_cli.config.typed import show, typed
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, write_bench
 from gpipe_cli.reporting.tables.bench_console import show_bench
@@ -28,15 +27,6 @@ REFUSED = {
     "check_layers": "a measurement keeps nothing of what it trains; leave it out",
     "checkpoint": "a measurement writes no checkpoints; leave it out",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BenchSettings:
-    """What `conf/bench.yaml` adds to the settings of a training."""
-
-    warm_up_steps: Annotated[int, Within(0, 1_000_000)]
-    steps: Annotated[int, Within(1, 1_000_000)]
-    rounds: Annotated[int, Within(1, 1000)]
 
 
 OWN = tuple(BenchSettings.__dataclass_fields__)

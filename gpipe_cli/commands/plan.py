@@ -1,27 +1,19 @@
 """`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
 
 from omegaconf import DictConfig, open_dict
 
 from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import refuse_groups
+from gpipe_cli.config.owners import PlanSettings
 from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.config.typed import show, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What `conf/plan.yaml` adds to the settings of a training."""
-
-    solve: Literal["max_model"] | None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gpipe_cli.config.owners import key_of
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.largest_model_tables import (
     Size,
@@ -21,7 +22,6 @@ from gpipe_cli.reproduction.largest_model_tables import (
     trained_tables,
 )
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES
-from gpipe_cli.reproduction.owners import key_of
 from gpipe_cli.reproduction.runner import Findings, Runner
 
 _OWN = ("partitions", "micro_batches", "recompute")  # what rows differ in

@@ -6,7 +6,7 @@ with a setting of the user that may have changed either has none.
 
 from collections.abc import Iterable, Sequence
 
-from gpipe_cli.reproduction.owners import key_of
+from gpipe_cli.config.owners import key_of
 
 NONE = "-"
 NO_DIFFERENCES = ("differences", "none where data or sizes are not the paper's")  # a note

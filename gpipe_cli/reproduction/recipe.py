@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
+from gpipe_cli.config.owners import key_of, owner
 from gpipe_cli.config.settings import load_recipe
 from gpipe_cli.config.typed import nearest, one_line, show, typed
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.owners import key_of, owner
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from gpipe_cli.reproduction.owners import key_of
+from gpipe_cli.config.owners import key_of
 
 _REMEDY = "; leave it out"
 

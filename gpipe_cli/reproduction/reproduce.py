@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from gpipe_cli.config.owners import key_of
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction import breakdown, consistency, largest_model, throughput, training
@@ -13,7 +14,6 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.numbers import changing
-from gpipe_cli.reproduction.owners import key_of
 from gpipe_cli.reproduction.recipe import FOLDER, Needs, Recipe, settings_of
 from gpipe_cli.reproduction.refusal import explained
 from gpipe_cli.reproduction.runner import Findings, Gpu, Perform, Runner, last_wins, with_users

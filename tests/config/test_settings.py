@@ -12,10 +12,10 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.bench import BenchSettings
 from gpipe_cli.commands.evaluate import evaluation
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import resumed
+from gpipe_cli.config.owners import BenchSettings
 from gpipe_cli.config.settings import (
     EvaluateSettings,
     TrainConfig,
