@@ -2,7 +2,7 @@
 
 Workers that start like those of a run do the timing, and it is remembered. A file's name is a digest of all that the
 seconds depend on, so what was timed for other settings, on another machine or with another version of torch is never
-taken for it. The machine is timed with a few layers of each kind (`reference_layers.py`), in a second or two, and again
+taken for it. The machine is timed with a few layers of each kind (`reference_layers.py`), in a few seconds, and again
 when a short probe shows that it has become faster or slower since.
 """
 
