@@ -1,77 +1,114 @@
-"""The README says only what is so: its commands compose, its links lead somewhere, its refusals are the real ones."""
+"""The READMEs say only what is so: commands compose, one of each kind runs, links lead somewhere, refusals are real."""
 
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from training_runs import command
 
 from gpipe_cli.cli import COMMANDS, main
-from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
-from gpipe_cli.config.typed import settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))
+RECIPES = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+# One command of each kind, in the order in which a user would type them, with what makes it short.
+RUNS = {
+    "gpipe train": ["max_steps=2", "hardware=cpu", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run"],
+    "gpipe train resume=outputs/my_run partitions=4 epochs=12": ["partitions=1", "max_steps=3"],
+    "gpipe train dataset.classes=[5,6,7,8,9] init_from=outputs/my_run freeze=[stem,'cell_0*']": ["max_steps=1"],
+    "gpipe train model=custom model.target=mymodel:digits": ["max_steps=1"],
+    "gpipe train dry_run=true partitions=8": ["partitions=2"],
+    "gpipe train -m partitions=1,2 micro_batches=4,16 max_steps=20": [
+        "micro_batches=4", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep",
+    ],
+    "gpipe train resume=outputs/my_sweep": [],
+    "gpipe train -cd FOLDER -cn NAME": ["dry_run=true"],
+    "gpipe evaluate run=outputs/my_run partitions=1 checkpoint=last": [],
+    "gpipe compare outputs/my_run outputs/my_sweep": [],
+    "gpipe compare outputs --csv": [],
+    "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": ["hardware=cpu"],
+    "gpipe bench partitions=2 micro_batches=8": ["steps=1", "hardware=cpu", "warm_up_steps=0"],
+    "gpipe check model=custom model.target=mymodel:digits": ["executor=in_process"],
+    "gpipe reproduce": [],
+}  # fmt: skip
+
+
+def blocks(kind: str) -> list[str]:
+    """The code blocks of a kind, of both files."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", README + RECIPES, re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
     """Every line that begins `gpipe` or `torchrun ... -m gpipe_cli`, in blocks and in the text, without its comment."""
-    lines = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()] + INLINE
+    text = re.sub(r"^```.*?^```$", "", README + RECIPES, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks("bash") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
     found = [re.sub(r"^torchrun .*-m gpipe_cli\b", "gpipe", line.partition("  #")[0].strip()) for line in lines]
-    return sorted({line for line in found if line.startswith("gpipe ")})
+    named = {f"gpipe {command}" for command in COMMANDS} - RUNS.keys()  # the name of a command and not a call
+    return sorted({line for line in found if line.startswith("gpipe ")} - named)
 
 
 def refusals() -> list[tuple[str, str]]:
     """The commands after a `$` and the line that each is answered with."""
-    text = "".join(block for kind, block in BLOCKS if kind == "text")
-    return re.findall(r"^\$ (gpipe .*)\n(gpipe .*)$", text, re.MULTILINE)
-
-
-@pytest.fixture(autouse=True)
-def _a_place_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty folder but for `outputs/my_run`, a run as far as its settings go."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["train", "--cfg", "job"]) == 0
-    tree = yaml.safe_load(capsys.readouterr().out)
-    run = tmp_path / "outputs" / "my_run"
-    run.mkdir(parents=True)
-    from omegaconf import OmegaConf
-
-    (run / "config.yaml").write_text(to_yaml(from_tree(TrainConfig, OmegaConf.create(tree))), encoding="utf-8")
-
-
-def test_the_readme_has_what_is_tested_here() -> None:
-    assert len(commands()) >= 15
-    assert len(refusals()) >= 3
-    for command in COMMANDS:
-        assert any(line.startswith(f"gpipe {command} ") for line in commands())
+    return re.findall(r"^\$ (gpipe .*)\n(gpipe .*)$", "".join(blocks("text")), re.MULTILINE)
 
 
 def composed() -> list[str]:
-    """The commands that Hydra composes; the others are only run, by test_readme_runs.py."""
-    return [line for line in commands() if line.split()[1] not in ("compare", "reproduce") and "my_sweep" not in line]
+    """The commands that Hydra composes. The others only run; `-sc` would write to the shell's own files."""
+    return [
+        line for line in commands() if line.split()[1] not in ("compare", "reproduce", "-sc") and "my_sweep" not in line
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what the README speaks of: its model, a configuration, recipes."""
+    folder = tmp_path_factory.mktemp("readme")
+    (model,) = blocks("python")
+    (folder / "mymodel.py").write_text(model)
+    (folder / "FOLDER").mkdir()
+    (folder / "FOLDER" / "NAME.yaml").write_text("defaults:\n  - train\n  - _self_\npartitions: 3\n")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    with pytest.MonkeyPatch().context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
+        patch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
+        patch.delenv("RANK", raising=False)
+        yield folder
+
+
+def test_the_readme_has_what_is_tested_here() -> None:
+    assert len(README.splitlines()) <= 300
+    assert len(refusals()) >= 3
+    assert RUNS.keys() <= {*commands()}
+    assert {line.split()[1] for line in RUNS} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_one_command_of_each_kind_runs(
+    line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of the table: later ones use the folders that earlier ones have made."""
+    short = {argument.partition("=")[0] for argument in RUNS[line]}
+    given = [argument for argument in shlex.split(line)[1:] if argument.partition("=")[0] not in short]
+    code = command(monkeypatch, *given, *RUNS[line])
+    printed = capfd.readouterr()
+    assert code == 0, printed.out + printed.err
+    assert "Traceback" not in printed.out + printed.err
 
 
 @pytest.mark.parametrize("line", composed())
-def test_every_command_composes(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = shlex.split(line)[1:]
-    if arguments[0] == "-sc":  # would write to the shell's own files
-        return
-    if "FOLDER" in arguments:
-        (tmp_path / "FOLDER").mkdir()
-        (tmp_path / "FOLDER" / "NAME.yaml").write_text("defaults:\n  - train\n  - _self_\npartitions: 3\n")
+def test_every_command_composes(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each setting is one, and has the value that was given. A sweep is tried with the first value of each."""
+    arguments = [
+        re.sub(r"=([^\[,]+),.*", r"=\1", argument) if " -m " in line else argument
+        for argument in shlex.split(line)[1:]
+        if argument != "-m"
+    ]
     asks = any(argument in ("--help", "--version", "--cfg") for argument in arguments)
-    sweep = "-m" in arguments
-    if sweep:  # --cfg shows one configuration: that of each value
-        arguments.remove("-m")
-        arguments = [re.sub(r"=([^\[,]+),.*", r"=\1", argument) for argument in arguments]
     try:
         code: object = main([*arguments, *([] if asks else ["--cfg", "job"])])
     except SystemExit as end:  # --help of a command
@@ -98,31 +135,14 @@ def test_refusals_are_the_real_ones(line: str, answer: str, capsys: pytest.Captu
     assert (captured.out, captured.err) == ("", f"{answer}\n")
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
-    assert not missing
+@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (RECIPES, ROOT / "recipes")], ids=["README", "recipes"])
+def test_links_lead_somewhere(text: str, folder: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[)#]", text)
+    assert [link for link in links if "://" not in link and not (folder / link).exists()] == []
 
 
-def test_settings_and_defaults_are_those_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table of settings: every key is one, and its default is the one that is shown."""
-    assert main(["train", "--cfg", "job"]) == 0
-    defaults = yaml.safe_load(capsys.readouterr().out)
-    table = README.partition("## Settings that matter")[2].partition("\n## ")[0]
-    rows = [re.split(r" *\| *", row.strip("|").strip()) for row in re.findall(r"^\| `.*$", table, re.MULTILINE)]
-    assert len(rows) >= 10
-    for names, values, *_ in rows:
-        for name, value in zip(re.findall(r"`([\w.]+)`", names), values.split(", "), strict=True):
-            assert name in settings(TrainConfig)
-            found = defaults
-            for part in name.split("."):
-                found = found[part]
-            assert found == yaml.safe_load(value), name
-
-
-def test_the_words_are_ours() -> None:
-    """No machine's paths, and the versions of Python are those of pyproject.toml."""
-    assert not re.search(r"/(home|root|work|tmp)/", README)
+def test_versions_are_those_of_the_package() -> None:
+    assert not re.search(r"/(home|root|work|tmp)/", README + RECIPES)
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'requires-python = ">=3.11,<3.14"' in project
     assert "Python 3.11, 3.12 or 3.13" in README
