@@ -1,7 +1,7 @@
 """The words around a run: the banner before it, the summary after it, the answer of an evaluation.
 
 The banner names what the paper calls a run by: K, M, partitions and the ideal bubble (section 2.3), and writes the
-global batch as the product it is. Labelled lines, readable at 80 columns. The words are ASCII: logs are read in places
+mini-batch as the product it is. Labelled lines, readable at 80 columns. The words are ASCII: logs are read in places
 without UTF-8, where the sentences of a translation are shown as escapes.
 """
 
@@ -36,7 +36,7 @@ from gpipe_cli.units import (
     size,
 )
 
-LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `global batch 32 = 1 replica x ...`
+LABEL_WIDTH = 12  # of the longest label, `ideal bubble`
 MEMORY_PER_LINE = 3
 TIMELINE_PAGE = "timeline.html"
 COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
@@ -162,7 +162,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     yield "schedule", f"{run.schedule}, recompute {run.recompute}"
     yield "executor", f"{run.executor}, {plural(run.threads, 'thread')} for each process"
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the stages' time"
-    yield "global batch", _global_batch(run, micro_batches)
+    yield "mini-batch", _global_batch(run, micro_batches)
     if run.command == "bench":
         assert run.max_steps is not None
         yield "measuring", f"{plural(run.max_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"

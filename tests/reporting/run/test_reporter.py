@@ -57,7 +57,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
     shown = events.Tensors("banner/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "global batch 32 = 1 replica x 4 micro-batches x 8 samples" in shown
+    assert "mini-batch   32 = 1 replica x 4 micro-batches x 8 samples" in shown
     assert file.getvalue().count("completed in") == 1
 
 
