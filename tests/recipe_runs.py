@@ -1,12 +1,13 @@
-"""Recipes for the tests of `gpipe_cli.reproduction`: their commands run in this process, as a user types them."""
+"""Recipes for the tests of `gpipe_cli.reproduction`: their commands run in this process, or a formula answers them."""
 
 import contextlib
 import io
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -15,12 +16,15 @@ from gpipe_cli.commands import take_auto
 from gpipe_cli.commands.child import error_line
 from gpipe_cli.config.owners import OWNERS
 from gpipe_cli.reporting.tables.recipe import Table
+from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reproduction.recipe import FOLDER
-from gpipe_cli.reproduction.runner import Runner, last_wins
+from gpipe_cli.reproduction.runner import Runner
 
-# All stages in one process; and the images of any recipe, tiny.
-HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0")
+# All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
+HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")
 TINY = ("model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "batch_size=16", *HERE)
+# (command, settings, folder) -> the file that it writes, and what is in it; or ValueError, which is exit code 2
+Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
 
 
 def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
@@ -45,9 +49,35 @@ def real_runner(name: str, folder: Path, *settings: str, desk: bool = True) -> R
     return Runner(name, FOLDER, folder, settings, perform, lambda line: None, desk)
 
 
-def merged(*settings: str) -> tuple[str, ...]:
-    """As the program merges a desk's settings with the user's."""
-    return last_wins(settings)
+def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, settings: tuple[str, ...] = ()) -> Runner:
+    """A runner of the recipe `nothing` whose commands are answered, and not run: what is made of the answers can be
+    checked exactly. The user gave ``given``; the scale has ``settings``."""
+
+    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
+        values = dict(argument.partition("=")[::2] for argument in command if "=" in argument)
+        place = next(Path(v.strip("'")) for k, v in values.items() if k in ("run_folder", "hydra.sweep.dir"))
+        try:
+            name, content = answer(command[3], values, place)
+        except ValueError as error:
+            return 2, str(error), False
+        place.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(json.dumps(content), encoding="utf-8")
+        return 0, "", False
+
+    every = (*settings, *given)
+    return Runner("nothing", Path("recipes"), folder, every, perform, lambda line: None, desk, users=given)
+
+
+def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """An answer to the recipe `breakdown`."""
+    if command == "plan":
+        assert settings["cost"] == "measured"
+        simulated = {**dict.fromkeys(SHARES, 0.0), "compute": 0.75, "recompute": 0.25}
+        view = {"stages": [{}, {}], "micro_batches": 16, "model_name": "Some model", "breakdown": simulated}
+        return "plan.json", {**view, "bubble": 0.05, "hardware": {"source": "layers measured on this machine"}}
+    measured = {**dict.fromkeys(SHARES, 0.01), "compute": 0.7, "recompute": 0.21, "transfer": 0.05}
+    row = {"breakdown": measured, "bubble": 0.07, "ideal_bubble": 1 / 17, "kind": "measured_one_device", "reason": None}
+    return "bench.json", {"rows": [row]}
 
 
 def compose_recipe(name: str, *settings: str) -> tuple[DictConfig, list[str]]:

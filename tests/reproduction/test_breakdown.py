@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction_runs import cells, runner, shares_of_a_step
+from recipe_runs import answering, column, shares_of_a_step
 
 from gpipe_cli.reproduction.breakdown import Breakdown, reproduce
 from gpipe_cli.reproduction.runner import CommandFailedError
@@ -14,16 +14,16 @@ PAPER = {"compute": 0.656, "recompute": 0.225, "bubble": 0.041, "imbalance": 0.0
 
 
 def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
-    found = reproduce(Breakdown(**PAPER), runner(tmp_path, shares_of_a_step))
+    found = reproduce(Breakdown(**PAPER), answering(tmp_path, shares_of_a_step))
     (table,) = found.tables
     assert table.title == "Where the time of a step goes, Some model, K = 2, M = 16"
-    assert cells(table, "share of a step", "") == [
+    assert column(table, "share of a step", "") == [
         "compute", "recompute", "update", "bubble", "imbalance", "transfer", "set-up",
     ]  # fmt: skip
-    assert cells(table, "paper", "paper") == ["65.6 %", "22.5 %", "1.7 %", "4.1 %", "3.2 %", "-", "2.9 %"]
-    assert cells(table, "here", "measured") == ["70.0 %", "21.0 %", "1.0 %", "1.0 %", "1.0 %", "5.0 %", "1.0 %"]
-    assert cells(table, "layers here", "simulated")[:2] == ["75.0 %", "25.0 %"]
-    differences = cells(table, "here - paper, points", "difference")
+    assert column(table, "paper", "paper") == ["65.6 %", "22.5 %", "1.7 %", "4.1 %", "3.2 %", "-", "2.9 %"]
+    assert column(table, "here", "measured") == ["70.0 %", "21.0 %", "1.0 %", "1.0 %", "1.0 %", "5.0 %", "1.0 %"]
+    assert column(table, "layers here", "simulated")[:2] == ["75.0 %", "25.0 %"]
+    differences = column(table, "here - paper, points", "difference")
     assert differences == ["+4.4", "-1.5", "-0.7", "-3.1", "-2.2", "-", "-1.9"]
     assert any("0.30 measured, 0.34 in the paper" in line for _, line in found.notes)
     shared = "measured_one_device: stages shared a device or cores; not the shares of a pipeline"
@@ -34,10 +34,10 @@ def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
 
 def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
     (table,) = reproduce(
-        Breakdown(**PAPER), runner(tmp_path, shares_of_a_step, "model.filters=16", "cost=figures")
+        Breakdown(**PAPER), answering(tmp_path, shares_of_a_step, "model.filters=16", "cost=figures")
     ).tables
-    assert set(cells(table, "here - paper, points", "difference")) == {"-"}
-    assert cells(table, "layers here", "simulated")[:2] == ["75.0 %", "25.0 %"]  # layers are timed all the same
+    assert set(column(table, "here - paper, points", "difference")) == {"-"}
+    assert column(table, "layers here", "simulated")[:2] == ["75.0 %", "25.0 %"]  # layers are timed all the same
 
 
 def test_what_was_not_recorded_is_a_failure(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_what_was_not_recorded_is_a_failure(tmp_path: Path) -> None:
         return "bench.json", {"rows": [{"breakdown": None, "reason": "out of memory"}]}
 
     with pytest.raises(CommandFailedError, match=r"^out of memory$"):
-        reproduce(Breakdown(**PAPER), runner(tmp_path, broken))
+        reproduce(Breakdown(**PAPER), answering(tmp_path, broken))
 
 
 def test_the_papers_shares_are_a_whole() -> None:

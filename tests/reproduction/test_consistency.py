@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import TINY, column, merged, real_runner
+from recipe_runs import TINY, column, real_runner
 
 from gpipe_cli.reporting.compare.run_record import read_run
 from gpipe_cli.reproduction import consistency
 from gpipe_cli.reproduction.consistency import CURVES, DIGITS, Consistency, Trained, reproduce
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import Findings
+from gpipe_cli.reproduction.runner import Findings, last_wins
 from gpipe_cli.reproduction.weights import difference, digest, final_tensors
 
 WHAT = Consistency(partitions=(1, 3), seeds=(0, 1))
@@ -19,7 +19,7 @@ WHAT = Consistency(partitions=(1, 3), seeds=(0, 1))
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("consistency")
-    settings = merged(*load("consistency").desk.settings, *TINY, "max_steps=2", "micro_batches=3")
+    settings = last_wins((*load("consistency").desk.settings, *TINY, "max_steps=2", "micro_batches=3"))
     return reproduce(WHAT, real_runner("consistency", folder, *settings)), folder
 
 

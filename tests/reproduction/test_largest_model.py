@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction_runs import cells, runner
+from recipe_runs import HERE, answering, column, real_runner
 
-from gpipe_cli.commands.child import run_process
 from gpipe_cli.reproduction import largest_model
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.largest_model_tables import Size
-from gpipe_cli.reproduction.recipe import FOLDER, load
-from gpipe_cli.reproduction.runner import Runner
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.runner import last_wins
 
 MB = 10**6
 SIZES = (
@@ -64,44 +63,44 @@ def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str
 
 
 def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_path: Path) -> None:
-    found = largest_model.reproduce(WHAT, runner(tmp_path, answer))
+    found = largest_model.reproduce(WHAT, answering(tmp_path, answer))
     parameters, model, activations, largest, trained = found.tables
-    assert cells(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
-    assert cells(model, "weights, optimizer", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
-    assert cells(model, "and gradients", "planned") == ["0.13", "0.26", "0.51"]
-    assert cells(model, "planned - paper", "difference") == ["-0.02", "-0.05", "-0.10"]
-    assert cells(activations, "activations", "planned") == ["0.10", "0.10", "0.20"]
-    assert cells(activations, "fits", "planned") == ["yes", "yes", "no"]
+    assert column(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
+    assert column(model, "weights, optimizer", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
+    assert column(model, "and gradients", "planned") == ["0.13", "0.26", "0.51"]
+    assert column(model, "planned - paper", "difference") == ["-0.02", "-0.05", "-0.10"]
+    assert column(activations, "activations", "planned") == ["0.10", "0.10", "0.20"]
+    assert column(activations, "fits", "planned") == ["yes", "yes", "no"]
     assert (
         "found",
         "by our count Pipeline-2 would not fit the paper's accelerators, gradients included",
     ) in found.notes
-    assert cells(largest, "size", "planned") == ["(18, 9)", "(18, 24)", "(18, 48)"]
-    assert cells(largest, "times", "paper") == ["1.0", "2.0", "4.0"]
-    assert cells(largest, "times", "planned") == ["1.0", "2.7", "5.3"]
-    assert cells(largest, "planned - paper", "difference") == ["+0.0", "+0.7", "+1.3"]
+    assert column(largest, "size", "planned") == ["(18, 9)", "(18, 24)", "(18, 48)"]
+    assert column(largest, "times", "paper") == ["1.0", "2.0", "4.0"]
+    assert column(largest, "times", "planned") == ["1.0", "2.7", "5.3"]
+    assert column(largest, "planned - paper", "difference") == ["+0.0", "+0.7", "+1.3"]
     assert trained.title == "Trained here: the largest model below 1.0 GiB a stage; times Naive-1's"
-    assert cells(trained, "", "") == ["Naive-1", "Pipeline-1", "Pipeline-2"]
-    assert cells(trained, "activations", "planned") == ["1000 B", "1000 B", "2.0 KiB"]
-    assert cells(trained, "activations", "counted") == ["1.0 KiB", "1.0 KiB", "2.0 KiB"]
-    assert cells(trained, "counted - planned", "difference") == ["+24 B"] * 3
+    assert column(trained, "", "") == ["Naive-1", "Pipeline-1", "Pipeline-2"]
+    assert column(trained, "activations", "planned") == ["1000 B", "1000 B", "2.0 KiB"]
+    assert column(trained, "activations", "counted") == ["1.0 KiB", "1.0 KiB", "2.0 KiB"]
+    assert column(trained, "counted - planned", "difference") == ["+24 B"] * 3
     assert ("found", "activations planned and counted are the same to the byte in 0 of 3 rows") in found.notes
 
 
 def test_what_fits_nowhere_is_said(tmp_path: Path) -> None:
-    found = largest_model.reproduce(WHAT, runner(tmp_path, answer, "hardware.memory_gib=0.001"))
+    found = largest_model.reproduce(WHAT, answering(tmp_path, answer, "hardware.memory_gib=0.001"))
     largest, trained = found.tables[3:]
-    assert cells(largest, "times", "planned") == ["-", "1.0", "2.0"]  # relative to the first that fits
-    assert cells(largest, "times", "paper") == ["0.5", "1.0", "2.0"]
-    assert cells(trained, "", "") == ["Pipeline-1", "Pipeline-2"]
+    assert column(largest, "times", "planned") == ["-", "1.0", "2.0"]  # relative to the first that fits
+    assert column(largest, "times", "paper") == ["0.5", "1.0", "2.0"]
+    assert column(trained, "", "") == ["Pipeline-1", "Pipeline-2"]
     assert ("found", "by our count no model of this family fits as Naive-1, however small") in found.notes
 
 
 def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
-    found = largest_model.reproduce(WHAT, runner(tmp_path, answer, "batch_size=16"))
+    found = largest_model.reproduce(WHAT, answering(tmp_path, answer, "batch_size=16"))
     for table in found.tables[:4]:
         (heading,) = (c.heading for c in table.columns if c.origin == "difference")
-        assert set(cells(table, heading, "difference")) == {"-"}
+        assert set(column(table, heading, "difference")) == {"-"}
     assert (
         "found",
         "by our count Pipeline-2 would not fit tpu_v2 with what was given, gradients included",
@@ -112,20 +111,15 @@ def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
 def test_what_rows_differ_in_cannot_be_given(setting: str, tmp_path: Path) -> None:
     line = f"{setting.lstrip('+')}: is what the rows of this table differ in; leave it out"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-        largest_model.reproduce(WHAT, runner(tmp_path, answer, setting))
+        largest_model.reproduce(WHAT, answering(tmp_path, answer, setting))
 
 
-def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(tmp_path: Path) -> None:
     recipe = load("table1_transformer")
     assert recipe.largest_model is not None
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
-    settings = tuple(s for s in recipe.desk.settings if s.partition("=")[0] not in {t.partition("=")[0] for t in tiny})
-    settings = (*settings, *tiny, "hardware.memory_gib=0.0004")
-    settings = tuple({s.partition("=")[0]: s for s in settings}.values())
-    here = Runner("table1_transformer", FOLDER, tmp_path, settings, run_process, lambda line: None, True)
+    settings = last_wins((*recipe.desk.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
+    here = real_runner("table1_transformer", tmp_path, *settings)
     (row,) = largest_model._train(LargestModel("GiB", 4, recipe.largest_model.sizes, (), "layers"), here)
     assert row.name == "Naive-1"
     assert int(row.shown) >= 1

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction_runs import Answer, runner, shares_of_a_step
+from recipe_runs import Answer, answering, shares_of_a_step
 
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.numbers import changing
@@ -21,7 +21,7 @@ RESIZED = "model.filters=16: in every command; what else is said of models and s
 def breakdown(
     folder: Path, given: Sequence[str], gpus: Sequence[Gpu] = (), answer: Answer = shares_of_a_step
 ) -> Reproduction:
-    perform = runner(folder, answer).perform
+    perform = answering(folder, answer).perform
     return reproduce("breakdown", load("breakdown"), "desk", "", gpus, given, folder, perform, lambda line: None)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction_runs import cells, runner
+from recipe_runs import answering, column
 
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
@@ -58,17 +58,17 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
     machine = Machine()
-    found = throughput.reproduce(WHAT, runner(tmp_path, machine, settings=(CPU, "model.filters=16")))
+    found = throughput.reproduce(WHAT, answering(tmp_path, machine, settings=(CPU, "model.filters=16")))
     (table,) = found.tables
-    assert cells(table, "K", "") == ["2", "2", "4", "4"]
+    assert column(table, "K", "") == ["2", "2", "4", "4"]
     expected = [f"{ideal(k, m) / ideal(2, 1):.2f}" for k in (2, 4) for m in (1, 4)]
-    assert cells(table, "here", "measured") == [*expected[:2], "-", "-"]  # two cores: no more than K = 2
-    assert cells(table, "layers", "simulated") == expected
+    assert column(table, "here", "measured") == [*expected[:2], "-", "-"]  # two cores: no more than K = 2
+    assert column(table, "layers", "simulated") == expected
     doubled = [1.0, *(2 * ideal(k, m) / ideal(2, 1) for k, m in ((2, 4), (4, 1), (4, 4)))]
-    assert cells(table, "full size", "simulated") == [f"{value:.2f}" for value in doubled]
-    assert cells(table, "full size - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
-    assert cells(table, "here - paper", "difference") == ["-"] * 4  # a desk's model is another one
-    assert all("torchgpipe" not in (column.heading, column.origin) for column in table.columns)
+    assert column(table, "full size", "simulated") == [f"{value:.2f}" for value in doubled]
+    assert column(table, "full size - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
+    assert column(table, "here - paper", "difference") == ["-"] * 4  # a desk's model is another one
+    assert all("torchgpipe" not in (c.heading, c.origin) for c in table.columns)
     notes = dict(found.notes)
     off = sum(abs(value - 1.5) for value in doubled[1:]) / 3
     assert (
@@ -85,24 +85,24 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
 
 
 def test_at_the_papers_scale_what_is_measured_is_compared_too(tmp_path: Path) -> None:
-    (table,) = throughput.reproduce(WHAT, runner(tmp_path, Machine(), CPU, desk=False)).tables
-    assert cells(table, "here - paper", "difference") == ["-0.50", "+0.10", "-", "-"]
+    (table,) = throughput.reproduce(WHAT, answering(tmp_path, Machine(), CPU, desk=False)).tables
+    assert column(table, "here - paper", "difference") == ["-0.50", "+0.10", "-", "-"]
 
 
 def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path) -> None:
     rows = (Row(1, 1, 1.0, name="naive-1", recompute="never"), Row(1, 4, 0.8, name="pipeline-1"), Row(2, 4, 1.4))
     machine = Machine()
     what = Throughput((Model("Some model", rows, figures=()),))
-    (table,) = throughput.reproduce(what, runner(tmp_path, machine, settings=(CPU,))).tables
+    (table,) = throughput.reproduce(what, answering(tmp_path, machine, settings=(CPU,))).tables
     benches = [settings for command, settings in machine.asked if command == "bench"]
     assert [(s["partitions"], s.get("recompute")) for s in benches] == [("1", "never"), ("1,2", None)]
     first = 8 * ideal(1, 1)
-    assert cells(table, "here", "measured") == [
+    assert column(table, "here", "measured") == [
         "1.00",
         f"{9 * ideal(1, 4) / first:.2f}",
         f"{9 * ideal(2, 4) / first:.2f}",
     ]
-    assert cells(table, "", "") == ["naive-1", "pipeline-1", ""]
+    assert column(table, "", "") == ["naive-1", "pipeline-1", ""]
 
 
 def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
                 raise ValueError("hardware.memory_gib=8: no cut fits")
             return super().__call__(command, settings, folder)
 
-    found = throughput.reproduce(WHAT, runner(tmp_path, Small("out_of_memory"), settings=(CPU,)))
+    found = throughput.reproduce(WHAT, answering(tmp_path, Small("out_of_memory"), settings=(CPU,)))
     (table,) = found.tables
-    assert cells(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
-    assert cells(table, "full size", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
-    assert cells(table, "full size - paper", "difference") == ["-"] * 4
+    assert column(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
+    assert column(table, "full size", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
+    assert column(table, "full size - paper", "difference") == ["-"] * 4
     assert ("found", "Some model: not to be measured here: K = 2, M = 4") in found.notes
 
 
@@ -126,14 +126,11 @@ def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path) -
     )
     what = Throughput((*WHAT.models, second), slow_links=True)
     machine = Machine()
-    found = throughput.reproduce(what, runner(tmp_path, machine, "seed=1", settings=(CPU, "model.filters=16")))
+    found = throughput.reproduce(what, answering(tmp_path, machine, "seed=1", settings=(CPU, "model.filters=16")))
     assert all(command == "plan" for command, _ in machine.asked)
     assert ("measured", "nothing: slow links need 2 GPUs or more") in found.notes
-    assert all(
-        column.origin != "measured" or set(cells(t, "here", "measured")) == {"-"}
-        for t in found.tables
-        for column in t.columns
-    )
+    measured = [(table, c.heading) for table in found.tables for c in table.columns if c.origin == "measured"]
+    assert all(set(column(table, heading, "measured")) == {"-"} for table, heading in measured)
     other = [settings for _, settings in machine.asked if settings.get("model") == "resnet"]
     assert [s.get("batch_size") for s in other] == ["8", None]  # timed at the desk's size, figures at the paper's
     assert all("model.filters" not in s for s in other)  # the first model's setting
@@ -153,16 +150,16 @@ def test_links_are_slow_in_the_commands_only(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_rows_differ_in_cannot_be_given(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^micro_batches=8: is what the rows of this table differ in; leave it out$"):
-        throughput.reproduce(WHAT, runner(tmp_path, Machine(), "micro_batches=8"))
+        throughput.reproduce(WHAT, answering(tmp_path, Machine(), "micro_batches=8"))
 
 
 def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
     """With `model.filters=16` a row was said to be off from the paper's model by so much."""
     for given, compared in (((CPU, "steps=2"), True), ((CPU, "model.filters=16"), False)):
-        found = throughput.reproduce(WHAT, runner(tmp_path, Machine(), *given, desk=False))
+        found = throughput.reproduce(WHAT, answering(tmp_path, Machine(), *given, desk=False))
         (table,) = found.tables
         for heading in ("here - paper", "full size - paper"):
-            assert (set(cells(table, heading, "difference")) != {"-"}) == compared
+            assert (set(column(table, heading, "difference")) != {"-"}) == compared
         assert ("found" in dict(found.notes)) == compared
         assert ("differences" in dict(found.notes)) != compared
 
@@ -179,18 +176,20 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
                 raise ValueError(reason)
             return super().__call__(command, settings, folder)
 
-    found = throughput.reproduce(WHAT, runner(tmp_path, Short(), CPU, "model.layers=1"))
+    found = throughput.reproduce(WHAT, answering(tmp_path, Short(), CPU, "model.layers=1"))
     (table,) = found.tables
     numbers = [f"{ideal(2, m) / ideal(2, 1):.2f}" for m in (1, 4)]
-    assert cells(table, "here", "measured") == [*numbers, "-", "-"]
-    assert cells(table, "layers", "simulated") == [*numbers, "impossible", "impossible"]
+    assert column(table, "here", "measured") == [*numbers, "-", "-"]
+    assert column(table, "layers", "simulated") == [*numbers, "impossible", "impossible"]
     assert ("impossible", f"Some model, K = 4, M = 1; K = 4, M = 4: {reason}") in found.notes
 
     Short.refused = ("2", "4")  # measured, but nothing can be planned
-    (table,) = throughput.reproduce(WHAT, runner(tmp_path, Short(), CPU)).tables
-    assert cells(table, "here", "measured") == [*numbers, "-", "-"]
-    assert set(cells(table, "full size", "simulated")) == {"impossible"}
-    slow = runner(tmp_path, Short(), CPU)  # measures nothing: nothing would be lost, and the first refusal is bad input
+    (table,) = throughput.reproduce(WHAT, answering(tmp_path, Short(), CPU)).tables
+    assert column(table, "here", "measured") == [*numbers, "-", "-"]
+    assert set(column(table, "full size", "simulated")) == {"impossible"}
+    slow = answering(
+        tmp_path, Short(), CPU
+    )  # measures nothing: nothing would be lost, and the first refusal is bad input
     with pytest.raises(ValueError, match=r"^partitions=4: "):
         throughput.reproduce(Throughput(WHAT.models, slow_links=True), slow)
     assert len(slow.commands) == 1
@@ -199,7 +198,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
 def test_a_plan_is_of_the_figures_that_its_column_says(tmp_path: Path) -> None:
     """`cost=measured` is a cut for what is measured; full-size layers were timed for it."""
     machine = Machine()
-    throughput.reproduce(WHAT, runner(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
+    throughput.reproduce(WHAT, answering(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
     assert {s["cost"] for command, s in machine.asked if command == "bench"} == {"measured_anew"}
     assert {(s["cost"], s.get("executor")) for command, s in machine.asked if command == "plan"} == {
         ("measured", "in_process"), ("figures", None),

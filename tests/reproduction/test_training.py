@@ -7,16 +7,16 @@ from statistics import mean, stdev
 from typing import Any
 
 import pytest
-from recipe_runs import HERE, TINY, column, merged, real_runner
-from reproduction_runs import runner as answering
+from recipe_runs import HERE, TINY, answering, column, perform, real_runner
 from training_runs import command
 
+from gpipe_cli.commands import reproduce as reproduce_command
 from gpipe_cli.config.typed import typed
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.fine_tuning import FineTuning
 from gpipe_cli.reproduction.numbers import difference, number, percents
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import Findings
+from gpipe_cli.reproduction.runner import Findings, last_wins
 from gpipe_cli.reproduction.training import RUN, Classification, Size, Training, Translation, reproduce
 from gpipe_cli.units import count
 
@@ -28,7 +28,7 @@ FINE_TUNING = FineTuning(
 
 
 def settings(name: str, *given: str) -> tuple[str, ...]:
-    return merged(*load(name).desk.settings, *given)
+    return last_wins((*load(name).desk.settings, *given))
 
 
 @pytest.mark.parametrize("desk", [True, False])
@@ -191,13 +191,10 @@ def test_without_imagenet_one_line_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command(monkeypatch, "reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out") == 2
+    monkeypatch.setattr(reproduce_command, "run_process", perform)
+    small = (*TINY, "micro_batches=4")
+    assert command(monkeypatch, "reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out", *small) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    for part in (
-        "dataset.root=data/imagenet",
-        "image-net.org after registration",
-        "give dataset.root=FOLDER",
-        "scale=desk",
-    ):
+    for part in ("dataset.root=data/imagenet", "image-net.org", "give dataset.root=FOLDER", "scale=desk"):
         assert part in line
     assert not Path("out").exists()
