@@ -1,14 +1,27 @@
-"""A plan as it is shown and as plan.json keeps it: what a run would take, before there is a run (Table 1 of the paper).
+"""A plan as `gpipe plan` shows it and plan.json keeps it: what a run would take (Tables 1 and 2 of the paper).
 
-Plain values, made by whoever planned. Everything in here is predicted: times come from a simulation, bytes from
-shapes. Nothing measured stands in this table but, with ``cost=measured``, the seconds of single layers.
+Everything in here is predicted: times come from a simulation, bytes from shapes. Nothing measured stands in it but,
+with ``cost=measured``, the seconds of single layers.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpipe_cli.reporting.timeline_view import SHARES, idle
+from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.schedule.order import grid
+from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.placement import threads_of
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.search import Comparison
+from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.reporting.timeline_view import SHARES, TimelineView, idle, timeline_view
+
+_GRID_STAGES, _GRID_TICKS = 16, 400  # nobody reads a larger one
 
 
 @dataclass(frozen=True)
@@ -33,29 +46,8 @@ class LayerView:
     forward_flops: int
     saved_bytes: int  # activations that autograd keeps for the backward
     boundary_bytes: int  # what goes over the cut, if there is one after this layer
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of a stage at its fullest moment."""
-
-    weights_bytes: int  # parameters and buffers
-    gradients_bytes: int
-    optimizer_bytes: int  # its state, and the moving average of the weights
-    activations_bytes: int  # the most held at once for backwards, a recomputed micro-batch's included
-    workspace_bytes: int  # of one layer's backward
-
-    @property
-    def total_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.workspace_bytes
-        )
+    forward_seconds: float
+    backward_seconds: float
 
 
 @dataclass(frozen=True)
@@ -70,26 +62,6 @@ class StageView:
     backward_seconds: float
     recomputed: int  # of the M micro-batches
     memory: StageMemory
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One value that was tried for a setting that is `auto`."""
-
-    value: str  # `8`, `except_last`
-    step_seconds: float | None  # None: it does not fit or cannot be
-    memory_bytes: int | None  # of the fullest stage
-    chosen: bool = False
-    reason: str = ""  # why it was not taken, where the numbers do not tell: `stage 2 is 1.5 GiB over its memory`
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What was compared to choose one setting."""
-
-    setting: str  # `micro_batches`
-    rule: str  # how it was chosen: `the shortest step that fits`
-    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -118,7 +90,6 @@ class PlanView:
     # What else there is to say.
     comparisons: tuple[Comparison, ...] = ()  # for settings that are `auto` or were solved for
     grid: str | None = None  # of the schedule; None: too large for anybody to read
-    notes: tuple[tuple[str, str], ...] = ()  # more lines below the results: label, fact
     files: tuple[tuple[str, str], ...] = ()  # written beside plan.json: label (`picture`), path
 
     def __post_init__(self) -> None:
@@ -147,18 +118,122 @@ class PlanView:
         return None if peak is None else self.step_flops / (peak * len(self.stages) * self.step_seconds)
 
 
+def plan_view(
+    config: TrainConfig,
+    model_name: str,
+    profile: ModelProfile,
+    plan: Plan,
+    hardware: HardwareConfig,
+    limit_bytes: int | None,
+    comparisons: Sequence[Comparison],
+    files: Sequence[tuple[str, str]],
+) -> PlanView:
+    """What `gpipe plan` shows; `hardware` is the data sheet that holds."""
+    samples = mini_batch_samples(config, profile.lengths)
+    costs = profile.costs
+    recomputed_flops = sum(
+        plan.recomputed[k] * sum(cost.forward.flops for cost in costs[first:end]) * samples / plan.micro_batches
+        for k, (first, end) in enumerate(plan.bounds)
+    )
+    drawable = len(plan.schedule) <= _GRID_STAGES and max(map(len, plan.schedule)) <= _GRID_TICKS
+    layers = _layers(profile, plan)
+    return PlanView(
+        model_name=model_name,
+        dataset_name=config.dataset.name,
+        layers=layers,
+        stages=tuple(_stage(profile, plan, layers, k) for k in range(len(plan.stages))),
+        micro_batches=plan.micro_batches,
+        schedule=config.schedule,
+        recompute=_recompute(config, plan),
+        step_samples=samples,
+        hardware=_hardware(hardware, plan, limit_bytes, threads_of(config)),
+        step_seconds=plan.step_seconds,
+        ideal_bubble=ideal_bubble(len(plan.stages), plan.micro_batches),
+        breakdown=asdict(plan.breakdown),
+        step_flops=round(sum(cost.flops for cost in costs) * samples),
+        recomputed_flops=round(recomputed_flops),
+        imbalance=plan.imbalance,
+        sample={"language_model": "sequence", "translation": "sentence"}.get(config.task, "sample"),
+        step_tokens=None if config.task == "classification" else samples * max(profile.lengths),
+        comparisons=tuple(comparisons),
+        grid=grid(plan.schedule, width=80) if drawable else None,
+        files=tuple(files),
+    )
+
+
+def _layers(profile: ModelProfile, plan: Plan) -> tuple[LayerView, ...]:
+    memory = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
+    stages = [k for k, size in enumerate(plan.balance) for _ in range(size)]
+    return tuple(
+        LayerView(
+            name=cost.name,
+            stage=stages[at],
+            parameters=cost.parameters,
+            forward_flops=round(cost.forward.flops * plan.samples),
+            saved_bytes=memory.graph_bytes(at, at + 1),
+            boundary_bytes=sum(t.bytes(plan.samples, profile.lengths) for t in cost.outputs),
+            forward_seconds=seconds.graph,
+            backward_seconds=seconds.backward,
+        )
+        for at, (cost, seconds) in enumerate(zip(profile.costs, plan.costs.layers, strict=True))
+    )
+
+
+def _stage(profile: ModelProfile, plan: Plan, layers: Sequence[LayerView], k: int) -> StageView:
+    first, end = plan.bounds[k]
+    own = layers[first:end]
+    return StageView(
+        layers=tuple(layer.name for layer in own),
+        parameters=sum(layer.parameters for layer in own),
+        forward_flops=round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),
+        boundary_bytes=own[-1].boundary_bytes if end < len(layers) else None,
+        forward_seconds=plan.stages[k].graph_seconds,
+        backward_seconds=plan.stages[k].backward_seconds,
+        recomputed=plan.recomputed[k],
+        memory=plan.memory[k],
+    )
+
+
+def _recompute(config: TrainConfig, plan: Plan) -> str:
+    if config.recompute != "auto":
+        return config.recompute
+    return f"auto ({sum(plan.recomputed)} of {len(plan.stages) * plan.micro_batches} forwards)"
+
+
+def _hardware(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None, threads: int) -> HardwareView:
+    timed = plan.costs.timed  # then no data sheet is behind the seconds
+
+    def times(value: float | None, factor: float) -> float | None:
+        return None if timed or value is None else value * factor
+
+    return HardwareView(
+        name=hardware.name,
+        source=plan.costs.source,
+        flops_per_second=times(hardware.tflops, 1e12 * (threads if hardware.name == "cpu" else 1)),
+        memory_bytes=limit_bytes,
+        link_bytes_per_second=times(hardware.link_gb_per_second, 1e9),
+        link_latency_seconds=times(hardware.link_microseconds, 1e-6),
+    )
+
+
+def predicted_view(title: str, plan: Plan) -> TimelineView:
+    """The simulated step, as it is drawn."""
+    begin_seconds = plan.timeline.start_seconds
+    return timeline_view(title, "predicted", plan.timeline, plan.breakdown, plan.step_seconds, begin_seconds)
+
+
 def plan_json(view: PlanView) -> dict[str, Any]:
     """What plan.json holds: every value of the view, units in the names, and what follows from them."""
-    plain = asdict(view)
+    plain = asdict(replace(view, comparisons=()))  # a candidate's plan is no value of the file
     for stage, seen in zip(plain["stages"], view.stages, strict=True):
         stage["memory"]["total_bytes"] = seen.memory.total_bytes
         stage["memory"]["limit_bytes"] = view.hardware.memory_bytes
-    plain["files"] = dict(view.files)
-    plain["notes"] = [list(note) for note in view.notes]
-    plain["grid"] = None if view.grid is None else view.grid.splitlines()
     return {
         "kind": "predicted",
         **plain,
+        "comparisons": [_comparison_json(comparison) for comparison in view.comparisons],
+        "files": dict(view.files),
+        "grid": None if view.grid is None else view.grid.splitlines(),
         "idle": idle(view.breakdown),
         "bubble": view.breakdown["bubble"],
         "parameters": view.parameters,
@@ -166,3 +241,9 @@ def plan_json(view: PlanView) -> dict[str, Any]:
         "tokens_per_second": view.tokens_per_second,
         "utilisation": view.utilisation,
     }
+
+
+def _comparison_json(comparison: Comparison) -> dict[str, Any]:
+    keys = ("value", "step_seconds", "memory_bytes", "chosen", "reason")
+    candidates = [{key: getattr(candidate, key) for key in keys} for candidate in comparison.candidates]
+    return {"setting": comparison.setting, "rule": comparison.rule, "candidates": candidates}

@@ -1,14 +1,16 @@
-"""A training step as a picture needs it: Figure 2(c) of the paper with a time axis, in seconds and without objects.
+"""A training step as a picture needs it: Figure 2(c) of the paper with a time axis, in seconds since the step began.
 
-The pipeline has timelines of its own, simulated and measured. What draws them knows neither schedules nor clocks: it is
-given these plain values, so that a prediction and what became of it are drawn by the same lines of code.
+A measured and a simulated timeline come down to the same plain values, so that a prediction and what became of it are
+drawn by the same lines of code.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple, cast
 
+from gpipe_cli.pipeline.schedule.breakdown import Breakdown
+from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.units import rounded
 
 BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
@@ -61,6 +63,33 @@ class TimelineView:
         """M, as far as the bars tell."""
         seen = (bar.micro_batch for bars in self.stages for bar in bars if bar.micro_batch is not None)
         return max(seen, default=-1) + 1
+
+
+def timeline_view(
+    title: str,
+    kind: TimelineKind,
+    timeline: Timeline,
+    shares: Breakdown,
+    step_seconds: float,
+    begin_seconds: float = 0.0,
+) -> TimelineView:
+    """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
+    stages = []
+    for k, spans in enumerate(timeline.stages):
+        done = [(span.action.kind.value, span.action, span) for span in spans]
+        events = timeline.events[k] if timeline.events else ()
+        between = [(event.what.value, event.action, event) for event in events]
+        bars = [
+            Bar(
+                cast(BarKind, what),
+                None if action is None else action.micro_batch,
+                when.start_seconds - begin_seconds,
+                when.end_seconds - begin_seconds,
+            )
+            for what, action, when in (*done, *between)
+        ]
+        stages.append(tuple(sorted(bars, key=lambda bar: (bar.start_seconds, bar.end_seconds))))
+    return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""The mini-batch of a step and its schedule, from the settings: N samples, M micro-batches, who does what when."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.pipeline.schedule.order import check
+from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule, build
+
+
+def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
+    """N; where mini-batches are cut by tokens, of the longest sentences."""
+    if config.batch_size is not None:
+        return config.batch_size
+    assert config.batch_tokens is not None
+    return max(1, config.batch_tokens // max(lengths))
+
+
+def micro_batches_of(config: TrainConfig, lengths: Sequence[int]) -> tuple[int, float]:
+    """M, and the mean samples of a micro-batch.
+
+    Cut by tokens, a mini-batch of short sentences has more samples than are planned for, and so all M micro-batches.
+    """
+    whole = mini_batch_samples(config, lengths)
+    micro_batches = config.micro_batches if config.batch_size is None else min(config.micro_batches, whole)
+    return micro_batches, whole / micro_batches
+
+
+@lru_cache(maxsize=16)  # they can be large
+def checked_schedule(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
+    """The schedule of a step; a short last mini-batch may have fewer micro-batches than the others."""
+    if not isinstance(recompute, str):
+        recompute = tuple(frozenset(m for m in stage if m < micro_batches) for stage in recompute)
+    schedule = build(name, partitions, micro_batches, recompute)
+    check(schedule)
+    return schedule
