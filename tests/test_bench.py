@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY, TINY, command, configure
 
 from gpipe_cli.config.settings import load, to_yaml
+from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.measurement import Throughput
@@ -20,7 +21,6 @@ from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, write_bench
 from gpipe_cli.reporting.tables.bench_console import show_bench
 from gpipe_cli.reporting.tables.sweep import Run
-from gpipe_cli.reporting.views import step_flops
 
 TESTS = Path(__file__).parent
 ODD = [

@@ -45,7 +45,7 @@ from gpipe_cli.planner.placement import (
     stages_at_once,
     threads_of,
 )
-from gpipe_cli.planner.plan import micro_batches_of
+from gpipe_cli.planner.step_schedule import micro_batches_of
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.interrupts import interruptible

@@ -16,10 +16,10 @@ from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.planner.placement import memory_limit, place
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.reporting.plan_view import plan_view, predicted_view
 from gpipe_cli.reporting.plots.timeline import draw, write_picture
 from gpipe_cli.reporting.run.summary import show_line
 from gpipe_cli.reporting.tables.plan import show_plan
-from gpipe_cli.reporting.views import plan_view, predicted_view
 from gpipe_cli.system.files import write_whole
 
 PICTURE, TRACE = "timeline.png", "timeline_trace.json"

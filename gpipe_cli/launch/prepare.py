@@ -9,7 +9,7 @@ from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.placement import Placement, default_threads, make_placement, threads_of
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Choice, choose
+from gpipe_cli.planner.search import Comparison, choose
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import plural
 
@@ -22,7 +22,7 @@ class Prepared:
     shapes: ModelProfile
     plan: Plan
     layout: Placement
-    choices: tuple[Choice, ...]
+    choices: tuple[Comparison, ...]
     resumed: tuple[tuple[str, str], ...]  # what became of the threads of the run that goes on, as lines of a banner
 
     @property
@@ -75,13 +75,13 @@ def _turns(layout: Placement) -> Iterator[tuple[str, str]]:
         yield "devices", f"{layout.partitions} stages take turns on {layout.devices[0]}: not a pipeline's speed"
 
 
-def _words(choice: Choice) -> str:
+def _words(choice: Comparison) -> str:
     """`micro_batches=8: 0.145 s a step predicted; compared 1: 0.31, 2: 0.20, 4: 0.16, 16: 0.15`"""
     chosen = choice.chosen
     assert chosen.plan is not None
     others = ", ".join(
         f"{tried.value}: {tried.reason if tried.plan is None else f'{tried.plan.step_seconds:.3g} s'}"
-        for tried in choice.tried
+        for tried in choice.candidates
         if not tried.chosen
     )
     names = choice.setting.replace(", ", " and ")

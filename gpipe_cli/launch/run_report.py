@@ -27,24 +27,20 @@ from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.planner.plan import checked_schedule, saved_bytes
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.stage_memory import saved_bytes
+from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.compare.run_record import CONFIG
-from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, RunDescription
+from gpipe_cli.reporting.plan_view import predicted_view
+from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, Prediction, RunDescription
 from gpipe_cli.reporting.run.evaluation import EvaluationResult, show_evaluation
 from gpipe_cli.reporting.run.hyperparameters import settings_of
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_error, show_line
-from gpipe_cli.reporting.timeline_view import StepPicture
-from gpipe_cli.reporting.views import (
-    layer_seconds_of,
-    predicted_view,
-    prediction,
-    stage_memory,
-    step_flops,
-    timeline_view,
-)
+from gpipe_cli.reporting.timeline_view import StepPicture, timeline_view
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training.checkpoint.store import remove_drafts
@@ -127,7 +123,7 @@ class RunReport:
         config, shapes, plan = self._prepared.config, self._prepared.shapes, self._prepared.plan
         if step["lengths"] != shapes.lengths:
             shapes = profile_model(config, lengths=step["lengths"])
-        return saved_bytes(config, shapes, plan, step["samples"])
+        return saved_bytes(config, shapes, plan.bounds, plan.recompute, step["samples"])
 
     def _recorded(
         self, reporter: Reporter, step: dict[str, Any], seconds: list[list[float]], began_seconds: float
@@ -265,8 +261,8 @@ def describe(
             layout.parameters,
             layout.cost,
             layout.devices,
-            layer_seconds_of(prepared.plan),
-            map(stage_memory, prepared.plan.memory),
+            prepared.plan.layer_seconds,
+            prepared.plan.memory,
             strict=True,
         )
     )
@@ -303,10 +299,21 @@ def describe(
         resumed_from=config.resume,
         first_step=first_step,
         gpu_names=gpu_names,
-        prediction=prediction(prepared.plan) if prepared.plan.costs.known else None,
+        prediction=_prediction(prepared.plan) if prepared.plan.costs.known else None,
         flops=step_flops(config, prepared.shapes, layout),
         command="train" if bench is None else "bench",
         warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
+    )
+
+
+def _prediction(plan: Plan) -> Prediction:
+    return Prediction(
+        source=plan.costs.source,
+        measured=plan.costs.measured,
+        step_seconds=plan.step_seconds,
+        breakdown=asdict(plan.breakdown),
+        memory_bytes=tuple(stage.total_bytes for stage in plan.memory),
+        activation_bytes=plan.saved_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import memory_limit
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Candidate, Choice, CostsOf, try_plan
+from gpipe_cli.planner.search import Candidate, Comparison, CostsOf, try_plan
 
 _MOST_LAYERS = 3000  # where a search for the largest model ends: minutes away, and past the paper's largest
 _SILENT_SECONDS = 5.0
@@ -27,7 +27,7 @@ class _Grown:
 
 def solve_max_model(
     config: TrainConfig, costs_of: CostsOf, say: Callable[[str], None] = lambda line: None
-) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Choice, ...]]:
+) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Comparison, ...]]:
     """The largest model that fits the memory limit, growing each of its sizes alone; the one with most parameters.
 
     `say` is told of every size that was tried, once seconds have gone by.
@@ -70,7 +70,7 @@ def solve_max_model(
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.shapes.costs))
     assert best.one.plan is not None
     shown = tuple(
-        Choice(
+        Comparison(
             f"model.{key}",
             f"the largest that fits, everything else as given{end}",
             tuple(replace(grown.one, chosen=at == largest) for at, grown in sorted(tried.items())),

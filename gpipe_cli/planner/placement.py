@@ -22,7 +22,8 @@ from gpipe_cli.planner.cost_model import StepCosts, figured, shared_out
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Speeds, by_sheet
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import Plan, make_plan, micro_batches_of
+from gpipe_cli.planner.plan import Plan, make_plan
+from gpipe_cli.planner.step_schedule import micro_batches_of
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 
 

@@ -47,6 +47,13 @@ class Plan:
         return tuple(stage.activations_bytes for stage in self.memory)
 
     @property
+    def layer_seconds(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Of each layer of each stage: forward and backward of one micro-batch."""
+        return tuple(
+            tuple((layer.graph, layer.backward) for layer in self.costs.layers[first:end]) for first, end in self.bounds
+        )
+
+    @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """First layer of each stage, and the one behind its last."""
         return _bounds(self.balance)

@@ -15,7 +15,8 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.model_profile import ModelProfile, refuse_single_samples
 from gpipe_cli.planner.placement import costs_by_figures, memory_limit
-from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan, mini_batch_samples
+from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
@@ -27,31 +28,40 @@ CostsOf = Callable[[TrainConfig, ModelProfile], StepCosts]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate; `plan` is None where it does not fit, and `reason` says why."""
+    """One value that was tried; `plan` is None where it does not fit or cannot be, and `reason` says why."""
 
-    value: str
+    value: str  # `8`, `except_last`
     plan: Plan | None
-    reason: str = ""
+    reason: str = ""  # `stage 2 is 1.5 GiB over`
     chosen: bool = False
-    over: TooLargeError | None = None  # by which its fullest stage misses the limit
+    over: TooLargeError | None = None  # by how much the fullest stage of the best cut is over the limit
+
+    @property
+    def step_seconds(self) -> float | None:
+        return None if self.plan is None else self.plan.step_seconds
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of the fullest stage."""
+        return None if self.plan is None else max(stage.total_bytes for stage in self.plan.memory)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a setting got its value."""
+class Comparison:
+    """What was compared to choose the value of a setting."""
 
-    setting: str
-    rule: str
-    tried: tuple[Candidate, ...]
+    setting: str  # `micro_batches`
+    rule: str  # how it was chosen: `the shortest predicted step that fits`
+    candidates: tuple[Candidate, ...]
 
     @property
     def chosen(self) -> Candidate:
-        return next(tried for tried in self.tried if tried.chosen)
+        return next(candidate for candidate in self.candidates if candidate.chosen)
 
 
 def choose(
     config: TrainConfig, auto: Collection[str], shapes: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
-) -> tuple[TrainConfig, Plan, tuple[Choice, ...]]:
+) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
     """The fastest of all values of the settings in `auto`, and its plan; without any, the plan of `config`.
 
     `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
@@ -87,11 +97,11 @@ def choose(
     fastest = min(plan.step_seconds for _, plan in fitting)
     best, plan = next(pair for pair in fitting if pair[1].step_seconds <= fastest * _AS_GOOD)
     marked = tuple(replace(one, chosen=one.plan is plan) for _, one in tried)
-    choice = Choice(setting, "the shortest predicted step that fits", marked)
-    return best, plan, (choice, *_recomputation(best, shapes, plan))
+    comparison = Comparison(setting, "the shortest predicted step that fits", marked)
+    return best, plan, (comparison, *_recomputation(best, shapes, plan))
 
 
-def _recomputation(config: TrainConfig, shapes: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
+def _recomputation(config: TrainConfig, shapes: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
     """How `recompute=auto` compares with the modes that one could have given."""
     if config.recompute != "auto":
         return ()
@@ -102,7 +112,7 @@ def _recomputation(config: TrainConfig, shapes: ModelProfile, plan: Plan) -> tup
         try_plan(replace(config, recompute=mode, partition=cut), mode, shapes, plan.costs, limit)
         for mode in ("never", "except_last")
     )
-    return (Choice("recompute", "as few as fit the memory", (never, chosen, most)),)
+    return (Comparison("recompute", "as few as fit the memory", (never, chosen, most)),)
 
 
 def plan_or_refuse(config: TrainConfig, shapes: ModelProfile, costs_of: CostsOf) -> Plan:

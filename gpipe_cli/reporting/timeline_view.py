@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, cast
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
-from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
 BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
@@ -76,17 +76,16 @@ def timeline_view(
     """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
     stages = []
     for k, spans in enumerate(timeline.stages):
-        done = [(span.action.kind.value, span.action, span) for span in spans]
-        events = timeline.events[k] if timeline.events else ()
-        between = [(event.what.value, event.action, event) for event in events]
+        done: list[tuple[str, Span | Event]] = [(span.action.kind.value, span) for span in spans]
+        done += [(event.what.value, event) for event in (timeline.events[k] if timeline.events else ())]
         bars = [
             Bar(
                 cast(BarKind, what),
-                None if action is None else action.micro_batch,
+                None if when.action is None else when.action.micro_batch,
                 when.start_seconds - begin_seconds,
                 when.end_seconds - begin_seconds,
             )
-            for what, action, when in (*done, *between)
+            for what, when in done
         ]
         stages.append(tuple(sorted(bars, key=lambda bar: (bar.start_seconds, bar.end_seconds))))
     return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))

@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
 from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.planner.plan import checked_schedule
+from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine

@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.planner.plan import checked_schedule
+from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.training.engine import build_engine
 
 

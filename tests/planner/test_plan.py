@@ -142,16 +142,16 @@ def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) ->
         made.step()
         state = [v for values in made.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
         buffers = [b for _, layer in layers[first:end] for b in layer.buffers()]
-        assert held.optimizer == sum(tensor.nbytes for tensor in state)
-        assert held.gradients == sum(parameter.nbytes for parameter in own.values())
-        assert held.weights == held.gradients + sum(buffer.nbytes for buffer in buffers)
+        assert held.optimizer_bytes == sum(tensor.nbytes for tensor in state)
+        assert held.gradients_bytes == sum(parameter.nbytes for parameter in own.values())
+        assert held.weights_bytes == held.gradients_bytes + sum(buffer.nbytes for buffer in buffers)
 
 
 def test_recomputing_less_holds_more(shapes: ModelProfile) -> None:
     held = [max(planned(shapes, f"recompute={mode}").saved_bytes) for mode in ("always", "except_last", "never")]
     assert held[0] == held[1] < held[2]
     never = planned(shapes, "recompute=never")
-    assert all(stage.activations == saved for stage, saved in zip(never.memory, never.saved_bytes, strict=True))
+    assert all(stage.activations_bytes == saved for stage, saved in zip(never.memory, never.saved_bytes, strict=True))
 
 
 @pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
@@ -236,7 +236,7 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_auto_recomputes_no_more_than_it_must(shapes: ModelProfile, schedule: str) -> None:
     never, always = (planned(shapes, f"schedule={schedule}", f"recompute={mode}") for mode in ("never", "except_last"))
-    least, most = (max(stage.total for stage in plan.memory) / MIB for plan in (always, never))
+    least, most = (max(stage.total_bytes for stage in plan.memory) / MIB for plan in (always, never))
     assert least < most
     ample = planned(shapes, f"schedule={schedule}", "recompute=auto", limit=most)
     assert sum(ample.recomputed) == 0
@@ -245,7 +245,7 @@ def test_auto_recomputes_no_more_than_it_must(shapes: ModelProfile, schedule: st
     for share in (0.0, 0.25, 0.5, 0.75):
         limit = least + share * (most - least)
         plan = planned(shapes, f"schedule={schedule}", "recompute=auto", limit=limit)
-        assert max(stage.total for stage in plan.memory) <= limit * MIB
+        assert max(stage.total_bytes for stage in plan.memory) <= limit * MIB
         counts.append(sum(plan.recomputed))
         assert counts[-1] <= sum(always.recomputed)
     assert counts[0] > 0
@@ -255,14 +255,14 @@ def test_auto_recomputes_no_more_than_it_must(shapes: ModelProfile, schedule: st
 def test_the_cut_gives_way_to_a_limit(shapes: ModelProfile) -> None:
     """Where the best cut does not fit, another one may."""
     free = planned(shapes, "partitions=2", "recompute=never")
-    fullest = max(stage.total for stage in free.memory)
+    fullest = max(stage.total_bytes for stage in free.memory)
     found = []
     for percent in range(99, 50, -1):
         try:
             plan = planned(shapes, "partitions=2", "recompute=never", limit=percent / 100 * fullest / MIB)
         except TooLargeError:
             break
-        assert max(stage.total for stage in plan.memory) <= percent / 100 * fullest
+        assert max(stage.total_bytes for stage in plan.memory) <= percent / 100 * fullest
         found.append(plan)
     assert found
     assert found[-1].balance != free.balance
@@ -273,9 +273,9 @@ def test_what_no_cut_fits_is_said_with_stage_and_bytes(shapes: ModelProfile) -> 
     with pytest.raises(TooLargeError) as error:
         planned(shapes, "partitions=2", limit=0.01)
     free = planned(shapes, "partitions=2")
-    fullest = max(range(2), key=lambda k: free.memory[k].total)
+    fullest = max(range(2), key=lambda k: free.memory[k].total_bytes)
     assert error.value.stage == fullest
-    assert error.value.missing_bytes == free.memory[fullest].total - int(0.01 * MIB)
+    assert error.value.missing_bytes == free.memory[fullest].total_bytes - int(0.01 * MIB)
 
 
 def test_a_layout_is_the_plans(shapes: ModelProfile) -> None:

@@ -46,9 +46,9 @@ def test_more_micro_batches_pay_until_each_costs_too_much(shapes: ModelProfile) 
             configure(*SETTINGS, "partitions=2"), ["micro_batches"], shapes, with_overhead(overhead)
         )
         chosen.append(config.micro_batches)
-        assert [tried.value for tried in choice.tried] == ["1", "2", "4", "8", "16"]
+        assert [tried.value for tried in choice.candidates] == ["1", "2", "4", "8", "16"]
         assert choice.chosen.value == str(config.micro_batches)
-        known = [tried.plan.step_seconds for tried in choice.tried if tried.plan is not None]
+        known = [tried.plan.step_seconds for tried in choice.candidates if tried.plan is not None]
         assert plan.step_seconds <= 1.01 * min(known)
         assert plan is choice.chosen.plan
     assert chosen == [16, 2, 1]
@@ -58,7 +58,7 @@ def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> N
     """ResNet-18 leaves one pixel of an image of 32."""
     config = configure("model=resnet", "model.depth=18", *TINY[2:-2], "dataset.image_size=32", "hardware=h200")
     _, _, (choice,) = choose(config, ["micro_batches"], profile_model(config), with_overhead(0.0))
-    last = choice.tried[-1]
+    last = choice.candidates[-1]
     assert (last.value, last.plan) == ("8", None)
     assert "more than 1 value" in last.reason
 
@@ -82,7 +82,7 @@ def test_partitions_and_micro_batches_are_chosen_together(shapes: ModelProfile) 
         configure(*SETTINGS), ["partitions", "micro_batches"], shapes, with_overhead(0.0), elsewhere=True
     )
     assert choice.setting == "partitions, micro_batches"
-    assert len(choice.tried) == 4 * 5 - 5 * (len(shapes.costs) < 8)
+    assert len(choice.candidates) == 4 * 5 - 5 * (len(shapes.costs) < 8)
     assert (config.partitions, config.micro_batches) == (len(plan.balance), plan.micro_batches)
     assert choice.chosen.value == f"{config.partitions}, {config.micro_batches}"
 
@@ -91,7 +91,7 @@ def test_a_cut_by_hand_leaves_no_other_number_of_partitions(shapes: ModelProfile
     config = configure(*SETTINGS, f"partition.balance=[1,{len(shapes.costs) - 1}]")
     chosen, _, (choice,) = choose(config, ["partitions"], shapes, with_overhead(0.0), elsewhere=True)
     assert chosen.partitions == 2
-    assert sum(tried.plan is not None for tried in choice.tried) == 1
+    assert sum(tried.plan is not None for tried in choice.candidates) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_recomputation_is_compared_with_the_modes() -> None:
     tight = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=limit))
     _, plan, (choice,) = choose(tight, [], shapes, costs_by_figures)
     assert choice.setting == "recompute"
-    never, auto, most = choice.tried
+    never, auto, most = choice.candidates
     assert (never.plan, auto.plan) == (None, plan)
     assert auto.value == f"auto: {plan.recomputed[0]}, {plan.recomputed[1]} of 4 per stage"
     assert most.plan is not None
@@ -125,7 +125,7 @@ def test_recomputation_is_compared_with_the_modes() -> None:
 
 def needed_gib(config: TrainConfig, shapes: ModelProfile) -> float:
     plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
-    return max(stage.total for stage in plan.memory) / 2**30
+    return max(stage.total_bytes for stage in plan.memory) / 2**30
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
@@ -171,7 +171,7 @@ def test_the_largest_model_fits_and_the_next_one_does_not(partitions: int) -> No
     solved, shapes, plan, (choice,) = solve_max_model(config, costs_by_figures)
     limit = memory_limit(config)
     assert limit is not None
-    assert max(stage.total for stage in plan.memory) <= limit
+    assert max(stage.total_bytes for stage in plan.memory) <= limit
     layers = solved.model.layers  # type: ignore[union-attr]
     assert layers > 3
     assert choice.chosen.value == str(layers)
@@ -189,8 +189,8 @@ def test_each_size_of_an_amoebanet_is_grown_alone() -> None:
     assert [choice.setting for choice in choices] == ["model.filters", "model.normal_cells"]
     for choice in choices:
         assert choice.chosen.plan is not None
-        values = [int(tried.value) for tried in choice.tried]
-        fits = [tried.plan is not None for tried in choice.tried]
+        values = [int(tried.value) for tried in choice.candidates]
+        fits = [tried.plan is not None for tried in choice.candidates]
         assert values == sorted(values)
         assert fits == sorted(fits, reverse=True)
     grown = [solved.model.filters, solved.model.normal_cells]  # type: ignore[union-attr]

@@ -6,10 +6,13 @@ repeat it. Messages are plain dictionaries because they travel between processes
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from gpipe_cli.reporting.plan_view import StageMemory
 from gpipe_cli.reporting.run.task import Task
+
+if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
+    from gpipe_cli.planner.model_flops import StepFlops
+    from gpipe_cli.planner.stage_memory import StageMemory
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 # contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
@@ -30,7 +33,7 @@ class PartitionDescription:
     # Of each layer, forward and backward of one micro-batch as predicted; in a run without a prediction they tell
     # layers from each other and no more. (): unknown.
     layer_seconds: tuple[tuple[float, float], ...] = ()
-    memory: StageMemory | None = None  # predicted, without libraries; None: unknown
+    memory: "StageMemory | None" = None  # predicted, without libraries; None: unknown
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,6 @@ class Prediction:
     breakdown: Mapping[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
     memory_bytes: tuple[int, ...]  # per stage, in all
     activation_bytes: tuple[int, ...]  # per stage, of all micro-batches in flight
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """The operations that the model itself needs in a step, as the plan counts them, and what the devices could do."""
-
-    step: float  # forward and backward of every layer, recomputation not counted, of a full mini-batch
-    samples: int  # of that mini-batch
-    tokens: int | None  # of that mini-batch, all as long as the longest; None for images
-    peak_per_second: float | None  # of all devices that are used, by their data sheet; None: not known
-    peak_source: str  # where the peak comes from, or why it is not known
-
-    def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
-        """Of real samples, or for text of real tokens: padding is no work. None without a speed."""
-        rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
-        return None if rate is None else self.step / planned * rate
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,7 @@ class RunDescription:
     notes: tuple[tuple[str, str], ...] = ()  # more lines of the banner: label, fact
     prediction: Prediction | None = None
     settings: tuple[Setting, ...] = ()  # of all runs, so that theirs stand in one table; (): those of `config`
-    flops: StepFlops | None = None
+    flops: "StepFlops | None" = None
     command: Command = "train"
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
     # Text only.

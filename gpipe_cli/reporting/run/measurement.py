@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.run.description import PartitionDescription, SpeedKind, StepFlops
+from gpipe_cli.reporting.run.description import PartitionDescription, SpeedKind
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
+
+if TYPE_CHECKING:  # it imports torch
+    from gpipe_cli.planner.model_flops import StepFlops
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
@@ -115,7 +118,7 @@ class Throughput:
         return values if self.includes_warm_up else values[min(self.warm_up_steps, len(values)) :]
 
 
-def flops_result(flops: StepFlops | None, speed: Throughput) -> dict[str, Any]:
+def flops_result(flops: "StepFlops | None", speed: Throughput) -> dict[str, Any]:
     """The entries of result.json that say how much of a device's peak the model's own operations reach.
 
     The share is that of PaLM's authors (model FLOPs utilization, MFU): recomputation does not count as work.

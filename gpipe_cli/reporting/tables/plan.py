@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.reporting.plan_view import Comparison, LayerView, PlanView, StageView, plan_json
+from gpipe_cli.planner.search import Comparison
+from gpipe_cli.reporting.plan_view import LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import ideal_bubble_line, share_lines
 from gpipe_cli.reporting.run.summary import show_facts, show_line
@@ -98,12 +99,10 @@ def _outcome(view: PlanView) -> Iterable[tuple[str, str]]:
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
     yield from share_lines({"predicted": view.breakdown})
     yield ideal_bubble_line(view.ideal_bubble)
-    yield from view.notes
 
 
 def _show_layers(console: Console, layers: Sequence[LayerView]) -> None:
-    timed = all(layer.forward_seconds is not None and layer.backward_seconds is not None for layer in layers)
-    table = _table("layers", "params", "FLOPs", "saved", "sends", *(("forward", "backward") if timed else ()), left=1)
+    table = _table("layers", "params", "FLOPs", "saved", "sends", "forward", "backward", left=1)
     rows = []
     for _, group in groupby(layers, key=lambda v: (v.parameters, v.forward_flops, v.saved_bytes, v.boundary_bytes)):
         same = list(group)
@@ -111,9 +110,8 @@ def _show_layers(console: Console, layers: Sequence[LayerView]) -> None:
         name = first.name if len(same) == 1 else f"{first.name} ... {same[-1].name} x{len(same)}"
         cells = [name, count(first.parameters), operations(first.forward_flops), size(first.saved_bytes)]
         cells.append(size(first.boundary_bytes))
-        if timed:
-            cells.append(duration(sum(layer.forward_seconds or 0.0 for layer in same) / len(same)))
-            cells.append(duration(sum(layer.backward_seconds or 0.0 for layer in same) / len(same)))
+        cells.append(duration(sum(layer.forward_seconds for layer in same) / len(same)))
+        cells.append(duration(sum(layer.backward_seconds for layer in same) / len(same)))
         rows.append(cells)
     show_line(console, "layers: each, for one micro-batch; FLOPs are those of the forward", "bold")
     _print(console, table, rows)

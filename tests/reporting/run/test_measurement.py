@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from reporting_runs import description
 
-from gpipe_cli.reporting.plan_view import StageMemory
+from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.run.measurement import (
     EpochMeans,
     Throughput,
