@@ -15,26 +15,29 @@ from gpipe_cli.cli import COMMANDS, main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-# One command of each kind, in the order in which a user would type them, with what makes it short.
+# One command of each kind, with what makes it short.
+FIRST = {"gpipe train": ["max_steps=2", "hardware=cpu", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run"]}
 RUNS = {
-    "gpipe train": ["max_steps=2", "hardware=cpu", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run"],
     "gpipe train resume=outputs/my_run partitions=4 epochs=12": ["partitions=1", "max_steps=3"],
     "gpipe train dataset.classes=[5,6,7,8,9] init_from=outputs/my_run freeze=[stem,'cell_0*']": ["max_steps=1"],
     "gpipe train model=custom model.target=mymodel:digits": ["max_steps=1"],
     "gpipe train dry_run=true partitions=8": ["partitions=2"],
-    "gpipe train -m partitions=1,2 micro_batches=4,16 max_steps=20": [
-        "micro_batches=4", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep",
-    ],
-    "gpipe train resume=outputs/my_sweep": [],
     "gpipe train -cd FOLDER -cn NAME": ["dry_run=true"],
     "gpipe evaluate run=outputs/my_run partitions=1 checkpoint=last": [],
-    "gpipe compare outputs/my_run outputs/my_sweep": [],
     "gpipe compare outputs --csv": [],
     "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": ["hardware=cpu"],
     "gpipe bench partitions=2 micro_batches=8": ["steps=1", "hardware=cpu", "warm_up_steps=0"],
     "gpipe check model=custom model.target=mymodel:digits": ["executor=in_process"],
     "gpipe reproduce": [],
+}
+SWEEP = {  # in this order
+    "gpipe train -m partitions=1,2 micro_batches=4,16 max_steps=20": [
+        "micro_batches=4", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep",
+    ],
+    "gpipe train resume=outputs/my_sweep": [],
+    "gpipe compare outputs/my_run outputs/my_sweep": [],
 }  # fmt: skip
+TRIED = FIRST | RUNS | SWEEP
 
 
 def blocks(kind: str) -> list[str]:
@@ -47,7 +50,7 @@ def commands() -> list[str]:
     text = re.sub(r"^```.*?^```$", "", README + RECIPES, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks("bash") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
     found = [re.sub(r"^torchrun .*-m gpipe_cli\b", "gpipe", line.partition("  #")[0].strip()) for line in lines]
-    named = {f"gpipe {command}" for command in COMMANDS} - RUNS.keys()  # the name of a command and not a call
+    named = {f"gpipe {command}" for command in COMMANDS} - TRIED.keys()  # the name of a command and not a call
     return sorted({line for line in found if line.startswith("gpipe ")} - named)
 
 
@@ -65,7 +68,7 @@ def composed() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what the README speaks of: its model, a configuration, recipes."""
+    """A folder with what the README speaks of: its model, a configuration, recipes, a run."""
     folder = tmp_path_factory.mktemp("readme")
     (model,) = blocks("python")
     (folder / "mymodel.py").write_text(model)
@@ -77,27 +80,37 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
         patch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
         patch.delenv("RANK", raising=False)
+        for line, settings in FIRST.items():
+            assert run(patch, line, settings) == 0
         yield folder
+
+
+def run(patch: pytest.MonkeyPatch, line: str, settings: list[str]) -> int:
+    """Runs a command of the README with `settings` in the place of its own."""
+    short = {argument.partition("=")[0] for argument in settings}
+    given = [argument for argument in shlex.split(line)[1:] if argument.partition("=")[0] not in short]
+    return command(patch, *given, *settings)
 
 
 def test_the_readme_has_what_is_tested_here() -> None:
     assert len(README.splitlines()) <= 300
     assert len(refusals()) >= 3
-    assert RUNS.keys() <= {*commands()}
-    assert {line.split()[1] for line in RUNS} == COMMANDS.keys()
+    assert TRIED.keys() <= {*commands()}
+    assert {line.split()[1] for line in TRIED} == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("line", RUNS)
 def test_one_command_of_each_kind_runs(
     line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the order of the table: later ones use the folders that earlier ones have made."""
-    short = {argument.partition("=")[0] for argument in RUNS[line]}
-    given = [argument for argument in shlex.split(line)[1:] if argument.partition("=")[0] not in short]
-    code = command(monkeypatch, *given, *RUNS[line])
+    code = run(monkeypatch, line, RUNS[line])
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+def test_a_sweep_runs_goes_on_and_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [run(monkeypatch, line, settings) for line, settings in SWEEP.items()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("line", composed())
