@@ -18,7 +18,6 @@ from gpipe_cli.config.model import (
     TransformerNMTConfig,
 )
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.augmentation import Augmentation
 from gpipe_cli.data.batches import Split
 from gpipe_cli.data.images import open_images
 from gpipe_cli.data.text import open_text
@@ -171,38 +170,7 @@ def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, 
 
     Raises ValueError, one line, for a folder that is missing, empty or different.
     """
-    dataset = config.dataset
-    if isinstance(dataset, TextConfig):
-        return open_text(
-            dataset.name,
-            root=dataset.root,
-            length=greatest_lengths(config)[0],
-            vocabulary=dataset.vocabulary,
-            direction=dataset.direction or "",
-            seed=config.seed,
-            cache=dataset.cache,
-            drop_long=dataset.drop_long,
-            pairs=config.task == "translation",
-            train_samples=dataset.train_samples or 0,
-            test_samples=dataset.test_samples or 0,
-            pieces=pieces,
-        )
-    augmentation = Augmentation(
-        dataset.augmentation.random_resized_crop,
-        dataset.augmentation.horizontal_flip,
-        dataset.augmentation.cutout,
-        dataset.augmentation.shift,
-    )
-    return open_images(
-        dataset.name,
-        root=dataset.root,
-        image_size=dataset.image_size,
-        num_classes=dataset.num_classes,
-        seed=config.seed,
-        augmentation=augmentation,
-        download=dataset.download,
-        partial=dataset.partial,
-        classes=dataset.classes,
-        train_samples=dataset.train_samples or 0,
-        test_samples=dataset.test_samples or 0,
-    )
+    if isinstance(config.dataset, ImagesConfig):
+        return open_images(config.dataset, config.seed)
+    length, pairs = greatest_lengths(config)[0], config.task == "translation"
+    return open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)

@@ -5,22 +5,17 @@ the vocabulary and encode, the others wait and read. A file's name is a digest o
 nothing is ever out of date; its first bytes are a digest of the content, so a damaged file is noticed and made anew.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from safetensors.torch import load, save
+from torch import Tensor
 
 from gpipe_cli.system.files import write_whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["cache_folder", "cached", "cached_tensors", "digest_of"]
 
 _DIGEST_BYTES = 16
 
@@ -79,8 +74,6 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
 
 def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """As `cached`, for named tensors."""
-    from safetensors.torch import load, save
-
     return load(cached(folder, name, lambda: save(make())))
 
 

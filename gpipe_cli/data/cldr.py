@@ -5,23 +5,17 @@ territories, languages, scripts and currencies in hundreds of languages, some wi
 but many scripts, many languages, one model. It shows how the parts work together; it is no measure of translation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from gpipe_cli.data.cache import cached_tensors, digest_of
 from gpipe_cli.data.pairs import Pairs
 from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.seeds import seed_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["DIRECTIONS", "is_test_name", "read_cldr"]
-
-DIRECTIONS = ("to_english", "from_english", "both")
 
 _KINDS = ("territories", "languages", "scripts", "currency_names")
 _TEST_ONE_IN = 20
@@ -35,19 +29,13 @@ def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
     written otherwise there. A name that is missing or only a code is left out, and a language with fewer than 100
     names. One English name in 20 is for the test, in all languages alike, so that no name of the test, nor its code,
     occurs in training. The split is fixed, whatever the seed.
-
-    Raises ValueError for an unknown direction.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(
-            f"dataset.direction={direction}: unknown; use {', '.join(DIRECTIONS[:-1])} or {DIRECTIONS[-1]}"
-        )
     import babel
 
     # Whatever changes below changes the file's name.
     name = digest_of("cldr", babel.__version__, [Path(__file__).read_bytes()])
     tensors = cached_tensors(cache, f"cldr-{name}", _read_tensors)
-    codes = Ragged(tensors["languages"], tensors["languages.ends"]).texts()
+    codes = Ragged.stored(tensors, "languages").texts()
     train, test = (_directed(tensors, split, codes, direction) for split in ("train", "test"))
     return train, test
 
@@ -89,8 +77,6 @@ def _locales() -> Iterator[tuple[str, dict[tuple[str, str], str]]]:
 
 def _read_tensors() -> dict[str, Tensor]:
     """Both splits into English: texts, and the number of each pair's language."""
-    import torch
-
     english = _names_of("en")
     locales: list[str] = []
     rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
@@ -101,26 +87,17 @@ def _read_tensors() -> dict[str, Tensor]:
         for name, meaning in known:
             rows["test" if is_test_name(meaning) else "train"].append((name, meaning, len(locales)))
         locales.append(locale)
-    tensors = _texts("languages", locales)
+    tensors = Ragged.of_texts(locales).to_store("languages")
     for split, part in rows.items():
-        tensors |= _texts(f"{split}.names", [name for name, _, _ in part])
-        tensors |= _texts(f"{split}.english", [meaning for _, meaning, _ in part])
+        tensors |= Ragged.of_texts(name for name, _, _ in part).to_store(f"{split}.names")
+        tensors |= Ragged.of_texts(meaning for _, meaning, _ in part).to_store(f"{split}.english")
         tensors[f"{split}.groups"] = torch.tensor([number for _, _, number in part], dtype=torch.int32)
     return tensors
 
 
-def _texts(name: str, texts: list[str]) -> dict[str, Tensor]:
-    ragged = Ragged.of_texts(texts)
-    return {name: ragged.values, f"{name}.ends": ragged.ends}
-
-
 def _directed(tensors: dict[str, Tensor], split: str, codes: list[str], direction: str) -> Pairs:
     """The pairs of a split in one direction or both."""
-    import torch
-
-    names, english = (
-        Ragged(tensors[f"{split}.{side}"], tensors[f"{split}.{side}.ends"]) for side in ("names", "english")
-    )
+    names, english = (Ragged.stored(tensors, f"{split}.{side}") for side in ("names", "english"))
     groups = tensors[f"{split}.groups"]
     into, out_of = tuple(f"{code}-en" for code in codes), tuple(f"en-{code}" for code in codes)
     match direction:

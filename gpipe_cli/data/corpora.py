@@ -1,16 +1,12 @@
 """Text to read: the documents of a training and a test text for a language model (paper, Section 2.2, Table 1).
 
 The paper's Transformer-L is measured without a named text; Lingvo's GPipe language model reads the billion-word
-benchmark. Two sources stand in for it: what every Python carries with it, so that a first run needs no download, and
-anybody's own files.
+benchmark. Two sources replace it: the text that comes with every Python, so that a first run needs no download, and
+a user's own files.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-
-__all__ = ["read_python_docs", "read_text_files"]
 
 _SECTION_CHARACTERS = 2000
 _TEST_EVERY = 10

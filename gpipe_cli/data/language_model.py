@@ -4,21 +4,17 @@ The first stage needs the tokens, the last one the next tokens, and they may liv
 from the stream by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gpipe_cli.data.batches import SPLITS, Catalogue
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.batches import SPLITS, Catalogue, Key
 from gpipe_cli.data.cache import cached_tensors, digest_of
 from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, saved_vocabulary, train_vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["TextSplit", "open_documents"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +34,6 @@ class TextSplit:
 
     @property
     def catalogue(self) -> Catalogue:
-        """How many windows there are; all are alike."""
         return Catalogue(len(self), fixed_lengths=(self.length,))
 
     @property
@@ -46,10 +41,8 @@ class TextSplit:
         """Ids are 0 .. vocabulary_size - 1."""
         return self.vocabulary.size
 
-    def inputs(self, keys: Sequence[tuple[int, int]], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """One int64 (n, length): the tokens of windows `keys`, each (epoch, index)."""
-        import torch
-
+    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """One int64 (n, length): the tokens of windows `keys`."""
         return (self._windows(torch.tensor([index for _, index in keys]), lengths, first=0, padding=PAD),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -61,8 +54,6 @@ class TextSplit:
         return self.tokens[1:].long()
 
     def _windows(self, indices: Tensor, lengths: tuple[int, ...], first: int, padding: int) -> Tensor:
-        import torch
-
         assert lengths == (self.length,), (lengths, self.length)
         positions = indices[:, None] * self.length + torch.arange(self.length)
         beyond = positions >= len(self.tokens) - 1  # nothing comes after the last token
@@ -105,9 +96,6 @@ def _lines(documents: Iterable[str]) -> list[str]:
 
 
 def _encode(documents: Sequence[str], vocabulary: Vocabulary) -> Tensor:
-    import numpy as np
-    import torch
-
     ends = np.array([END], dtype=np.int32)
     parts = [part for ids in vocabulary.encode(documents) for part in (np.asarray(ids, dtype=np.int32), ends)]
     return torch.from_numpy(np.concatenate(parts))

@@ -1,24 +1,21 @@
-"""Sentence pairs as text: what a reader of parallel text hands over (paper, Section 5).
+"""Sentence pairs as text: what a reader of parallel text returns (paper, Section 5).
 
 The pairs of all languages are in one list with the number of their language pair beside them, because one model is
 trained on all of them and languages are drawn with a temperature.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.seeds import seed_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Pairs", "languages_of", "read_parallel_text", "target_language"]
 
 _TEST_ONE_IN = 20
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
@@ -45,15 +42,14 @@ class Pairs:
             return f"'{self.file}' line {int(self.lines[index])}"
         return f"'{self.sources.text(index)}' ({self.languages[int(self.groups[index])]})"
 
-    def chosen(self, indices: Tensor) -> Pairs:
+    def chosen(self, indices: Tensor) -> "Pairs":
         """The pairs `indices` (int64), in that order."""
-        return Pairs(
-            self.sources.chosen(indices),
-            self.references.chosen(indices),
-            self.groups[indices],
-            self.languages,
-            self.file,
-            None if self.lines is None else self.lines[indices],
+        return replace(
+            self,
+            sources=self.sources.chosen(indices),
+            references=self.references.chosen(indices),
+            groups=self.groups[indices],
+            lines=None if self.lines is None else self.lines[indices],
         )
 
 
@@ -76,34 +72,43 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     Raises ValueError for files that are missing, empty or not UTF-8, and for a line of another form, with its number.
     """
     if root.is_dir():
-        files = [root / "train.tsv", root / "test.tsv"]
+        files = (root / "train.tsv", root / "test.tsv")
         for file in files:
             if not file.is_file():
                 raise ValueError(f"dataset.root={root}: no file '{file}'; expected train.tsv and test.tsv, or one file")
-        rows = [(file, _read_rows(file)) for file in files]
+        rows = [_read_rows(file) for file in files]
     elif root.is_file():
-        both: tuple[list[_Row], list[_Row]] = ([], [])
+        files, rows = (root, root), [[], []]
         for row in _read_rows(root):
-            both[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
-        for split, part in zip(("training", "test"), both, strict=True):
+            rows[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
+        for split, part in zip(SPLITS.values(), rows, strict=True):
             if not part:
                 raise ValueError(
                     f"dataset.root={root}: 1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no "
                     f"{split} line is left; add lines, or use a folder with train.tsv and test.tsv"
                 )
-        rows = [(root, part) for part in both]
     else:
         raise ValueError(
             f"dataset.root={root}: no such file or folder; set it to a *.tsv file, or a folder with train.tsv and "
             "test.tsv"
         )
-    languages = tuple(sorted({row.languages for _, part in rows for row in part}))
-    train, test = (_gather(file, part, languages) for file, part in rows)
+    languages = tuple(sorted({row.languages for part in rows for row in part}))
+    numbers = {name: number for number, name in enumerate(languages)}
+    train, test = (
+        Pairs(
+            Ragged.of_texts(row.source for row in part),
+            Ragged.of_texts(row.target for row in part),
+            torch.tensor([numbers[row.languages] for row in part], dtype=torch.int32),
+            languages,
+            file,
+            torch.tensor([row.line for row in part], dtype=torch.int32),
+        )
+        for file, part in zip(files, rows, strict=True)
+    )
     return train, test
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     line: int  # from 1
     source: str
     target: str
@@ -114,10 +119,9 @@ def _read_rows(file: Path) -> list[_Row]:
     """The lines of a file that are not empty, at least one."""
     try:
         content = file.read_bytes()
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"text file '{file}': cannot be read ({error.strerror}); replace it") from error
-    try:
-        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"text file '{file}': line {line} is not UTF-8 ({error.reason}); convert it") from error
@@ -135,23 +139,9 @@ def _read_row(file: Path, number: int, line: str) -> _Row:
             f"text file '{file}' line {number}: has {len(fields)} columns; must have 3, separated by tabs: source, "
             "target and languages (such as de-en)"
         )
-    for name, field in zip(("source", "target", "languages"), fields, strict=True):
+    for name, field in zip(_Row._fields[1:], fields, strict=True):
         if not field:
             raise ValueError(f"text file '{file}' line {number}: the {name} is empty; fill it in or delete the line")
     if not _LANGUAGES.fullmatch(fields[2]):
         raise ValueError(f"text file '{file}' line {number}: languages '{fields[2]}' must be of the form de-en")
     return _Row(number, *fields)
-
-
-def _gather(file: Path, rows: list[_Row], languages: tuple[str, ...]) -> Pairs:
-    import torch
-
-    numbers = {name: number for number, name in enumerate(languages)}
-    return Pairs(
-        Ragged.of_texts(row.source for row in rows),
-        Ragged.of_texts(row.target for row in rows),
-        torch.tensor([numbers[row.languages] for row in rows], dtype=torch.int32),
-        languages,
-        file,
-        torch.tensor([row.line for row in rows], dtype=torch.int32),
-    )

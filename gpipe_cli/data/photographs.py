@@ -5,20 +5,16 @@ disk against them before the first step. Readers only give paths and targets; pi
 photographs. torchvision reads the annotations, each set has its own format.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpipe_cli.data.readers import Samples, one_process_at_a_time, read_folders
-from gpipe_cli.data.sources import Files
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["DECODED", "PHOTOGRAPHS", "PhotographSet", "read_photographs"]
+from gpipe_cli.config.typed import one_line
+from gpipe_cli.data.batches import SPLITS
+from gpipe_cli.data.readers import Files, Samples, one_process_at_a_time, read_folders
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class PhotographSet:
     counted: str = "in the paper"
 
 
-PHOTOGRAPHS: Mapping[str, PhotographSet] = {
+PHOTOGRAPHS = {
     "imagenet": PhotographSet(
         1_281_167,
         50_000,
@@ -97,20 +93,14 @@ DECODED = ("image_folder", *PHOTOGRAPHS)
 """Data sets whose images are decoded from files, which is the work of several loader processes."""
 
 
-def read_photographs(name: str, *, root: Path, download: bool, partial: bool) -> tuple[Samples, Samples]:
+def read_photographs(name: str, root: Path, *, download: bool, partial: bool) -> tuple[Samples, Samples]:
     """The training and the test split of the set `name`, a key of PHOTOGRAPHS, from the files below `root`.
 
-    download: fetch what is missing, where torchvision can. partial: accept fewer images and classes than the paper
-    used; images that are listed but have no file are left out.
+    download: fetch what is missing; the settings allow it where torchvision can. partial: accept fewer images and
+    classes than the paper used; images that are listed but have no file are left out.
 
     Raises ValueError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
     """
-    photographs = PHOTOGRAPHS[name]
-    if download and not photographs.download:
-        raise ValueError(
-            f"dataset.download=true: {name} cannot be downloaded ({photographs.get}); put "
-            f"{photographs.contents} into '{root / photographs.folder}'"
-        )
     match name:
         case "imagenet":
             train, test = _read_imagenet(root)
@@ -141,13 +131,17 @@ def _read_imagenet(root: Path) -> tuple[Samples, Samples]:
     torchvision's ImageNet unpacks the archives into these folders and writes the names of the classes to meta.bin. Most
     people have the folders only; then the WordNet numbers are the names.
     """
+    from torchvision.datasets import ImageNet
     from torchvision.datasets.imagenet import ARCHIVE_META, META_FILE, load_meta_file
 
     meta, devkit = root / META_FILE, root / ARCHIVE_META["devkit"][0]
     try:
         # Unpacking needs a disk that can be written to; reading must not.
         if (meta.is_file() or devkit.is_file()) and os.access(root, os.W_OK):
-            _unpack_imagenet(root, meta)
+            with one_process_at_a_time(root):
+                if not (meta.is_file() and (root / "train").is_dir() and (root / "val").is_dir()):
+                    for split in ("train", "val"):
+                        ImageNet(str(root), split=split)
         words = load_meta_file(str(root))[0] if meta.is_file() else {}
     except Exception as error:  # archives and pickles fail in many ways
         raise ValueError(
@@ -159,17 +153,7 @@ def _read_imagenet(root: Path) -> tuple[Samples, Samples]:
     train, test = read_folders(root, test_names=("val",))
     # All words of a synset: two classes share the first one ("crane").
     names = tuple(", ".join(words.get(wnid, (wnid,))) for wnid in train.class_names)
-    return Samples(train.source, train.targets, names), Samples(test.source, test.targets, names)
-
-
-def _unpack_imagenet(root: Path, meta: Path) -> None:
-    """Let torchvision unpack what is still an archive; the other processes of the run wait, then find the folders."""
-    from torchvision.datasets import ImageNet
-
-    with one_process_at_a_time(root):
-        if not (meta.is_file() and (root / "train").is_dir() and (root / "val").is_dir()):
-            for split in ("train", "val"):
-                ImageNet(str(root), split=split)
+    return Samples(train.pixels, train.targets, names), Samples(test.pixels, test.targets, names)
 
 
 def _download(name: str, root: Path) -> None:
@@ -184,43 +168,35 @@ def _download(name: str, root: Path) -> None:
         ) from error
 
 
-def _open_listed(name: str, root: Path, split: str, download: bool) -> Any:
+def _open_listed(name: str, root: Path, split: str, *, download: bool = False) -> Any:
     """torchvision's reader of one split; it checks that folders are there, and raises whatever parsing raises."""
     from torchvision import datasets
 
+    trainval = "trainval" if split == "train" else split
     match name:
         case "stanford_cars":
             return datasets.StanfordCars(str(root), split=split)
         case "oxford_pets":
-            return datasets.OxfordIIITPet(str(root), split="trainval" if split == "train" else split, download=download)
+            return datasets.OxfordIIITPet(str(root), split=trainval, download=download)
         case "food101":
             return datasets.Food101(str(root), split=split, download=download)
         case _:
             assert name == "fgvc_aircraft", name
-            return datasets.FGVCAircraft(
-                str(root),
-                split="trainval" if split == "train" else split,
-                annotation_level="variant",
-                download=download,
-            )
+            return datasets.FGVCAircraft(str(root), split=trainval, annotation_level="variant", download=download)
 
 
 def _read_listed(name: str, root: Path, split: str, partial: bool) -> Samples:
     """One split of a set whose annotations list its images; without `partial` every listed image must be there."""
-    import torch
-
     photographs = PHOTOGRAPHS[name]
     folder = root / photographs.folder
     try:
-        reader = _open_listed(name, root, split, download=False)
+        reader = _open_listed(name, root, split)
         # torchvision has no public way to the paths: indexing a reader decodes the image.
-        match name:
-            case "stanford_cars":
-                listed = [(str(path), int(target)) for path, target in reader._samples]
-            case "oxford_pets":
-                listed = [(str(path), target) for path, target in zip(reader._images, reader._labels, strict=True)]
-            case _:
-                listed = [(str(path), target) for path, target in zip(reader._image_files, reader._labels, strict=True)]
+        if name == "stanford_cars":
+            paths, labels = zip(*reader._samples, strict=True)
+        else:
+            paths, labels = reader._images if name == "oxford_pets" else reader._image_files, reader._labels
+        listed = [(str(path), int(label)) for path, label in zip(paths, labels, strict=True)]
         classes = tuple(map(str, reader.classes))
         if not all(0 <= target < len(classes) for _, target in listed):
             raise ValueError(f"a {split} image of a class that is none of the {len(classes)} named")
@@ -230,24 +206,18 @@ def _read_listed(name: str, root: Path, split: str, partial: bool) -> Samples:
             f"dataset.root={root}: '{folder}' {found}; {name} is expected there as {photographs.contents}; "
             f"{photographs.get}"
         ) from error
-    there = _there([path for path, _ in listed])
-    missing = [path for path, _ in listed if path not in there]
-    if missing and not partial:
+    # Folders are listed: asking for each of 75,750 files is slow on a network disk.
+    folders = {os.path.dirname(path) for path, _ in listed}
+    names = {folder: set(os.listdir(folder)) for folder in folders if os.path.isdir(folder)}
+    kept = [(path, target) for path, target in listed if os.path.basename(path) in names.get(os.path.dirname(path), ())]
+    if len(kept) < len(listed) and not partial:
+        missing = next(path for path, _ in listed if not os.path.exists(path))
         raise ValueError(
-            f"dataset.root={root}: {len(missing):,} of {len(listed):,} {_images(split)} that {name} lists are missing, "
-            f"e.g. '{missing[0]}'; {_complete(name, root)} or set dataset.partial=true"
+            f"dataset.root={root}: {len(listed) - len(kept):,} of {len(listed):,} {_images(split)} that {name} lists "
+            f"are missing, e.g. '{missing}'; {_complete(name, root)} or set dataset.partial=true"
         )
-    kept = [(path, target) for path, target in listed if path in there]
     targets = torch.tensor([target for _, target in kept], dtype=torch.int64)
     return Samples(Files(tuple(path for path, _ in kept)), targets, classes)
-
-
-def _there(paths: list[str]) -> set[str]:
-    """Those of `paths` that exist. Folders are listed: asking for each of 75,750 files is slow on a network disk."""
-    names = {
-        folder: set(os.listdir(folder)) for folder in {os.path.dirname(path) for path in paths} if Path(folder).is_dir()
-    }
-    return {path for path in paths if os.path.basename(path) in names.get(os.path.dirname(path), ())}
 
 
 def _check_splits(name: str, root: Path, train: Samples, test: Samples, partial: bool) -> None:
@@ -263,36 +233,32 @@ def _check_splits(name: str, root: Path, train: Samples, test: Samples, partial:
             f"dataset.root={root}: the training and the test images of {name} must have the same classes, but "
             f"'{odd[0]}' ({len(odd)} differ) is only in one of them; {_complete(name, root)}"
         )
-    found = len(train.class_names)
-    if found > photographs.classes or (found < photographs.classes and not partial):
-        _refuse(name, root, photographs.classes, "classes", found)
-    for split, samples, expected in (("train", train, photographs.train), ("test", test, photographs.test)):
-        found = len(samples.targets)
-        if found > expected or found == 0 or (found < expected and not partial):
-            _refuse(name, root, expected, _images(split), found)
-
-
-def _refuse(name: str, root: Path, expected: int, what: str, found: int) -> None:
-    if found > expected:
+    for what, expected, found in (
+        ("classes", photographs.classes, len(train.class_names)),
+        (_images("train"), photographs.train, len(train.targets)),
+        (_images("test"), photographs.test, len(test.targets)),
+    ):
+        if found == expected or (partial and 0 < found < expected):
+            continue
         remedy = "remove what is not part of it"
-    else:
-        remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
-    raise ValueError(
-        f"dataset.root={root}: {name} has {expected:,} {what} {PHOTOGRAPHS[name].counted}, found {found:,}; {remedy}"
-    )
+        if found < expected:
+            remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
+        raise ValueError(
+            f"dataset.root={root}: {name} has {expected:,} {what} {photographs.counted}, found {found:,}; {remedy}"
+        )
 
 
 def _complete(name: str, root: Path) -> str:
-    """What to do about data with holes. torchvision takes a folder that is there for a finished download."""
+    """The remedy for data with files missing. torchvision takes an existing folder for a finished download."""
     if PHOTOGRAPHS[name].download:
         return f"complete the data (delete '{root / PHOTOGRAPHS[name].folder}' and set dataset.download=true)"
     return "complete the data"
 
 
 def _images(split: str) -> str:
-    return "training images" if split == "train" else "test images"
+    return f"{SPLITS[split]} images"
 
 
 def _reason(error: Exception) -> str:
     """An exception in one line, with its type: the text of a KeyError is only the key."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{type(error).__name__}: {one_line(error)}"

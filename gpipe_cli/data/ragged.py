@@ -4,16 +4,14 @@ The paper's Section 5 counts its sentences in billions. A list of lists costs a 
 page by page into every loading process, and cannot be stored as it is; two tensors can.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import Self
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Ragged"]
+import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,33 +24,33 @@ class Ragged:
     values: Tensor
     ends: Tensor
 
-    @staticmethod
-    def of_tokens(sequences: Sequence[Sequence[int]]) -> Ragged:
+    @classmethod
+    def of_tokens(cls, sequences: Sequence[Sequence[int]]) -> Self:
         """From lists of ids."""
-        import numpy as np
-        import torch
-
         ends = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64).cumsum(0)
-        tokens = (token for sequence in sequences for token in sequence)
-        return Ragged(torch.from_numpy(np.fromiter(tokens, dtype=np.int32)), ends)
+        return cls(torch.from_numpy(np.fromiter(chain.from_iterable(sequences), dtype=np.int32)), ends)
 
-    @staticmethod
-    def of_texts(texts: Iterable[str]) -> Ragged:
+    @classmethod
+    def of_texts(cls, texts: Iterable[str]) -> Self:
         """From strings."""
-        import numpy as np
-        import torch
-
         encoded = [text.encode() for text in texts]
         ends = torch.tensor([len(text) for text in encoded], dtype=torch.int64).cumsum(0)
-        return Ragged(torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8)), ends)
+        return cls(torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8)), ends)
 
-    @staticmethod
-    def joined(parts: Sequence[Ragged]) -> Ragged:
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
         """All sequences of all parts, in order."""
-        import torch
-
         lengths = torch.cat([part.lengths for part in parts])
-        return Ragged(torch.cat([part.values for part in parts]), lengths.cumsum(0))
+        return cls(torch.cat([part.values for part in parts]), lengths.cumsum(0))
+
+    @classmethod
+    def stored(cls, tensors: Mapping[str, Tensor], name: str) -> Self:
+        """What `to_store` made."""
+        return cls(tensors[name], tensors[f"{name}.ends"])
+
+    def to_store(self, name: str) -> dict[str, Tensor]:
+        """Named tensors, for a cache."""
+        return {name: self.values, f"{name}.ends": self.ends}
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -61,6 +59,11 @@ class Ragged:
     def lengths(self) -> Tensor:
         """int64 (sequences,)."""
         return self.ends.diff(prepend=self.ends.new_zeros(1))
+
+    def lengths_of(self, indices: Tensor) -> Tensor:
+        """int64 (n,): the lengths of sequences `indices`; those of the others are not computed."""
+        starts = self.ends[indices - 1].masked_fill_(indices == 0, 0)  # index -1 reads the last end; it is not used
+        return self.ends[indices] - starts
 
     def text(self, index: int) -> str:
         """Sequence `index` of texts."""
@@ -72,10 +75,8 @@ class Ragged:
         content, ends = self.values.numpy().tobytes(), self.ends.tolist()
         return [content[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def chosen(self, indices: Tensor) -> Ragged:
+    def chosen(self, indices: Tensor) -> "Ragged":
         """The sequences `indices` (int64), in that order."""
-        import torch
-
         lengths = self.lengths[indices]
         ends = lengths.cumsum(0)
         shifts = (self.ends[indices] - ends).repeat_interleave(lengths)
@@ -83,16 +84,9 @@ class Ragged:
 
     def padded(self, indices: Tensor, width: int, padding: int) -> Tensor:
         """int64 (n, width): the sequences `indices` (int64 (n,)), each no longer than `width`."""
-        import torch
-
         lengths = self.lengths_of(indices)
         assert bool((lengths <= width).all()), (lengths, width)
         columns = torch.arange(width)
         positions = (self.ends[indices] - lengths)[:, None] + columns
         tokens = self.values[positions.clamp_(max=len(self.values) - 1)].to(torch.int64)
         return tokens.masked_fill_(columns >= lengths[:, None], padding)
-
-    def lengths_of(self, indices: Tensor) -> Tensor:
-        """int64 (n,): the lengths of sequences `indices`, without a look at the others."""
-        starts = self.ends[indices - 1].masked_fill_(indices == 0, 0)  # index -1 reads the last end; it is not used
-        return self.ends[indices] - starts

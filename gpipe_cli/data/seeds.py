@@ -1,17 +1,15 @@
-"""Seeds for everything random in the data: mixed out of what identifies a number, never taken from a running generator.
+"""Seeds for everything random in the data: computed from what identifies a number, never from a running generator.
 
 Training does not depend on the number of partitions (paper, Sections 1 and 7); to show it, sample i of epoch e must be
 the same tensor whatever loads it: this process or a worker, from the start or after a resume. A seed that is a
-function of (run seed, epoch, index) gives that; a generator that is carried along does not.
+function of (run seed, epoch, index) gives that; a generator with a state does not.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["seed_of", "seeded"]
+import torch
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
@@ -25,13 +23,11 @@ def seed_of(purpose: str, *numbers: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run the block with torch's default CPU generator started from `seed`, then put its old state back.
+    """Run the block with torch's default CPU generator started from `seed`, then restore its old state.
 
-    Needed because torchvision's transforms draw from the default generator only. `torch.manual_seed` is not used: it
-    also re-seeds every accelerator, which the process that trains could not undo as cheaply.
+    Needed because torchvision's transforms draw from the default generator only. `torch.manual_seed` would also
+    re-seed every accelerator.
     """
-    import torch
-
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

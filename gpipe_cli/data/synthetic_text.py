@@ -3,20 +3,16 @@
 Made from (seed, index), so that any number of sequences of any length costs no disk and no vocabulary is learned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gpipe_cli.data.batches import Catalogue
+import torch
+from torch import Tensor
+
+from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.data.batches import Catalogue, Key
 from gpipe_cli.data.seeds import seed_of
 from gpipe_cli.data.vocabulary import BEGIN, UNKNOWN
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["SyntheticText", "make_synthetic_text"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,10 @@ class SyntheticText:
 
     @property
     def catalogue(self) -> Catalogue:
-        """All samples are alike."""
         return Catalogue(self.samples, fixed_lengths=(self.length,) * (2 if self.pairs else 1))
 
-    def inputs(self, keys: Sequence[tuple[int, int]], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """int64 (n, length): tokens; or sources and targets so far, each of that shape. keys: (epoch, index)."""
-        import torch
-
+    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """int64 (n, length): tokens; or sources and targets so far, each of that shape."""
         assert lengths == self.catalogue.fixed_lengths, (lengths, self.catalogue.fixed_lengths)
         sequences = self._sequences([index for _, index in keys])
         if not self.pairs:
@@ -53,14 +46,8 @@ class SyntheticText:
         assert lengths == self.catalogue.fixed_lengths, (lengths, self.catalogue.fixed_lengths)
         return self._sequences(indices.tolist())[:, -self.length :]
 
-    def predicted(self) -> Tensor:
-        """int64 (tokens,): all targets."""
-        return self._sequences(range(self.samples))[:, -self.length :].flatten()
-
     def _sequences(self, indices: Sequence[int]) -> Tensor:
         """Uniform over the ids that are not special: a window and the token after it, or a source and its target."""
-        import torch
-
         tokens = 2 * self.length if self.pairs else self.length + 1
         sequences = torch.empty((len(indices), tokens), dtype=torch.int64)
         for row, index in zip(sequences, indices, strict=True):
@@ -70,20 +57,12 @@ class SyntheticText:
 
 
 def make_synthetic_text(
-    *, length: int, vocabulary: int, pairs: bool, train_samples: int, test_samples: int, seed: int
+    dataset: TextConfig, *, length: int, pairs: bool, seed: int
 ) -> tuple[SyntheticText, SyntheticText]:
-    """The training and the test split.
-
-    Raises ValueError where a split would be empty, or no id would be left.
-    """
-    if vocabulary < UNKNOWN + 2:
-        raise ValueError(
-            f"dataset.vocabulary={vocabulary}: ids 0 to {UNKNOWN} are special; use dataset.vocabulary={UNKNOWN + 2} "
-            "or more"
-        )
-    splits = []
-    for setting, samples in (("train_samples", train_samples), ("test_samples", test_samples)):
-        if samples < 1:
-            raise ValueError(f"dataset.{setting}={samples}: must be 1 or more")
-        splits.append(SyntheticText(samples, length, vocabulary, seed_of(f"text {setting}", seed), pairs))
-    return splits[0], splits[1]
+    """The training and the test split."""
+    assert dataset.train_samples, "a number, by the settings"
+    assert dataset.test_samples, "a number, by the settings"
+    return (
+        SyntheticText(dataset.train_samples, length, dataset.vocabulary, seed_of("text train_samples", seed), pairs),
+        SyntheticText(dataset.test_samples, length, dataset.vocabulary, seed_of("text test_samples", seed), pairs),
+    )

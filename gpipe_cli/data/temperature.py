@@ -1,20 +1,14 @@
 """Temperature-based sampling of languages (paper, Section 5): p ~ share^(1/T), T = 5 in its supplement.
 
 With 10^4 to 10^9 sentences a language, a model that sees each sentence once hardly sees the small ones; with equal
-shares it repeats them for ever. The temperature is between: 1 is by share, infinity is equal.
+shares it repeats them for ever. The temperature chooses between the two: 1 is by share, infinity is equal shares.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+import numpy as np
+import torch
+from torch import Tensor
 
 from gpipe_cli.data.seeds import seed_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
-__all__ = ["TemperatureSampler", "language_quotas"]
 
 
 def language_quotas(counts: list[int], temperature: float) -> list[int]:
@@ -32,14 +26,12 @@ def language_quotas(counts: list[int], temperature: float) -> list[int]:
 class TemperatureSampler:
     """The draws of each epoch, as many as there are samples.
 
-    A language walks through its samples in one endless row of permutations, and epoch e takes the quota from place
-    e * quota on: no sample comes again before all others of its language have come, from epoch to epoch too, and epoch
-    e needs no other epoch to be known.
+    A language's samples are one endless sequence of permutations, and epoch e takes its quota from place e * quota on:
+    no sample comes again before all others of its language have come, from epoch to epoch too, and an epoch can be
+    computed without those before it.
     """
 
     def __init__(self, groups: Tensor, temperature: float, seed: int) -> None:
-        import numpy as np
-
         numbers = groups.numpy()
         counts = np.bincount(numbers)
         self._members = np.argsort(numbers, kind="stable")  # the samples, language by language
@@ -50,9 +42,6 @@ class TemperatureSampler:
 
     def draws(self, epoch: int) -> Tensor:
         """int64 (samples,), language by language."""
-        import numpy as np
-        import torch
-
         present = np.flatnonzero(self._quotas)
         counts, quotas = self._counts[present], self._quotas[present]
         start = quotas * epoch
@@ -72,10 +61,8 @@ class TemperatureSampler:
         """Permutation `number` of the samples of `language`, row after row, with each sample's place in its row.
 
         The order within a row is by a hash of (seed, language, number, sample): all rows are sorted at once, and a row
-        is the same whatever other rows are asked for. A generator for each row would take a second for small languages.
+        does not depend on which others are asked for. A generator for each row would take a second for small languages.
         """
-        import numpy as np
-
         sizes = self._counts[language]
         places, row = _count_up(sizes), np.repeat(np.arange(len(language)), sizes)
         samples = self._members[np.repeat(self._firsts[language], sizes) + places]
@@ -90,15 +77,11 @@ class TemperatureSampler:
 
 def _count_up(sizes: np.ndarray) -> np.ndarray:
     """0 .. size - 1 for each size, one after the other."""
-    import numpy as np
-
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
     """uint64: each number's bits mixed, one to one (SplitMix64's output function: Steele, Lea and Flood, 2014)."""
-    import numpy as np
-
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

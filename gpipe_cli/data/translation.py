@@ -4,24 +4,19 @@ One vocabulary serves all languages and both sides. The first token of a source 
 as the group's multilingual papers do it; the GPipe paper itself does not say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gpipe_cli.data.batches import SPLITS, Catalogue
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.batches import SPLITS, Catalogue, Key
 from gpipe_cli.data.cache import cached_tensors, digest_of
 from gpipe_cli.data.pairs import Pairs, target_language
 from gpipe_cli.data.ragged import Ragged
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, saved_vocabulary, train_vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["PairSplit", "open_pairs"]
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, saved_vocabulary, train_vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +49,11 @@ class PairSplit:
     @cached_property
     def catalogue(self) -> Catalogue:
         """How many pairs there are, their lengths (source, target) and languages."""
-        import torch
-
         lengths = torch.stack([self.sources.lengths, self.answers.lengths], dim=1).to(torch.int32)
         return Catalogue(len(self), lengths=lengths, groups=self.pairs.groups)
 
-    def inputs(self, keys: Sequence[tuple[int, int]], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Two int64: sources (n, S) and targets so far (n, T) of the pairs `keys`, each (epoch, index)."""
-        import torch
-
+    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Two int64: sources (n, S) and targets so far (n, T) of the pairs `keys`."""
         indices = torch.tensor([index for _, index in keys])
         answers = self.answers.padded(indices, lengths[1], PAD)
         so_far = torch.cat([torch.full((len(keys), 1), BEGIN), answers[:, :-1]], dim=1)
@@ -107,24 +98,20 @@ def open_pairs(
         learned = train_vocabulary(texts, vocabulary, symbols=symbols, word_prefix=True, cache=cache)
     else:
         learned = saved_vocabulary(pieces, vocabulary)
-        if missing := [symbol for symbol in symbols if not learned.has_symbol(symbol)]:
+        if missing := [symbol for symbol in symbols if learned.symbol(symbol) == UNKNOWN]:
             raise ValueError(
                 f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "
                 f"({', '.join(symbol[2:-1] for symbol in missing[:4])}); leave them out, or train from the beginning"
             )
     whole = {"train": train, "test": test}
     name = digest_of("pairs", train.languages, [learned.model, *_content(train), *_content(test)])
-    tensors = cached_tensors(
-        cache,
-        f"pairs-{name}",
-        lambda: {key: part for split, pairs in whole.items() for key, part in _encode(split, pairs, learned).items()},
-    )
-    splits = []
-    for split, pairs in whole.items():
-        sources, answers = (
-            Ragged(tensors[f"{split}.{side}"], tensors[f"{split}.{side}.ends"]) for side in ("sources", "answers")
+    tensors = cached_tensors(cache, f"pairs-{name}", lambda: _encode(whole, learned))
+    splits = [
+        PairSplit(
+            pairs, Ragged.stored(tensors, f"{split}.sources"), Ragged.stored(tensors, f"{split}.answers"), learned
         )
-        splits.append(PairSplit(pairs, sources, answers, learned))
+        for split, pairs in whole.items()
+    ]
     if not drop_long:
         _check_lengths(splits, length)
     shortened = [_without_long(split, length) for split in splits]
@@ -143,27 +130,23 @@ def _content(pairs: Pairs) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def _encode(split: str, pairs: Pairs, vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """Tokens of both sides, named for the cache."""
-    into = [vocabulary.symbol(f"<2{target_language(name)}>") for name in pairs.languages]
-    sources = [
-        [into[group], *ids, END]
-        for group, ids in zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources.texts()), strict=True)
-    ]
-    answers = [[*ids, END] for ids in vocabulary.encode(pairs.references.texts())]
-    tensors = {}
-    for side, sequences in (("sources", sources), ("answers", answers)):
-        ragged = Ragged.of_tokens(sequences)
-        tensors[f"{split}.{side}"], tensors[f"{split}.{side}.ends"] = ragged.values, ragged.ends
+def _encode(splits: dict[str, Pairs], vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """Tokens of both sides of both splits, named for the cache."""
+    tensors: dict[str, Tensor] = {}
+    for split, pairs in splits.items():
+        into = [vocabulary.symbol(f"<2{target_language(name)}>") for name in pairs.languages]
+        encoded = zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources.texts()), strict=True)
+        sources = [[into[group], *ids, END] for group, ids in encoded]
+        answers = [[*ids, END] for ids in vocabulary.encode(pairs.references.texts())]
+        tensors |= Ragged.of_tokens(sources).to_store(f"{split}.sources")
+        tensors |= Ragged.of_tokens(answers).to_store(f"{split}.answers")
     return tensors
 
 
 def _check_lengths(splits: list[PairSplit], length: int) -> None:
     """ValueError that names the longest pair of all where it is too long."""
-    longest, split, index = max(
-        ((int(longer.max()), split, int(longer.argmax())) for split in splits for longer in [_longer(split)]),
-        key=lambda found: found[0],
-    )
+    split = max(splits, key=lambda split: int(_longer(split).max()))
+    longest, index = int(_longer(split).max()), int(_longer(split).argmax())
     if longest > length:
         many = sum(int((_longer(split) > length).sum()) for split in splits)
         raise ValueError(
@@ -173,21 +156,18 @@ def _check_lengths(splits: list[PairSplit], length: int) -> None:
 
 
 def _without_long(split: PairSplit, length: int) -> PairSplit:
-    fits = _longer(split) <= length
-    kept = fits.nonzero().flatten()
+    kept = (_longer(split) <= length).nonzero().flatten()
     if len(kept) == len(split):
         return split
-    return PairSplit(
-        split.pairs.chosen(kept),
-        split.sources.chosen(kept),
-        split.answers.chosen(kept),
-        split.vocabulary,
+    return replace(
+        split,
+        pairs=split.pairs.chosen(kept),
+        sources=split.sources.chosen(kept),
+        answers=split.answers.chosen(kept),
         dropped=len(split) - len(kept),
     )
 
 
 def _longer(split: PairSplit) -> Tensor:
     """int64 (n,): the larger of source's and target's length, special tokens included."""
-    import torch
-
     return torch.maximum(split.sources.lengths, split.answers.lengths)

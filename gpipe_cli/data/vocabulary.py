@@ -10,21 +10,15 @@ part of the model: the embedding and the softmax have a row for each piece.
   own mark of a space, comes back as a space).
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cached, digest_of
-
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
-
-__all__ = ["BEGIN", "END", "IGNORED", "PAD", "UNKNOWN", "Vocabulary", "train_vocabulary"]
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
@@ -36,13 +30,13 @@ _MOST_CHARACTERS = 1000  # SentencePiece silently leaves out what is longer than
 
 
 class Vocabulary:
-    """Pieces with their ids. Pickles as the stored model, so that loading processes can have one."""
+    """Pieces with their ids."""
 
     def __init__(self, model: bytes) -> None:
         self.model = model
 
     @cached_property
-    def _processor(self) -> SentencePieceProcessor:
+    def _processor(self) -> Any:
         from sentencepiece import SentencePieceProcessor
 
         return SentencePieceProcessor(model_proto=self.model)
@@ -55,24 +49,16 @@ class Vocabulary:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without begin or end; a symbol is never made out of text."""
         # One thread: every process of a run may be doing this.
-        return self._processor.encode(list(texts), num_threads=1)
+        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; padding, begin, end and symbols have none."""
         return str(self._processor.decode(list(ids)))
 
-    def has_symbol(self, name: str) -> bool:
-        """Whether it was trained with this symbol."""
-        return int(self._processor.piece_to_id(name)) != UNKNOWN
-
     def symbol(self, name: str) -> int:
-        """The id of one of the symbols it was trained with."""
-        number = int(self._processor.piece_to_id(name))
-        assert number != UNKNOWN, name
-        return number
-
-    def __reduce__(self) -> tuple[type[Vocabulary], tuple[bytes]]:
-        return Vocabulary, (self.model,)
+        """The id of one of the symbols it was trained with; UNKNOWN where it was not."""
+        return int(self._processor.piece_to_id(name))
 
 
 def train_vocabulary(
@@ -135,7 +121,7 @@ def saved_vocabulary(model: bytes, size: int) -> Vocabulary:
 
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:
-    """SentencePiece's model file; its complaints about the size become ours."""
+    """SentencePiece's model file; its errors about the size are raised as ours."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -144,11 +130,11 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
             sentence_iterator=iter(lines),
             model_writer=model,
             num_threads=1,  # float sums of several threads come in any order
-            minloglevel=2,  # it tells its progress on stderr
+            minloglevel=2,  # or its progress is printed on stderr
             **options,
         )
     except RuntimeError as error:
-        reason, size = " ".join(str(error).split()), options["vocab_size"]
+        reason, size = one_line(error), options["vocab_size"]
         if found := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", reason):
             raise ValueError(
                 f"dataset.vocabulary={size}: the corpus needs at least {found[1]}, one for each of its characters; use "

@@ -13,12 +13,11 @@ import torch
 
 from gpipe_cli.assembly.build import open_data, outputs_of
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.batches import Batches, Catalogue, MiniBatches, Split
+from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.language_model import TextSplit
-from gpipe_cli.data.loading import LoadedBatches, default_workers, load_batches
+from gpipe_cli.data.loading import LoadedBatches, default_workers
 from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.text import unigram_perplexity
-from gpipe_cli.data.token_batches import TokenBatches
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.planner.model_profile import refuse_single_samples
@@ -38,7 +37,7 @@ class Reading:
     """
 
     split: Split | None
-    batches: Batches
+    batches: MiniBatches
     loaded: LoadedBatches | None
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
@@ -81,11 +80,11 @@ class Data:
                 batches = training_batches(config, train.catalogue)
                 check_epochs(config, start, batches.steps_per_epoch)  # before loading begins at a place there is not
                 begin = start.epoch, start.position, config.epochs
-                loaded = load_batches(train, batches, *begin, workers, pin)
+                loaded = LoadedBatches(train, batches, *begin, workers, pin)
                 self._readings[0] = Reading(train, batches, loaded)
             evaluations = 1 if start is None else config.epochs + 1
             batches = test_batches(config, test.catalogue)
-            loaded = load_batches(test, batches, 0, 0, evaluations, workers, pin)
+            loaded = LoadedBatches(test, batches, 0, 0, evaluations, workers, pin)
             self._readings[1] = Reading(test, batches, loaded)
 
     def training_set(self, team: ControlGroup) -> Reading:
@@ -96,7 +95,7 @@ class Data:
         """As `training_set`."""
         return self._share(team, 1, test_batches)
 
-    def _share(self, team: ControlGroup, which: int, make: Callable[[TrainConfig, Catalogue], Batches]) -> Reading:
+    def _share(self, team: ControlGroup, which: int, make: Callable[[TrainConfig, Catalogue], MiniBatches]) -> Reading:
         split = None if self._splits is None else self._splits[which]
         known = split.catalogue if split is not None and self._first else None
         catalogue = next(catalogue for catalogue in team.collect(known) if catalogue is not None)
@@ -143,7 +142,7 @@ def check_epochs(config: TrainConfig, start: Progress, steps_per_epoch: int) -> 
         )
 
 
-def training_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:
+def training_batches(config: TrainConfig, catalogue: Catalogue) -> MiniBatches:
     """The mini-batches of a training set. Raises ValueError if it is smaller than one."""
     if config.batch_size is not None and config.batch_size > catalogue.samples:
         raise ValueError(
@@ -153,28 +152,24 @@ def training_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:
     return _batches(config, catalogue, shuffle=True)
 
 
-def test_batches(config: TrainConfig, catalogue: Catalogue) -> Batches:
+def test_batches(config: TrainConfig, catalogue: Catalogue) -> MiniBatches:
     """The mini-batches of a test set: every sample once, in the same order each time."""
     return _batches(config, catalogue, shuffle=False)
 
 
-def _batches(config: TrainConfig, catalogue: Catalogue, *, shuffle: bool) -> Batches:
-    drop_last = config.dataset.drop_last and shuffle  # a test set is seen whole
-    if config.task == "classification":
-        assert config.batch_size is not None
-        return MiniBatches(catalogue.samples, config.batch_size, config.seed, shuffle, drop_last)
-    return TokenBatches(
+def _batches(config: TrainConfig, catalogue: Catalogue, *, shuffle: bool) -> MiniBatches:
+    return MiniBatches(
         catalogue,
         batch_size=config.batch_size,
         batch_tokens=config.batch_tokens,
         seed=config.seed,
         shuffle=shuffle,
         temperature=getattr(config.dataset, "temperature", None) if shuffle else None,
-        drop_last=drop_last,
+        drop_last=config.dataset.drop_last and shuffle,  # a test set is seen whole
     )
 
 
-def refuse_short_last(config: TrainConfig, batches: Batches) -> None:
+def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
     """Raises ValueError if the model cannot train on the last mini-batch of an epoch, which may be short."""
     if config.batch_size is not None:
         smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))

@@ -19,7 +19,7 @@ from torch import nn
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.loading import load_batches
+from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.digests import digest
@@ -249,7 +249,7 @@ class _Work:
         reading = self.reading
         if reading.loaded is None or reading.split is None:
             return reading
-        loaded = load_batches(reading.split, reading.batches, 0, 0, 1, 0)
+        loaded = LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0)
         return Reading(reading.split, reading.batches, loaded)
 
     def _distance(self, kept: dict[str, torch.Tensor], schedule: str) -> float:

@@ -1,11 +1,12 @@
 """Each step of the augmentation does what it says, measured on images whose pixels tell where they came from."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch
+from image_files import PLAIN
 
-from gpipe_cli.data.augmentation import Augmentation, Cutout, build_transform
+from gpipe_cli.data.augmentation import Cutout, build_transform
 from gpipe_cli.data.seeds import seeded
 
 
@@ -16,22 +17,11 @@ def coordinates(height: int, width: int) -> torch.Tensor:
     return torch.stack([columns, rows, torch.zeros(height, width)])
 
 
-def test_values_are_scaled_to_minus_one_and_one() -> None:
-    image = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 3).expand(3, 3, 3)
-    out = build_transform(3, 1.0, None)(image)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out[0, 0], torch.tensor([-1.0, -0.6, 1.0]))
-
-
-def test_evaluation_is_the_central_seven_eighths() -> None:
-    image = torch.randint(256, (3, 64, 64), dtype=torch.uint8)
-    out = build_transform(56, 0.875, None)(image)
-    torch.testing.assert_close(out, image[:, 4:60, 4:60] / 127.5 - 1)
-
-
-def test_evaluation_keeps_the_aspect_ratio() -> None:
+def test_evaluation_is_the_central_seven_eighths_scaled_to_minus_one_and_one() -> None:
+    """The aspect ratio stays."""
     image = torch.randint(256, (3, 64, 100), dtype=torch.uint8)
     out = build_transform(56, 0.875, None)(image)
+    assert out.dtype == torch.float32
     torch.testing.assert_close(out, image[:, 4:60, 22:78] / 127.5 - 1)
 
 
@@ -45,7 +35,7 @@ def test_whole_image_is_enlarged_bilinearly() -> None:
 def test_flip_mirrors_about_half_of_the_images() -> None:
     image = torch.rand(3, 6, 6)
     plain = build_transform(6, 1.0, None)(image)
-    flip = build_transform(6, 1.0, Augmentation(horizontal_flip=True))
+    flip = build_transform(6, 1.0, replace(PLAIN, horizontal_flip=True))
     mirrored = 0
     for seed in range(200):
         with seeded(seed):
@@ -57,7 +47,7 @@ def test_flip_mirrors_about_half_of_the_images() -> None:
 
 
 def test_random_resized_crop_covers_the_asked_area() -> None:
-    transform = build_transform(40, 1.0, Augmentation(random_resized_crop=(0.25, 0.5)))
+    transform = build_transform(40, 1.0, replace(PLAIN, random_resized_crop=(0.25, 0.5)))
     image = coordinates(200, 300)
     areas = []
     for seed in range(60):
@@ -75,7 +65,7 @@ def test_random_resized_crop_covers_the_asked_area() -> None:
 def test_shift_moves_in_both_directions_and_fills_with_black() -> None:
     image = torch.zeros(3, 9, 9)
     image[:, 4, 4] = 1
-    transform = build_transform(9, 1.0, Augmentation(shift=2))
+    transform = build_transform(9, 1.0, replace(PLAIN, shift=2))
     places = set()
     for seed in range(300):
         with seeded(seed):
@@ -90,7 +80,7 @@ def test_shift_moves_in_both_directions_and_fills_with_black() -> None:
 
 
 @pytest.mark.parametrize("side", [1, 4, 5])
-def test_cutout_is_a_grey_square_that_may_hang_over_the_border(side: int) -> None:
+def test_cutout_is_a_grey_square_that_may_extend_over_the_border(side: int) -> None:
     image = torch.ones(3, 12, 12)
     sizes = set()
     for seed in range(300):
@@ -109,31 +99,16 @@ def test_cutout_is_a_grey_square_that_may_hang_over_the_border(side: int) -> Non
 
 
 def test_cutout_in_the_transform_is_the_middle_of_the_range() -> None:
-    transform = build_transform(16, 1.0, Augmentation(cutout=4))
+    transform = build_transform(16, 1.0, replace(PLAIN, cutout=4))
     with seeded(3):
         out = transform(torch.full((3, 16, 16), 255, dtype=torch.uint8))
     assert set(out.unique().tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"random_resized_crop": (0.0, 1.0)}, "random_resized_crop"),
-        ({"random_resized_crop": (0.5, 0.2)}, "random_resized_crop"),
-        ({"random_resized_crop": (0.5, 1.5)}, "random_resized_crop"),
-        ({"cutout": -1}, "cutout=-1"),
-        ({"shift": -3}, "shift=-3"),
-    ],
-)
-def test_meaningless_settings_are_refused(settings: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=rf"^dataset\.augmentation\.{named}[^\n]*$"):
-        Augmentation(**settings)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("setting", ["cutout", "shift"])
 def test_lengths_must_fit_the_image(setting: str) -> None:
     with pytest.raises(ValueError, match=rf"^dataset\.augmentation\.{setting}=8: [^\n]*use 7 or less[^\n]*$"):
-        build_transform(8, 1.0, Augmentation(**{setting: 8}))  # type: ignore[arg-type]
+        build_transform(8, 1.0, replace(PLAIN, **{setting: 8}))  # type: ignore[arg-type]
 
 
 def test_seeded_restores_the_default_generator() -> None:

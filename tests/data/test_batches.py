@@ -1,71 +1,92 @@
-"""Mini-batches: every sample once per epoch, in an order that (seed, epoch) alone decides."""
+"""Mini-batches: complete, within the token budget, little padding, in an order that (seed, epoch) alone decides."""
 
-from __future__ import annotations
-
+from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 
-from gpipe_cli.data.batches import MiniBatches
+from gpipe_cli.data.batches import Catalogue, MiniBatches
+from gpipe_cli.data.temperature import language_quotas
+
+
+def sentences(samples: int = 500, longest: int = 30, dimensions: int = 2, languages: int = 5) -> Catalogue:
+    generator = torch.Generator().manual_seed(samples)
+    lengths = torch.randint(1, longest + 1, (samples, dimensions), generator=generator, dtype=torch.int32)
+    # Language 0 has about as many as all others together, and so on.
+    groups = (-torch.rand(samples, generator=generator).log2()).to(torch.int32).clamp(max=languages - 1)
+    return Catalogue(samples, lengths=lengths, groups=groups)
+
+
+def batches_of(data: Catalogue | int, **settings: Any) -> MiniBatches:
+    """A number stands for so many images."""
+    catalogue = data if isinstance(data, Catalogue) else Catalogue(data)
+    return MiniBatches(catalogue, **{"batch_size": None, "seed": 0, "shuffle": True, **settings})
 
 
 def epoch_of(batches: MiniBatches, epoch: int) -> list[list[int]]:
     return [batches.indices(epoch, position).tolist() for position in range(batches.steps_per_epoch)]
 
 
+# --- images
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("samples", "batch_size"), [(10, 5), (11, 4), (3, 8), (1, 1)])
-def test_every_sample_once_per_epoch(samples: int, batch_size: int, shuffle: bool) -> None:
-    batches = MiniBatches(samples, batch_size, seed=0, shuffle=shuffle)
+def test_every_image_once_per_epoch(samples: int, batch_size: int, shuffle: bool) -> None:
+    batches = batches_of(samples, batch_size=batch_size, shuffle=shuffle)
     for epoch in range(3):
         parts = epoch_of(batches, epoch)
         assert sorted(chain.from_iterable(parts)) == list(range(samples))
         assert [len(part) for part in parts] == [batches.size(epoch, p) for p in range(batches.steps_per_epoch)]
         assert all(len(part) == batch_size for part in parts[:-1])
+        assert shuffle or list(chain.from_iterable(parts)) == list(range(samples))
+        assert batches.lengths(epoch, 0) == ()
 
 
-def test_short_last_batch_is_kept_or_dropped() -> None:
-    kept = MiniBatches(11, 4, seed=0, shuffle=True)
-    dropped = MiniBatches(11, 4, seed=0, shuffle=True, drop_last=True)
-    assert [kept.size(0, p) for p in range(kept.steps_per_epoch)] == [4, 4, 3]
+def test_the_batch_size_cuts_the_same_order_elsewhere_and_a_short_last_one_can_be_dropped() -> None:
+    kept, dropped = (batches_of(11, batch_size=4, drop_last=drop_last) for drop_last in (False, True))
+    assert list(map(len, epoch_of(kept, 5))) == [4, 4, 3]
     assert epoch_of(dropped, 5) == epoch_of(kept, 5)[:2]
+    assert list(chain(*epoch_of(batches_of(11, batch_size=7), 5))) == list(chain(*epoch_of(kept, 5)))
 
 
-def test_without_shuffling_the_order_is_the_data_sets() -> None:
-    batches = MiniBatches(5, 2, seed=9, shuffle=False)
-    assert epoch_of(batches, 0) == epoch_of(batches, 7) == [[0, 1], [2, 3], [4]]
+def test_orders_are_pinned() -> None:
+    """A resumed run of an older version must find the same orders, so a change of the mixing must be noticed."""
+    assert batches_of(8, batch_size=8).indices(0, 0).tolist() == [2, 1, 0, 3, 7, 6, 5, 4]
+    lengths = torch.tensor([[1], [2], [1], [2], [1], [2], [3]], dtype=torch.int32)
+    assert epoch_of(batches_of(Catalogue(7, lengths=lengths), batch_tokens=4), 1) == [[0, 4, 2], [5, 1], [3], [6]]
 
 
-def test_order_depends_on_seed_and_epoch_only() -> None:
-    one, other = MiniBatches(50, 8, seed=1, shuffle=True), MiniBatches(50, 8, seed=1, shuffle=True)
+# --- all
+
+
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        (Catalogue(50), {"batch_size": 8}),
+        (sentences(), {"batch_tokens": 90}),
+        (sentences(), {"batch_tokens": 90, "temperature": 5.0}),
+    ],
+    ids=["images", "sentences", "temperature"],
+)
+def test_order_depends_on_seed_and_epoch_only(data: Catalogue, settings: dict[str, Any]) -> None:
+    one, other = (batches_of(data, **settings, seed=1) for _ in range(2))
     torch.manual_seed(5)
+    state = torch.get_rng_state()
     forward = {epoch: epoch_of(one, epoch) for epoch in (0, 1, 2, 3)}
+    assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(6)
     backward = {epoch: epoch_of(other, epoch) for epoch in (3, 2, 1, 0)}  # asked for in another order
     assert forward == backward
     assert len({str(order) for order in forward.values()}) == 4
-    assert epoch_of(MiniBatches(50, 8, seed=2, shuffle=True), 0) != forward[0]
-    # The batch size cuts the same order elsewhere.
-    other_cut = epoch_of(MiniBatches(50, 7, seed=1, shuffle=True), 2)
-    assert list(chain.from_iterable(other_cut)) == list(chain.from_iterable(forward[2]))
+    assert epoch_of(batches_of(data, **settings, seed=2), 0) != forward[0]
 
 
-def test_order_is_pinned() -> None:
-    """A resumed run of an older version must find the same order, so a change of the mixing must be noticed."""
-    assert MiniBatches(8, 8, seed=0, shuffle=True).indices(0, 0).tolist() == [2, 1, 0, 3, 7, 6, 5, 4]
-
-
-def test_indices_are_int64_and_the_default_generator_is_untouched() -> None:
-    state = torch.get_rng_state()
-    indices = MiniBatches(9, 4, seed=0, shuffle=True).indices(0, 2)
-    assert indices.dtype == torch.int64
-    assert indices.shape == (1,)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_stream_from_anywhere_is_the_tail_of_the_whole() -> None:
-    batches = MiniBatches(10, 4, seed=0, shuffle=True)
+@pytest.mark.parametrize("data", [Catalogue(10), sentences(samples=10)], ids=["images", "sentences"])
+def test_stream_from_anywhere_is_the_tail_of_the_whole(data: Catalogue) -> None:
+    batches = batches_of(data, batch_size=4)
     whole = list(batches.stream(0, 0, 3))
     assert whole == [(epoch, position) for epoch in range(3) for position in range(3)]
     for done, (epoch, position) in enumerate(whole):
@@ -74,8 +95,134 @@ def test_stream_from_anywhere_is_the_tail_of_the_whole() -> None:
     assert list(batches.stream(3, 0, 3)) == []
 
 
-def test_nothing_left_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^batch_size=12: there are only 11 samples [^\n]*use batch_size=11 or less$"):
-        MiniBatches(11, 12, seed=0, shuffle=True, drop_last=True)
-    with pytest.raises(ValueError, match=r"^batch_size=0: "):
-        MiniBatches(11, 0, seed=0, shuffle=True)
+# --- sentences
+
+
+@pytest.mark.parametrize(
+    ("limit", "shuffle", "dimensions"),
+    [
+        ({"batch_size": 7}, True, 1),
+        ({"batch_size": 7}, False, 2),
+        ({"batch_size": 9999}, True, 3),
+        ({"batch_tokens": 64}, True, 2),
+        ({"batch_tokens": 30}, True, 1),
+        ({"batch_tokens": 30}, False, 3),
+    ],
+)
+def test_every_sample_once_and_padded_to_the_longest(limit: dict[str, int], shuffle: bool, dimensions: int) -> None:
+    data = sentences(dimensions=dimensions)
+    assert data.lengths is not None
+    batches = batches_of(data, **limit, shuffle=shuffle)
+    for epoch in (0, 1):
+        parts = epoch_of(batches, epoch)
+        assert sorted(chain.from_iterable(parts)) == list(range(500))
+        for position, part in enumerate(parts):
+            assert len(part) == batches.size(epoch, position) > 0
+            assert batches.lengths(epoch, position) == tuple(data.lengths[part].amax(dim=0).tolist())
+
+
+def test_a_short_last_one_can_be_dropped_without_a_preference_for_short_sentences() -> None:
+    data = sentences()
+    assert Counter(map(len, epoch_of(batches_of(data, batch_size=64), 2))) == {64: 7, 500 - 7 * 64: 1}
+    batches = batches_of(data, batch_size=64, drop_last=True)
+    dropped = []
+    for epoch in range(3):
+        parts = epoch_of(batches, epoch)
+        assert [len(part) for part in parts] == [64] * 7
+        dropped.append(set(range(500)) - set(chain.from_iterable(parts)))
+        assert len(dropped[-1]) == 500 - 7 * 64
+    assert dropped[0] != dropped[1] != dropped[2]
+    assert data.lengths is not None
+    longest = data.lengths.amax(dim=1)
+    assert min(int(longest[list(one)].min()) for one in dropped) < int(longest.double().median())
+
+
+def test_the_token_budget_is_kept_and_used() -> None:
+    """No mini-batch costs more, and no other way to cut the sorted samples needs fewer (all ways are tried)."""
+    data = sentences()
+    assert data.lengths is not None
+    longest = data.lengths.amax(dim=1)
+    for budget in (30, 31, 64, 1000, 10**6):
+        batches = batches_of(data, batch_tokens=budget)
+        parts = epoch_of(batches, 1)
+        assert all(len(part) * int(longest[part].max()) <= budget for part in parts)
+        ordered = longest.sort().values.tolist()
+        fewest = [0] + [len(ordered)] * len(ordered)
+        for end in range(1, len(ordered) + 1):
+            for start in range(end):
+                if ordered[end - 1] * (end - start) <= budget:
+                    fewest[end] = min(fewest[end], fewest[start] + 1)
+        assert len(parts) == fewest[-1]
+
+
+def test_padding_is_small() -> None:
+    data = sentences(samples=5000)
+    assert data.lengths is not None
+    batches = batches_of(data, batch_size=20)
+    padded = sum(batches.size(0, step) * sum(batches.lengths(0, step)) for step in range(batches.steps_per_epoch))
+    assert int(data.lengths.sum()) / padded > 0.9  # in random order it is 0.53
+
+
+def test_ties_are_drawn_and_turns_are_shuffled() -> None:
+    data = Catalogue(60, lengths=torch.tensor([[3, 4], [9, 2]], dtype=torch.int32).repeat_interleave(30, dim=0))
+    batches = batches_of(data, batch_size=10)
+    partners = {frozenset(part) for epoch in range(5) for part in epoch_of(batches, epoch)}
+    assert len(partners) == 30  # never the same ten twice
+    assert {batches.lengths(epoch, 0) for epoch in range(10)} == {(3, 4), (9, 2)}  # not always the short ones first
+
+
+def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:
+    lengths = torch.tensor([[5, 1], [2, 2], [1, 5], [2, 2], [1, 1]], dtype=torch.int32)
+    batches = batches_of(Catalogue(5, lengths=lengths), batch_size=2, shuffle=False)
+    assert epoch_of(batches, 0) == epoch_of(batches, 3) == [[4, 1], [3, 2], [0]]
+
+
+@pytest.mark.parametrize("limit", [{"batch_size": 4}, {"batch_tokens": 4 * 16 + 15}])
+def test_sentences_of_fixed_lengths(limit: dict[str, int]) -> None:
+    data = Catalogue(10, fixed_lengths=(16, 12))
+    shuffled, ordered = batches_of(data, **limit), batches_of(data, **limit, shuffle=False)
+    assert epoch_of(ordered, 0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    parts = epoch_of(shuffled, 0)
+    assert sorted(chain.from_iterable(parts)) == list(range(10))
+    assert parts != epoch_of(shuffled, 1)
+    assert [shuffled.lengths(0, position) for position in range(3)] == [(16, 12)] * 3
+
+
+@pytest.mark.parametrize(("data", "longest"), [(sentences(), 30), (Catalogue(10, fixed_lengths=(8,)), 8)])
+def test_the_longest_sentence_must_fit(data: Catalogue, longest: int) -> None:
+    line = rf"^batch_tokens={longest - 1}: the longest sentence has {longest} tokens; use {longest} or more$"
+    with pytest.raises(ValueError, match=line):
+        batches_of(data, batch_tokens=longest - 1)
+
+
+# --- temperature
+
+
+def test_temperature_draws_each_language_its_quota() -> None:
+    data = sentences()
+    assert data.groups is not None
+    counts = torch.bincount(data.groups)
+    batches = batches_of(data, batch_size=8, temperature=5.0)
+    assert batches.steps_per_epoch == -(-500 // 8)
+    for epoch in (0, 3):
+        draws = list(chain.from_iterable(epoch_of(batches, epoch)))
+        assert torch.bincount(data.groups[draws]).tolist() == language_quotas(counts.tolist(), 5.0)
+    plain, one = (batches_of(data, batch_tokens=64, temperature=temperature) for temperature in (None, 1))
+    assert epoch_of(one, 2) == epoch_of(plain, 2)
+
+
+def test_every_epoch_has_as_many_steps_as_epoch_0() -> None:
+    """A small language with long sentences: how many mini-batches the draws fill differs between epochs."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.cat([torch.full((80, 1), 3), torch.randint(1, 60, (9, 1), generator=generator)]).to(torch.int32)
+    data = Catalogue(89, lengths=lengths, groups=torch.tensor([0] * 80 + [1] * 9))
+    needed = set()
+    for seed in range(5):
+        batches = batches_of(data, batch_tokens=60, seed=seed, temperature=5.0)
+        needed.add(batches.steps_per_epoch)
+        for epoch in range(6):
+            parts = epoch_of(batches, epoch)
+            assert len(parts) == batches.steps_per_epoch
+            assert all(part for part in parts)
+            assert abs(sum(map(len, parts)) - 89) <= 20 * 3  # some mini-batches are left out or repeated
+    assert len(needed) > 1  # otherwise this test would prove nothing

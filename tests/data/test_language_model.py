@@ -1,8 +1,5 @@
 """Windows of a text: every token predicted once, from the token before it."""
 
-from __future__ import annotations
-
-import pickle
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ DOCUMENTS = [f"def {name}():\n    return {number}\n" for number in range(30) for
 NO_VOCABULARY = Vocabulary(b"")
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 9, 10, 50])
+@pytest.mark.parametrize("length", [1, 3, 10, 50])
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length: int) -> None:
     stream = torch.arange(100, 111, dtype=torch.int32)  # 10 tokens to predict
     split = TextSplit(stream, length, NO_VOCABULARY)
@@ -80,10 +77,3 @@ def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     assert (test.targets_of(torch.tensor([0]), (most,)) != IGNORED).all()
     with pytest.raises(ValueError, match=rf"^model\.length={most + 1}: "):
         open_documents(DOCUMENTS, ["north sea"], length=most + 1, vocabulary=285, cache=tmp_path)
-
-
-def test_a_split_travels_to_a_loading_process(tmp_path: Path) -> None:
-    train, _ = open_documents(DOCUMENTS, DOCUMENTS, length=8, vocabulary=285, cache=tmp_path)
-    copy = pickle.loads(pickle.dumps(train))
-    assert torch.equal(copy.inputs([(0, 2)], (8,))[0], train.inputs([(0, 2)], (8,))[0])
-    assert copy.vocabulary_size == 285

@@ -1,7 +1,5 @@
 """Loading: the same batches from any number of workers and any starting point; nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -10,33 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from image_files import EVERYTHING, opened, write_images
 
-from gpipe_cli.data.augmentation import Augmentation
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.images import ImageSplit, open_images
-from gpipe_cli.data.loading import default_workers, load_batches
-
-EVERYTHING = Augmentation(random_resized_crop=(0.2, 1.0), horizontal_flip=True, cutout=3, shift=2)
+from gpipe_cli.data.images import ImageSplit
+from gpipe_cli.data.loading import LoadedBatches, default_workers
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two classes, 5 + 6 training images and one test image each."""
-    rng = np.random.default_rng(0)
     training = [*(f"train/a/{n}.png" for n in range(5)), *(f"train/b/{n}.jpg" for n in range(6))]
-    for place in [*training, "test/a/0.png", "test/b/0.png"]:
-        path = tmp_path / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (24, 30, 3), dtype=np.uint8)).save(path)
+    write_images(tmp_path, *training, "test/a/0.png", "test/b/0.png")
     return tmp_path
 
 
-def open_folder(root: Path) -> tuple[ImageSplit, ImageSplit]:
-    return open_images("image_folder", root=root, image_size=12, num_classes=2, seed=3, augmentation=EVERYTHING)
+def open_training(root: Path) -> ImageSplit:
+    return opened("image_folder", root, seed=3, image_size=12, num_classes=2, augmentation=EVERYTHING)[0]
+
+
+def mini_batches_of(split: ImageSplit, batch_size: int, shuffle: bool = True) -> MiniBatches:
+    return MiniBatches(split.catalogue, batch_size=batch_size, seed=1, shuffle=shuffle)
 
 
 def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ...]]) -> bool:
@@ -44,9 +38,9 @@ def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ..
 
 
 def test_batches_are_the_samples_of_the_mini_batches(folder: Path) -> None:
-    train, _ = open_folder(folder)
-    mini_batches = MiniBatches(len(train), 4, seed=1, shuffle=True)
-    loaded = list(load_batches(train, mini_batches, 0, 0, 2, workers=0))
+    train = open_training(folder)
+    mini_batches = mini_batches_of(train, 4)
+    loaded = list(LoadedBatches(train, mini_batches, 0, 0, 2, workers=0))
     assert [tuple(images.shape) for (images,) in loaded] == [
         (n, 3, 12, 12) for n in (4, 4, 3, 4, 4, 3)
     ]  # short last ones
@@ -55,43 +49,36 @@ def test_batches_are_the_samples_of_the_mini_batches(folder: Path) -> None:
             assert torch.equal(image, train[epoch, index])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_change_nothing_and_end_with_the_run(folder: Path, workers: int) -> None:
-    train, _ = open_folder(folder)
-    mini_batches = MiniBatches(len(train), 4, seed=1, shuffle=True)
+def test_workers_change_nothing_and_end_with_the_run(folder: Path) -> None:
+    train = open_training(folder)
+    mini_batches = mini_batches_of(train, 4)
     state = torch.get_rng_state()
-    expected = list(load_batches(train, mini_batches, 0, 0, 3, workers=0))
-    batches = load_batches(train, mini_batches, 0, 0, 3, workers=workers)
-    assert len(multiprocessing.active_children()) == workers
-    assert same(list(batches), expected)
+    whole = list(LoadedBatches(train, mini_batches, 0, 0, 3, workers=0))
+    batches = LoadedBatches(train, mini_batches, 0, 0, 3, workers=2)
+    assert len(multiprocessing.active_children()) == 2
+    assert same(list(batches), whole)
     assert multiprocessing.active_children() == []
     assert next(batches, None) is None
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_stream_is_the_tail_of_the_whole(folder: Path, workers: int) -> None:
-    train, _ = open_folder(folder)
-    whole = list(load_batches(train, MiniBatches(len(train), 4, seed=1, shuffle=True), 0, 0, 3, workers=0))
-    resumed = MiniBatches(len(train), 4, seed=1, shuffle=True)
-    assert same(list(load_batches(train, resumed, 1, 2, 3, workers=workers)), whole[5:])
+    for workers in (0, 1):  # a resumed stream is the tail of the whole
+        assert same(list(LoadedBatches(train, mini_batches_of(train, 4), 1, 2, 3, workers=workers)), whole[5:])
 
 
 def test_evaluation_is_one_pass_in_order() -> None:
-    _, test = open_images("digits", image_size=8, num_classes=10, seed=0, augmentation=EVERYTHING)
-    mini_batches = MiniBatches(len(test), 100, seed=0, shuffle=False)
-    with load_batches(test, mini_batches, 0, 0, 1, workers=1) as batches:
+    _, test = opened("digits", augmentation=EVERYTHING)
+    mini_batches = mini_batches_of(test, 100, shuffle=False)
+    with LoadedBatches(test, mini_batches, 0, 0, 1, workers=1) as batches:
         images = torch.cat([images for (images,) in batches])
-    torch.testing.assert_close(images, test.source.images * 2 - 1)  # type: ignore[attr-defined]
+    torch.testing.assert_close(images, test.samples.pixels * 2 - 1)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_broken_image_reaches_the_consumer_as_one_line(folder: Path, workers: int) -> None:
     path = folder / "train/b/3.jpg"
     path.write_bytes(path.read_bytes()[:200])
-    train, _ = open_folder(folder)
-    mini_batches = MiniBatches(len(train), 2, seed=0, shuffle=False)  # the file is sample 8, so in batch 4
-    batches = load_batches(train, mini_batches, 0, 0, 1, workers=workers)
+    train = open_training(folder)
+    mini_batches = mini_batches_of(train, 2, shuffle=False)  # the file is sample 8, so in batch 4
+    batches = LoadedBatches(train, mini_batches, 0, 0, 1, workers=workers)
     for _ in range(4):
         (images,) = next(batches)
         assert images.shape == (2, 3, 12, 12)
@@ -101,9 +88,9 @@ def test_broken_image_reaches_the_consumer_as_one_line(folder: Path, workers: in
 
 
 def test_closing_early_ends_the_workers(folder: Path) -> None:
-    train, _ = open_folder(folder)
-    mini_batches = MiniBatches(len(train), 1, seed=0, shuffle=True)
-    with load_batches(train, mini_batches, 0, 0, 1000, workers=2) as batches:
+    train = open_training(folder)
+    mini_batches = mini_batches_of(train, 1)
+    with LoadedBatches(train, mini_batches, 0, 0, 1000, workers=2) as batches:
         next(batches)
         assert len(multiprocessing.active_children()) == 2
     assert multiprocessing.active_children() == []
@@ -113,9 +100,9 @@ def test_closing_early_ends_the_workers(folder: Path) -> None:
 
 
 def test_a_worker_that_dies_is_an_error_not_a_wait(folder: Path) -> None:
-    train, _ = open_folder(folder)
-    mini_batches = MiniBatches(len(train), 1, seed=0, shuffle=True)
-    with load_batches(train, mini_batches, 0, 0, 10**6, workers=1) as batches:
+    train = open_training(folder)
+    mini_batches = mini_batches_of(train, 1)
+    with LoadedBatches(train, mini_batches, 0, 0, 10**6, workers=1) as batches:
         next(batches)
         (worker,) = multiprocessing.active_children()
         assert worker.pid is not None
@@ -127,14 +114,15 @@ def test_a_worker_that_dies_is_an_error_not_a_wait(folder: Path) -> None:
 
 CONSUMER = """
 import sys, time
+from image_files import opened
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.images import open_images
-from gpipe_cli.data.loading import load_batches
+from gpipe_cli.data.loading import LoadedBatches
 
 if __name__ == "__main__":
-    train, _ = open_images("synthetic_images", image_size=8, num_classes=2, seed=0, train_samples=64, test_samples=1)
-    batches = load_batches(train, MiniBatches(64, 4, 0, True), 0, 0, 10**6, workers=2)
-    next(batches), next(batches)  # one of each worker: both have settled
+    train, _ = opened("synthetic_images", train_samples=64, test_samples=1)
+    mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=0, shuffle=True)
+    batches = LoadedBatches(train, mini_batches, 0, 0, 10**6, workers=2)
+    next(batches), next(batches)  # one of each worker: both are set up
     print("loading", flush=True)
     time.sleep(600)
 """
@@ -146,7 +134,12 @@ def test_a_killed_consumer_leaves_no_process_behind(tmp_path: Path, number: sign
     script.write_text(CONSUMER)
     # Workers, fork server and resource tracker inherit the pipe, so it ends when the last of them has gone.
     consumer = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )
     assert consumer.stdout is not None
     try:
@@ -167,9 +160,3 @@ def test_a_killed_consumer_leaves_no_process_behind(tmp_path: Path, number: sign
 def test_default_workers() -> None:
     assert [default_workers("image_folder", cores) for cores in (1, 2, 8, 64)] == [1, 2, 8, 8]
     assert {default_workers(name, 64) for name in ("digits", "cifar10", "cifar100", "synthetic_images")} == {1}
-
-
-def test_negative_workers_are_refused(folder: Path) -> None:
-    train, _ = open_folder(folder)
-    with pytest.raises(ValueError, match=r"^data_workers=-1: "):
-        load_batches(train, MiniBatches(len(train), 4, 0, True), 0, 0, 1, workers=-1)

@@ -1,7 +1,5 @@
 """Parallel text from files: what is read, how one file is split, and what a user can get wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -47,11 +45,8 @@ def test_one_file_is_split_by_target(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("a\tb\tde-en\na\tb\n", r"text file '\S+' line 2: has 2 columns; must have 3, .*"),
-        ("a\tb\tde-en\tmore\n", r"text file '\S+' line 1: has 4 columns; .*"),
         ("\na\t \tde-en\n", r"text file '\S+' line 2: the target is empty; .*"),
-        ("\ta\tde-en\n", r"text file '\S+' line 1: the source is empty; .*"),
         ("a\tb\tde>en", r"text file '\S+' line 1: languages 'de>en' must be of the form de-en"),
-        ("a\tb\tde-", r"text file '\S+' line 1: languages 'de-' must be .*"),
         (" \n\n", r"text file '\S+': an empty corpus; .*"),
         (b"a\tb\tde-en\n\xe4\tb\tde-en\n", r"text file '\S+': line 2 is not UTF-8 \(.*\); convert it"),
         ("a\tb\tde-en", r"dataset\.root=\S+: 1 line in 20 is test text, .* no test line is left; .*"),
@@ -72,9 +67,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         read_parallel_text(tmp_path)
 
 
-def test_target_language() -> None:
+def test_languages_of_pairs() -> None:
+    """Scripts do not make another language."""
     assert [target_language(name) for name in ("de-en", "en-sr_Latn")] == ["en", "sr_Latn"]
-
-
-def test_scripts_do_not_make_another_language() -> None:
     assert languages_of(["de-en", "hi_Latn-en", "hi-en", "en-fr"]) == 4

@@ -1,18 +1,8 @@
 """The paper's sets of photographs, tiny but in the formats in which they are given out, read by the real readers."""
 
-from __future__ import annotations
-
-import functools
-import hashlib
-import http.server
-import io
 import json
-import pickle
 import re
-import tarfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,25 +10,15 @@ import pytest
 import scipy.io
 import torch
 import yaml
+from image_files import opened, pack, served, write_images
 from PIL import Image
 from torchvision import datasets
 from torchvision.datasets import imagenet as torchvision_imagenet
 
-from gpipe_cli.data.images import ImageSplit, open_images
+from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.photographs import DECODED, PHOTOGRAPHS
 
 CONF = Path(__file__).parents[2] / "conf" / "dataset"
-
-
-def write_image(path: Path, seed: int = 0) -> None:
-    """A random JPEG, 20 wide and 16 high."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 20, 3), dtype=np.uint8)).save(path, "JPEG")
-
-
-def write_images(folder: Path, *names: str) -> None:
-    for seed, name in enumerate(names):
-        write_image(folder / name, seed)
 
 
 def structs(path: Path, name: str, **columns: list[object]) -> None:
@@ -108,43 +88,33 @@ def write_birdsnap(root: Path) -> None:
     write_images(root / "test", "Acadian_Flycatcher/3.jpg", "Yellow_Warbler/3.jpg")
 
 
-# Writer, test targets, class names, path of the test image of class 1. Training targets are 0, 1, 1 everywhere.
+# Writer, test targets, class names, the test image of class 1. Training targets are 0, 1, 1 everywhere.
 TINY: dict[str, tuple[Callable[[Path], None], list[int], tuple[str, str], str]] = {
-    "imagenet": (
-        write_imagenet,
-        [0, 1],
-        ("n01440764", "n02012849"),
-        "val/n02012849/ILSVRC2012_val_00000002.JPEG",
-    ),
+    "imagenet": (write_imagenet, [0, 1], ("n01440764", "n02012849"), "val/n02012849/ILSVRC2012_val_00000002.JPEG"),
     "stanford_cars": (
-        write_stanford_cars,
-        [1, 0],
-        ("AM General Hummer SUV 2000", "Acura RL Sedan 2012"),
+        *(write_stanford_cars, [1, 0], ("AM General Hummer SUV 2000", "Acura RL Sedan 2012")),
         "stanford_cars/cars_test/00001.jpg",
     ),
     "oxford_pets": (
-        write_oxford_pets,
-        [1, 0],
-        ("Abyssinian", "American Bulldog"),
+        *(write_oxford_pets, [1, 0], ("Abyssinian", "American Bulldog")),
         "oxford-iiit-pet/images/american_bulldog_1.jpg",
     ),
     "food101": (write_food101, [1, 0], ("apple_pie", "waffles"), "food-101/images/waffles/22.jpg"),
     "fgvc_aircraft": (
-        write_fgvc_aircraft,
-        [1, 0],
-        ("707-320", "BAE 146-200"),
+        *(write_fgvc_aircraft, [1, 0], ("707-320", "BAE 146-200")),
         "fgvc-aircraft-2013b/data/images/0000004.jpg",
     ),
     "birdsnap": (write_birdsnap, [0, 1], ("Acadian_Flycatcher", "Yellow_Warbler"), "test/Yellow_Warbler/3.jpg"),
 }
 LISTED = ("stanford_cars", "oxford_pets", "food101", "fgvc_aircraft")
+DOWNLOADED = ("oxford_pets", "food101", "fgvc_aircraft")
 every_set = pytest.mark.parametrize("name", TINY)
 
 
 def open_tiny(name: str, root: Path, **settings: object) -> tuple[ImageSplit, ImageSplit]:
     """Image size 14 for ImageNet, 16 for the others: then no pixel of a tiny image is interpolated."""
     size = 14 if name == "imagenet" else 16
-    return open_images(name, root=root, image_size=size, seed=0, **{"partial": True, **settings})  # type: ignore[arg-type]
+    return opened(name, root, image_size=size, **{"num_classes": 2, "partial": True, **settings})
 
 
 def refusal(name: str, root: Path, **settings: object) -> str:
@@ -161,12 +131,12 @@ def refusal(name: str, root: Path, **settings: object) -> str:
 def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     write, test_targets, names, place = TINY[name]
     write(tmp_path)
-    train, test = open_tiny(name, tmp_path, num_classes=2)
-    assert train.class_names == test.class_names == names
-    assert train.targets.tolist() == [0, 1, 1]
-    assert test.targets.tolist() == test_targets
-    assert train.targets.dtype == test.targets.dtype == torch.int64
-    assert [train[0, index].shape for index in range(3)] == [(3, test.image_size, test.image_size)] * 3
+    train, test = open_tiny(name, tmp_path)
+    assert train.samples.class_names == test.samples.class_names == names
+    assert train.samples.targets.tolist() == [0, 1, 1]
+    assert test.samples.targets.tolist() == test_targets
+    assert train.samples.targets.dtype == test.samples.targets.dtype == torch.int64
+    assert len({train[0, index].shape for index in range(3)} | {test[0, 0].shape}) == 1
     with Image.open(tmp_path / place) as file:
         pixels = torch.from_numpy(np.array(file)).permute(2, 0, 1)
     # ImageNet keeps the central 7/8 of the shorter side; of the others the whole shorter side stays.
@@ -174,19 +144,12 @@ def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(test[0, test_targets.index(1)], crop / 127.5 - 1)
 
 
-@every_set
-def test_splits_travel_to_workers(tmp_path: Path, name: str) -> None:
-    TINY[name][0](tmp_path)
-    train, _ = open_tiny(name, tmp_path, classes=[1, 0])
-    assert torch.equal(pickle.loads(pickle.dumps(train.source)).read(2), train.source.read(2))
-
-
 def test_imagenet_names_come_from_meta_bin(tmp_path: Path) -> None:
     write_imagenet(tmp_path)
     words = {"n01440764": ("tench", "Tinca tinca"), "n02012849": ("crane",), "n03126707": ("crane",)}
     torch.save((words, ["n01440764", "n02012849"]), tmp_path / "meta.bin")
     train, test = open_tiny("imagenet", tmp_path)
-    assert train.class_names == test.class_names == ("tench, Tinca tinca", "crane")
+    assert train.samples.class_names == test.samples.class_names == ("tench, Tinca tinca", "crane")
 
 
 def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,31 +172,24 @@ def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pyt
     for wnid in wnids:
         write_images(source / wnid, f"{wnid}_1.JPEG")
 
-    def pack(place: str, mode: str, **content: Path) -> None:
-        with tarfile.open(place, mode) as tar:  # type: ignore[call-overload]
-            for arcname, path in content.items():
-                tar.add(path, arcname=arcname)
+    # torchvision knows the archives by their MD5.
+    def archive(key: str, **content: Path) -> None:
+        name, _ = torchvision_imagenet.ARCHIVE_META[key]
+        monkeypatch.setitem(torchvision_imagenet.ARCHIVE_META, key, (name, pack(root / name, **content)))
 
     for wnid in wnids:
-        pack(str(source / f"{wnid}.tar"), "w", **{f"{wnid}_1.JPEG": source / wnid / f"{wnid}_1.JPEG"})
-    pack(str(root / "ILSVRC2012_img_train.tar"), "w", **{f"{wnid}.tar": source / f"{wnid}.tar" for wnid in wnids})
-    images = {path.name: path for path in (source / "val").iterdir()}
-    pack(str(root / "ILSVRC2012_img_val.tar"), "w", **images)
-    pack(str(root / "ILSVRC2012_devkit_t12.tar.gz"), "w:gz", ILSVRC2012_devkit_t12=source / "devkit")
-    # torchvision knows the archives by their MD5.
-    for key, (archive, _) in list(torchvision_imagenet.ARCHIVE_META.items()):
-        digest = hashlib.md5((root / archive).read_bytes(), usedforsecurity=False).hexdigest()
-        monkeypatch.setitem(torchvision_imagenet.ARCHIVE_META, key, (archive, digest))
+        pack(source / f"{wnid}.tar", **{f"{wnid}_1.JPEG": source / wnid / f"{wnid}_1.JPEG"})
+    archive("train", **{f"{wnid}.tar": source / f"{wnid}.tar" for wnid in wnids})
+    archive("val", **{path.name: path for path in (source / "val").iterdir()})
+    archive("devkit", ILSVRC2012_devkit_t12=source / "devkit")
 
     for _ in range(2):  # unpacked, and found unpacked
         train, test = open_tiny("imagenet", root)
-        assert train.class_names == ("tench, Tinca tinca", "crane")
-        assert train.targets.tolist() == [0, 1]
+        assert train.samples.class_names == ("tench, Tinca tinca", "crane")
+        assert train.samples.targets.tolist() == [0, 1]
         # The first validation image belongs to the second class.
-        assert [Path(path).name for path in test.source.paths] == [  # type: ignore[attr-defined]
-            "ILSVRC2012_val_00000002.JPEG",
-            "ILSVRC2012_val_00000001.JPEG",
-        ]
+        paths = test.samples.pixels.paths  # type: ignore[attr-defined]
+        assert [Path(path).stem[-1] for path in paths] == ["2", "1"]
 
 
 # --- sizes
@@ -251,31 +207,25 @@ def write_all_aircraft(root: Path, train: int, test: int, classes: int = 100) ->
         (data / f"images/{number:07}.jpg").touch()
 
 
-def test_complete_set_is_accepted(tmp_path: Path) -> None:
+def test_sizes_must_be_the_papers(tmp_path: Path) -> None:
+    """Smaller ones are accepted when that is asked for, larger ones never."""
+    sizes = {"partial": False, "num_classes": 100}
     write_all_aircraft(tmp_path, 6667, 3333)
-    train, test = open_images("fgvc_aircraft", root=tmp_path, image_size=16, num_classes=100, seed=0)
-    assert (len(train), len(test), train.num_classes) == (6667, 3333, 100)
-
-
-@pytest.mark.parametrize(
-    ("train", "test", "said"),
-    [
-        (6667, 3332, "fgvc_aircraft has 3,333 test images in the paper, found 3,332; complete the data"),
-        (100, 3333, "fgvc_aircraft has 6,667 training images in the paper, found 100; complete the data"),
-    ],
-)
-def test_incomplete_set_is_refused_unless_partial(tmp_path: Path, train: int, test: int, said: str) -> None:
-    write_all_aircraft(tmp_path, train, test)
-    message = refusal("fgvc_aircraft", tmp_path, partial=False)
-    assert message.startswith(f"dataset.root={tmp_path}: {said}")
-    assert message.endswith("or set dataset.partial=true")
-    assert [len(split) for split in open_tiny("fgvc_aircraft", tmp_path)] == [train, test]
-
-
-def test_more_than_the_set_has_is_refused_even_if_partial(tmp_path: Path) -> None:
-    write_all_aircraft(tmp_path, 6668, 1)
-    message = refusal("fgvc_aircraft", tmp_path)
-    assert message.endswith("6,667 training images in the paper, found 6,668; remove what is not part of it")
+    assert [len(split) for split in open_tiny("fgvc_aircraft", tmp_path, **sizes)] == [6667, 3333]
+    lists = tmp_path / "fgvc-aircraft-2013b/data"
+    for split, images, count, smaller in (("trainval", "training", 6667, "6,666"), ("test", "test", 3333, "3,332")):
+        listed = lists / f"images_variant_{split}.txt"
+        whole = listed.read_text().splitlines(keepends=True)
+        listed.write_text("".join(whole[1:]))
+        message = refusal("fgvc_aircraft", tmp_path, **sizes)
+        found = f"fgvc_aircraft has {count:,} {images} images in the paper, found {smaller}; complete the data"
+        assert message.startswith(f"dataset.root={tmp_path}: {found}")
+        assert message.endswith("or set dataset.partial=true")
+        assert count - 1 in map(len, open_tiny("fgvc_aircraft", tmp_path, num_classes=100))
+        listed.write_text("".join([*whole, whole[0]]))
+        message = refusal("fgvc_aircraft", tmp_path, num_classes=100)
+        assert message.endswith(f"found {count + 1:,}; remove what is not part of it")
+        listed.write_text("".join(whole))
 
 
 @every_set
@@ -294,7 +244,7 @@ def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
     assert f"1 of 2 test images that {name} lists are missing, e.g. '{tmp_path / place}'; " in message
     train, test = open_tiny(name, tmp_path)
     assert len(train) == 3
-    assert test.targets.tolist() == [target for target in test_targets if target != 1]
+    assert test.samples.targets.tolist() == [target for target in test_targets if target != 1]
     assert test[0, 0].shape == (3, 16, 16)
 
 
@@ -339,18 +289,18 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "text"])
 @pytest.mark.parametrize(("name", "place"), DAMAGE)
-def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str, damage: str) -> None:
+def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str) -> None:
     TINY[name][0](tmp_path)
     path = tmp_path / place
     whole = path.read_bytes()
-    path.unlink()
-    if damage != "gone":
-        path.write_bytes(whole[: len(whole) // 3] if damage == "cut" else b"<html>\n404\n</html>\n")
-    message = refusal(name, tmp_path)
-    assert message.startswith(f"dataset.root={tmp_path}: ")
-    assert PHOTOGRAPHS[name].contents in message
+    for damaged in (whole[: len(whole) // 3], b"<html>\n404\n</html>\n", None):
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        message = refusal(name, tmp_path)
+        assert message.startswith(f"dataset.root={tmp_path}: ")
+        assert PHOTOGRAPHS[name].contents in message
 
 
 @pytest.mark.parametrize("label", ["0", "3"])
@@ -381,39 +331,22 @@ def test_imagenet_without_its_train_archive(tmp_path: Path) -> None:
 # --- downloading
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """`folder` over HTTP; yields its address."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def archive(source: Path, content: str, place: Path) -> str:
-    """Pack source/content into the archive `place`; return its MD5."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        tar.add(source / content, arcname=content)
-    place.write_bytes(packed.getvalue())
-    return hashlib.md5(packed.getvalue(), usedforsecurity=False).hexdigest()
-
-
 def point_readers_at(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write archives of the tiny sets to `folder`, and give torchvision's readers their addresses and MD5."""
     source = folder.parent / "source"
-    for name in ("oxford_pets", "food101", "fgvc_aircraft"):
+    for name in DOWNLOADED:
         TINY[name][0](source)
-    pets = [
-        (f"{address}/{part}.tar.gz", archive(source / "oxford-iiit-pet", part, folder / f"{part}.tar.gz"))
-        for part in ("images", "annotations")
-    ]
+
+    def archive(name: str, content: Path) -> tuple[str, str]:
+        return f"{address}/{name}.tar.gz", pack(folder / f"{name}.tar.gz", **{name: content})
+
+    pets = [archive(part, source / "oxford-iiit-pet" / part) for part in ("images", "annotations")]
     monkeypatch.setattr(datasets.OxfordIIITPet, "_RESOURCES", pets)
-    monkeypatch.setattr(datasets.Food101, "_URL", f"{address}/food-101.tar.gz")
-    monkeypatch.setattr(datasets.Food101, "_MD5", archive(source, "food-101", folder / "food-101.tar.gz"))
-    monkeypatch.setattr(datasets.FGVCAircraft, "_URL", f"{address}/fgvc-aircraft-2013b.tar.gz")
-    archive(source, "fgvc-aircraft-2013b", folder / "fgvc-aircraft-2013b.tar.gz")
+    url, md5 = archive("food-101", source / "food-101")
+    monkeypatch.setattr(datasets.Food101, "_URL", url)
+    monkeypatch.setattr(datasets.Food101, "_MD5", md5)
+    url, _ = archive("fgvc-aircraft-2013b", source / "fgvc-aircraft-2013b")
+    monkeypatch.setattr(datasets.FGVCAircraft, "_URL", url)
 
 
 def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,24 +354,17 @@ def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "new" / "data"
     with served(tmp_path / "server") as address:
         point_readers_at(address, tmp_path / "server", monkeypatch)
-        for name in ("oxford_pets", "food101", "fgvc_aircraft"):
+        for name in DOWNLOADED:
             train, test = open_tiny(name, root, download=True)
-            assert (train.targets.tolist(), test.targets.tolist()) == ([0, 1, 1], TINY[name][1])
-    for name in ("oxford_pets", "food101", "fgvc_aircraft"):  # the server is gone, and not asked again
+            assert (train.samples.targets.tolist(), test.samples.targets.tolist()) == ([0, 1, 1], TINY[name][1])
+    for name in DOWNLOADED:  # the server is gone, and not asked again
         open_tiny(name, root, download=True)
 
 
 def test_download_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server").mkdir()
     point_readers_at((tmp_path / "not there").as_uri(), tmp_path / "server", monkeypatch)
-    for name in ("oxford_pets", "food101", "fgvc_aircraft"):
+    for name in DOWNLOADED:
         message = refusal(name, tmp_path / name, download=True)
         assert message.startswith(f"dataset.download=true: could not download {name} to '{tmp_path / name}'")
         assert "check the network" in message
-
-
-@pytest.mark.parametrize("name", ["imagenet", "stanford_cars", "birdsnap"])
-def test_what_cannot_be_downloaded(tmp_path: Path, name: str) -> None:
-    TINY[name][0](tmp_path)
-    message = refusal(name, tmp_path, download=True)
-    assert message.startswith(f"dataset.download=true: {name} cannot be downloaded ({PHOTOGRAPHS[name].get}); put ")

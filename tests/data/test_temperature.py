@@ -1,7 +1,5 @@
 """Languages by temperature: quotas in closed form, and rows of permutations that no epoch breaks."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,8 +1,5 @@
 """Pairs for a translation model: what encoder, decoder and loss get, token by token."""
 
-from __future__ import annotations
-
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +124,3 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
     with pytest.raises(ValueError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):
         open_tiny(tmp_path, length=2, drop_long=True)
-
-
-def test_a_split_travels_to_a_loading_process(splits: tuple[PairSplit, PairSplit]) -> None:
-    copy = pickle.loads(pickle.dumps(splits[0]))
-    for mine, other in zip(splits[0].inputs([(0, 5)], (20, 20)), copy.inputs([(0, 5)], (20, 20)), strict=True):
-        assert torch.equal(mine, other)
-    assert copy.texts(5) == splits[0].texts(5)

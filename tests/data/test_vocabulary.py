@@ -1,8 +1,5 @@
 """The vocabulary: every text comes back, the same input gives the same ids, and SentencePiece's errors become ours."""
 
-from __future__ import annotations
-
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +72,7 @@ def test_same_input_same_bytes_in_another_process(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code, str(tmp_path / "lines"), str(tmp_path / str(number))]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         outputs.add(done.stdout)
-        assert done.stderr == ""  # SentencePiece tells its progress unless it is told not to
+        assert done.stderr == ""  # SentencePiece prints its progress unless it is told not to
     assert len(outputs) == 1
 
 
@@ -92,11 +89,6 @@ def test_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         arguments = {"texts": LINES, "size": 300, "symbols": [], "word_prefix": True} | change
         with pytest.raises(TypeError, match="not callable"):
             train_vocabulary(**arguments, cache=tmp_path)
-
-
-def test_pickles(vocabulary: Vocabulary) -> None:
-    copy = pickle.loads(pickle.dumps(vocabulary))
-    assert copy.encode(LINES[:3]) == vocabulary.encode(LINES[:3])
 
 
 def test_a_line_of_any_length_is_learned_from(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import timm
 from safetensors.torch import save_file
 from training_runs import TINY, command
 
+from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.data.text import open_text
 from gpipe_cli.reporting.run.result import read_result
 
@@ -48,11 +49,11 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
     pieces = (tmp_path / "run" / "vocabulary.model").read_bytes()
     (text / "two.txt").write_text(nonsense("cjkpstvz", lines=200))
     assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}") == 0
+    other = TextConfig("text_files", 320, cache=str(text.parent / "other"), root=str(text))
     seen = {
-        name: len(open_text("text_files", root=text, length=8, vocabulary=320, seed=0, cache=str(text.parent / "other"),
-                            pieces=model)[1].predicted())
+        name: len(open_text(other, length=8, seed=0, pieces=model)[1].predicted())  # type: ignore[union-attr]
         for name, model in (("saved", pieces), ("anew", None))
-    }  # fmt: skip
+    }
     assert seen["saved"] != seen["anew"], "the two vocabularies cannot be told apart by their tokens"
     assert read_result(tmp_path / "run", "evaluate.json")["tokens"] == seen["saved"]
     assert run(text, tmp_path / "tuned", monkeypatch, f"init_from={tmp_path / 'run'}") == 0
