@@ -48,7 +48,8 @@ def blocks(kind: str) -> list[str]:
 def commands() -> list[str]:
     """Every line that begins `gpipe` or `torchrun ... -m gpipe_cli`, in blocks and in the text, without its comment."""
     text = re.sub(r"^```.*?^```$", "", README + RECIPES, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks("bash") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    blocks_of_lines = [re.sub(r" *\\\n *", " ", block).splitlines() for block in blocks("bash")]
+    lines = [line for block in blocks_of_lines for line in block] + re.findall(r"`([^`\n]+)`", text)
     found = [re.sub(r"^torchrun .*-m gpipe_cli\b", "gpipe", line.partition("  #")[0].strip()) for line in lines]
     named = {f"gpipe {command}" for command in COMMANDS} - TRIED.keys()  # the name of a command and not a call
     return sorted({line for line in found if line.startswith("gpipe ")} - named)
