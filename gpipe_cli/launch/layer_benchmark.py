@@ -195,7 +195,7 @@ class _Timer:
             return [b - a for a, b in itertools.pairwise(marks)]
 
         forward = layers_of(lambda: stage.forward(0, self._inputs, Retain.INPUT))
-        if not stage.goes_back:  # it is frozen, as is everything before it
+        if not stage.needs_backward:  # it is frozen, as is everything before it
             stage.finish_step()
             self._finishing.append(0.0)
             return [(seconds, seconds, 0.0) for seconds in forward]

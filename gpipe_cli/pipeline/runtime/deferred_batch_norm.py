@@ -118,17 +118,6 @@ class BatchStatistics:
             again = {id(running): value for running, value in self._again.newest}
             self.newest = [(to, (new + again[id(to)]) / 2 if id(to) in again else new) for to, new in self.newest]
 
-    def is_empty(self) -> bool:
-        return self._open is None and not any(self._counts) and (self._again is None or self._again.is_empty())
-
-    def discard(self) -> None:
-        """Forget what was recorded (a step that failed half-way)."""
-        self._open = None
-        for counts in self._counts:
-            counts.clear()
-        if self._again is not None:
-            self._again.discard()
-
     def _expand(
         self, rows: tuple[tuple[int, ...], ...], device: torch.device
     ) -> tuple[list[torch.Tensor], torch.Tensor]:

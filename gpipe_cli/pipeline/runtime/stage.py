@@ -90,7 +90,7 @@ class Stage:
         self._saved_bytes: SavedBytes | None = None
         defer_batch_norms(module, self.statistics)
         self._layers = list(module.named_children())
-        self.goes_back = any(tensor.has_gradient for tensor in inputs) or any(
+        self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
         )
 
@@ -117,7 +117,7 @@ class Stage:
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
-        keep = keep if self.goes_back else Retain.NOTHING
+        keep = keep if self.needs_backward else Retain.NOTHING
         self.statistics.open(micro_batch)
         try:
             with torch.set_grad_enabled(keep is Retain.GRAPH), self._recording(micro_batch, keep):
@@ -134,7 +134,7 @@ class Stage:
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
-        if not self.goes_back:
+        if not self.needs_backward:
             return
         saved = self._saved[micro_batch]
         assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
@@ -148,7 +148,7 @@ class Stage:
 
         `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
         """
-        if not self.goes_back:
+        if not self.needs_backward:
             return (None,) * len(self._inputs)
         saved = self._saved.pop(micro_batch)
         assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"
@@ -171,12 +171,6 @@ class Stage:
         """After the last action: batch norm commits once, nothing is left saved."""
         assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
         self.statistics.commit()
-        self._objective = None
-
-    def abandon_step(self) -> None:
-        """Let go of everything a failed step left behind."""
-        self._saved.clear()
-        self.statistics.discard()
         self._objective = None
 
     def _keep(self, micro_batch: int, saved: _Saved) -> None:
