@@ -11,7 +11,7 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
-from gpipe_cli.pipeline.schedule.schedules import build
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 
 CPU = torch.device("cpu")
 BOUNDARY = (
@@ -49,9 +49,9 @@ def neighbour(rank: int, how: str, folder: Path, connection: Connection) -> None
                  "collect": lambda: team.collect(1)}[how]()  # fmt: skip
         elif rank == 0:
             for m in range(2):
-                links.send_forward(0, m, activation(m))
+                links.send(Action(Kind.F, 0, m), activation(m))
             connection.send("waiting")
-            received = [links.receive_backward(0, m) for m in (1, 0)]
+            received = [links.receive(Action(Kind.B, 0, m)) for m in (1, 0)]
             links.finish_step()
             links.settle()
             assert [gradients[1] for gradients in received] == [None, None]
@@ -60,11 +60,11 @@ def neighbour(rank: int, how: str, folder: Path, connection: Connection) -> None
             connection.send(values)
         else:
             for m in range(2):
-                for one, other in zip(links.receive_forward(1, m), activation(m), strict=True):
+                for one, other in zip(links.receive(Action(Kind.F, 1, m)), activation(m), strict=True):
                     assert one.dtype == other.dtype
                     assert torch.equal(one, other)
             for m in (1, 0):
-                links.send_backward(1, m, (-activation(m)[0], None))
+                links.send(Action(Kind.B, 1, m), (-activation(m)[0], None))
                 links.release(1, m)
             links.finish_step()
             links.settle()

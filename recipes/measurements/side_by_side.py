@@ -72,10 +72,10 @@ from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.runtime import boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_value, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.micro_batch import as_value, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import Gradients, LocalTransport, Transport
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, Transport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.partition import check_balance, partition
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
@@ -221,17 +221,13 @@ class TimedTransport:
     def begin_step(self, order: schedule.Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._timed("post receives", self._inner.begin_step, order, sizes, lengths)
 
-    def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
-        self._timed("send", self._inner.send_forward, stage, micro_batch, outputs)
+    def send(self, action: Action, tensors: OptionalTensors) -> None:
+        self._timed("send", self._inner.send, action, tensors)
 
-    def receive_forward(self, stage: int, micro_batch: int) -> Tensors:
-        return self._timed("wait for activation", self._inner.receive_forward, stage, micro_batch)
-
-    def send_backward(self, stage: int, micro_batch: int, gradients: Gradients) -> None:
-        self._timed("send", self._inner.send_backward, stage, micro_batch, gradients)
-
-    def receive_backward(self, stage: int, micro_batch: int) -> Gradients:
-        return self._timed("wait for gradient", self._inner.receive_backward, stage, micro_batch)
+    def receive(self, action: Action) -> OptionalTensors:
+        awaited = "activation" if action.kind is Kind.F else "gradient"
+        received: OptionalTensors = self._timed(f"wait for {awaited}", self._inner.receive, action)
+        return received
 
     def release(self, stage: int, micro_batch: int) -> None:
         self._timed("release buffers", self._inner.release, stage, micro_batch)

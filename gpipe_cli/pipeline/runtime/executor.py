@@ -1,21 +1,20 @@
-"""Runs a schedule: the one meaning of F, R and B (paper section 2.2, Figure 2(c)).
+"""Runs a schedule: what F, R and B mean (paper section 2.2, Figure 2(c)).
 
-A process performs, in order, the actions of the stages that live in it, be it one stage, some or all of them; only the
+A process performs, in order, the actions of the stages that live in it: one stage, some, or all of them; only the
 transport differs. There is no other path: training with one partition and evaluation are schedules too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeAlias
-
-import torch
 
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, split_all
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
-from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
+from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
 from gpipe_cli.pipeline.schedule.order import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, keeps
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, retained
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 
@@ -32,8 +31,8 @@ class ActionFailedError(RuntimeError):
 class Executor:
     """Performs schedules on the `stages` (by index) that live in this process, out of `partitions` in all.
 
-    `watch` is called with every action, its samples and the lengths of the mini-batch before it is performed: for a
-    supervisor that must say what a killed process was doing. The same schedule is analysed once and not per step.
+    `watch` is called with every action, its samples and the lengths of the mini-batch before the action is performed,
+    so that a supervisor can say what a killed process was doing.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._watch = stages, transport, watch
         self._last = partitions - 1
-        self._analysed: dict[int, tuple[Schedule, list[tuple[Action, Retain]]]] = {}
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
     def run(
@@ -61,75 +59,87 @@ class Executor:
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
         `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. Raises
-        ActionFailedError if an action does, ChangedInputError for a layer that changes what it is given, and
+        ActionFailedError if an action does, ChangedInputError for a layer that changes its input in place, and
         PeerLostError if a neighbour is gone.
         """
-        actions = self._analyse(schedule)
-        pieces = () if inputs is None else split_all(inputs, sizes)
+        micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None)
         recording = self.recorder.begin_step(schedule)
-        for action, keep in actions:
+        for action, keep in _actions_of(schedule, frozenset(self._stages)):
             self._watch(action, sizes[action.micro_batch], lengths)
-            self._perform(action, keep, pieces, recording)
+            self._perform(action, keep, micro_batches, recording)
         for stage in self._stages.values():
             stage.finish_step()
         self._transport.finish_step()
         return recording
 
     def settle(self) -> None:
-        """Before the executor is given up: the last step's tensors have left this process."""
+        """Wait until the last step's tensors have left this process: before the executor is given up."""
         self._transport.settle()
 
-    def _perform(self, action: Action, keep: Retain, pieces: Sequence[Tensors], recording: Recording) -> None:
-        clock = self.recorder.clocks[action.stage]
-        now, core_seconds = clock.now, clock.core_seconds
-        begun = received = now()
-        stage, micro_batch = self._stages[action.stage], action.micro_batch
-        first, last = action.stage == 0, action.stage == self._last
-        transport = self._transport
-        tensors: Sequence[torch.Tensor | None] = ()
+    def _perform(self, action: Action, keep: Retain, micro_batches: Sequence[Tensors], recording: Recording) -> None:
+        """One action on stage k, in four steps; the recording gets the time between them.
+
+             1. receive             2. compute                           3. send             4. release
+
+        F    outputs of k-1  ---->  run the layers, keep input or graph  ----> outputs       if nothing is kept
+        R                           run them again, keep the graph
+        B    gradients of k+1 --->  run the graph backward, drop it      ----> gradients     the input's buffer
+        """
+        stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
+        given: OptionalTensors = ()
         try:
-            match action.kind:
-                case Kind.F:
-                    inputs = pieces[micro_batch] if first else transport.receive_forward(action.stage, micro_batch)
-                    tensors = inputs
-                    received, had = now(), core_seconds()
-                    outputs = stage.forward(micro_batch, inputs, keep)
-                    has, computed = core_seconds(), now()
-                    if not last:
-                        transport.send_forward(action.stage, micro_batch, outputs)
-                    if keep is Retain.NOTHING:
-                        transport.release(action.stage, micro_batch)
-                case Kind.R:
-                    had = core_seconds()
-                    stage.recompute(micro_batch)
-                    has, computed = core_seconds(), now()
-                case Kind.B:
-                    gradients = () if last else transport.receive_backward(action.stage, micro_batch)
-                    tensors = gradients
-                    received, had = now(), core_seconds()
-                    returned = stage.backward(micro_batch, gradients)
-                    has, computed = core_seconds(), now()
-                    if not first:
-                        transport.send_backward(action.stage, micro_batch, returned)
-                    transport.release(action.stage, micro_batch)
-            recording.action(action.stage, begun, received, computed, now(), has - had)
+            begun = clock.now()
+
+            # 1. Receive. Stage 0 takes the samples themselves; the last stage's backward starts from its own loss.
+            given = self._receive(action, micro_batches)
+            received, core_before = clock.now(), clock.core_seconds()
+
+            # 2. Compute. This is the span that a timeline shows.
+            result = self._compute(stage, action, given, keep)
+            core_after, computed = clock.core_seconds(), clock.now()
+
+            # 3. Send on to stage k+1, or back to stage k-1.
+            if (action.kind is Kind.F and action.stage < self._last) or (action.kind is Kind.B and action.stage > 0):
+                self._transport.send(action, result)
+
+            # 4. Release the buffer that the input was received into: nothing of this micro-batch is kept any more.
+            if keep is Retain.NOTHING:
+                self._transport.release(action.stage, action.micro_batch)
+            recording.action(action.stage, begun, received, computed, clock.now(), core_after - core_before)
         except (PeerLostError, ChangedInputError):
             raise
         except Exception as error:
             kind = "gradient" if action.kind is Kind.B else "input"
-            shapes = stage.layer_shapes if stage.layer_name else shapes_of(tensors)
-            what = f"{kind} {shapes}" if shapes else f"micro-batch {micro_batch}"
+            shapes = stage.layer_shapes if stage.layer_name else shapes_of(given)
+            what = f"{kind} {shapes}" if shapes else f"micro-batch {action.micro_batch}"
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
-    def _analyse(self, schedule: Schedule) -> list[tuple[Action, Retain]]:
-        """This process's actions in order, and what each keeps; looked up by identity, since hashing costs
-        O(actions)."""
-        known = self._analysed.get(id(schedule))
-        if known is None:
-            kept = keeps(schedule)
-            mine = [(a, kept.get(a, Retain.NOTHING)) for a in linearize(schedule) if a.stage in self._stages]
-            known = self._analysed[id(schedule)] = (schedule, mine)
-        return known[1]
+    def _receive(self, action: Action, micro_batches: Sequence[Tensors]) -> OptionalTensors:
+        match action.kind:
+            case Kind.F:
+                return micro_batches[action.micro_batch] if action.stage == 0 else self._transport.receive(action)
+            case Kind.R:
+                return ()
+            case Kind.B:
+                return () if action.stage == self._last else self._transport.receive(action)
+
+    @staticmethod
+    def _compute(stage: Stage, action: Action, given: OptionalTensors, keep: Retain) -> OptionalTensors:
+        match action.kind:
+            case Kind.F:
+                return stage.forward(action.micro_batch, tuple(t for t in given if t is not None), keep)
+            case Kind.R:
+                stage.recompute(action.micro_batch)
+                return ()
+            case Kind.B:
+                return stage.backward(action.micro_batch, given)
+
+
+@lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
+def _actions_of(schedule: Schedule, stages: frozenset[int]) -> tuple[tuple[Action, Retain], ...]:
+    """The actions of some stages in the order in which one process performs them, and what each keeps."""
+    keep = retained(schedule)
+    return tuple((action, keep[action]) for action in linearize(schedule) if action.stage in stages)

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.memory_layout import as_sent
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.receive_buffers import ReceiveBuffers
-from gpipe_cli.pipeline.runtime.transport import Gradients, PeerLostError
-from gpipe_cli.pipeline.schedule.schedules import Kind, Schedule, in_flight
+from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +63,15 @@ class P2PTransport:
         self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
         self._groups = {Kind.F: forward, Kind.B: backward}
         self._peers: dict[Kind, int] = {}
-        self._inboxes: dict[Kind, ReceiveBuffers] = {}
+        self._buffers: dict[Kind, ReceiveBuffers] = {}
         if stage < self._last:
             self._peers[Kind.F] = ranks[stage + 1]
             returning = tuple(tensor for tensor in boundaries[stage] if tensor.has_gradient)
-            self._inboxes[Kind.B] = ReceiveBuffers(ranks[stage + 1], backward, device, memory_format, returning)
+            self._buffers[Kind.B] = ReceiveBuffers(ranks[stage + 1], backward, device, memory_format, returning)
             self._outgoing = boundaries[stage]
         if stage > 0:
             self._peers[Kind.B] = ranks[stage - 1]
-            self._inboxes[Kind.F] = ReceiveBuffers(
+            self._buffers[Kind.F] = ReceiveBuffers(
                 ranks[stage - 1], forward, device, memory_format, boundaries[stage - 1]
             )
             self._incoming = boundaries[stage - 1]
@@ -81,56 +80,56 @@ class P2PTransport:
     def describe(self, boundaries: Mapping[Kind, Boundary]) -> None:
         """Change what crosses the boundaries, e.g. for evaluation, where a model may hand on fewer tensors."""
         self.settle()
-        if Kind.F in self._inboxes:
-            self._incoming = self._inboxes[Kind.F].described = boundaries[Kind.F]
-        if Kind.B in self._inboxes:
+        if Kind.F in self._buffers:
+            self._incoming = self._buffers[Kind.F].described = boundaries[Kind.F]
+        if Kind.B in self._buffers:
             self._outgoing = boundaries[Kind.B]
-            self._inboxes[Kind.B].described = tuple(tensor for tensor in self._outgoing if tensor.has_gradient)
+            self._buffers[Kind.B].described = tuple(tensor for tensor in self._outgoing if tensor.has_gradient)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
         actions = schedule[self._stage]
         # gradients are consumed at once: one being used, one on its way; inputs stay as long as they are in flight
         depths = {Kind.F: in_flight(actions) + 1, Kind.B: 2}
-        for kind, inbox in self._inboxes.items():
-            inbox.begin_step([a.micro_batch for a in actions if a.kind is kind], sizes, lengths, depths[kind])
+        for kind, buffers in self._buffers.items():
+            buffers.begin_step([a.micro_batch for a in actions if a.kind is kind], sizes, lengths, depths[kind])
 
-    def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
-        self._send(Kind.F, outputs)
-
-    def receive_forward(self, stage: int, micro_batch: int) -> Tensors:
-        return tuple(self._receive(Kind.F, micro_batch))
-
-    def send_backward(self, stage: int, micro_batch: int, gradients: Gradients) -> None:
-        returning = []
-        for position, (gradient, described) in enumerate(zip(gradients, self._incoming, strict=True)):
-            if described.has_gradient:
-                if gradient is None:
+    def send(self, action: Action, tensors: OptionalTensors) -> None:
+        if action.kind is Kind.B:
+            for position, (gradient, described) in enumerate(zip(tensors, self._incoming, strict=True)):
+                if gradient is None and described.has_gradient:
                     raise ValueError(
-                        f"tensor {position} that stage {stage} received got no gradient, but it did when the model was "
-                        "traced: which inputs a layer uses must not depend on the data"
+                        f"tensor {position} that stage {action.stage} received got no gradient, but it did when the "
+                        "model was traced: which inputs a layer uses must not depend on the data"
                     )
-                returning.append(gradient)
-        self._send(Kind.B, returning)
+            tensors = tuple(t for t, described in zip(tensors, self._incoming, strict=True) if described.has_gradient)
+        self._send(action.kind, [tensor for tensor in tensors if tensor is not None])
 
-    def receive_backward(self, stage: int, micro_batch: int) -> Gradients:
-        received = iter(self._receive(Kind.B, micro_batch))
-        return tuple(next(received) if tensor.has_gradient else None for tensor in self._outgoing)
+    def receive(self, action: Action) -> OptionalTensors:
+        kind, buffers = action.kind, self._buffers[action.kind]
+        what = "activation" if kind is Kind.F else "gradient"
+        works, tensors = buffers.take(action.micro_batch)
+        for work in works:
+            self._wait(work, f"the {what} of micro-batch {action.micro_batch}", buffers.peer)
+        if kind is Kind.F:
+            return tuple(tensors)
+        gradients = iter(tensors)
+        return tuple(next(gradients) if described.has_gradient else None for described in self._outgoing)
 
     def release(self, stage: int, micro_batch: int) -> None:
-        for inbox in self._inboxes.values():
-            memory = inbox.memory_of(micro_batch)
-            if memory and inbox.expects_more:
+        for buffers in self._buffers.values():
+            memory = buffers.memory_of(micro_batch)
+            if memory and buffers.expects_more:
                 # a layer may have passed its input on: that must have left before the next one is received over it
                 for sending in [sending for sending in self._sends if sending.tensor.data_ptr() in memory]:
                     self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
                     self._wait(sending.work, "something sent")
-            inbox.release(micro_batch)
+            buffers.release(micro_batch)
 
     def finish_step(self) -> None:
         # what is still being sent may go on meanwhile: a stage that is ahead has its optimizer to run
-        for inbox in self._inboxes.values():
-            inbox.finish_step()
+        for buffers in self._buffers.values():
+            buffers.finish_step()
 
     def settle(self) -> None:
         while self._sends:
@@ -148,7 +147,7 @@ class P2PTransport:
             try:
                 with self._waits():
                     if 0 <= source <= self._last:
-                        dist.recv(token, src=self._inboxes[kind].peer, group=self._groups[kind])
+                        dist.recv(token, src=self._buffers[kind].peer, group=self._groups[kind])
                     if 0 <= target <= self._last:
                         dist.send(token, dst=self._peers[kind], group=self._groups[kind])
             except RuntimeError as error:
@@ -174,14 +173,6 @@ class P2PTransport:
             raise PeerLostError(f"stage {self._stage} could not send to {whom}: {error}") from error
         assert work is not None
         return work
-
-    def _receive(self, kind: Kind, micro_batch: int) -> list[torch.Tensor]:
-        inbox = self._inboxes[kind]
-        what = "activation" if kind is Kind.F else "gradient"
-        works, tensors = inbox.take(micro_batch)
-        for work in works:
-            self._wait(work, f"the {what} of micro-batch {micro_batch}", inbox.peer)
-        return tensors
 
     def _wait(self, waited: dist.Work | Future[dist.Work], what: str, peer: int | None = None) -> None:
         try:

@@ -1,42 +1,39 @@
-"""How tensors get from stage to stage: what a transport does, and the one inside a process.
+"""How tensors get from stage to stage: what a transport does, and the one inside a process (`p2p_transport.py` has the
+one between processes).
 
-The one between processes is `p2p_transport.py`.
-
-Communication is never written down (paper section 2.2: primitives are inserted at the boundaries): an F on a later
-stage receives what the F before it returned, a B the other way round.
+Schedules do not write communication down (paper section 2.2: primitives are inserted at the boundaries): an F receives
+what the F on the stage before returned, a B what the B on the next stage returned.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
-from gpipe_cli.pipeline.schedule.schedules import Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
-Gradients = tuple[torch.Tensor | None, ...]
+OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
+"""What travels: outputs of a stage, all of them tensors, or gradients, None for a tensor that needs none."""
 
 
 class PeerLostError(RuntimeError):
-    """The process at the other end is gone or silent: a consequence of a failure somewhere else, rarely its cause."""
+    """The process at the other end has died or does not answer: the cause is to be looked for there."""
 
 
 class Transport(Protocol):
-    """Moves the outputs and gradients of micro-batch m over the boundaries of the stages of this process."""
+    """Moves the results of actions between the stages of this process and their neighbours."""
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         """Before the first action; `sizes` are the samples of each micro-batch, `lengths` those of sentences."""
 
-    def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None: ...
+    def send(self, action: Action, tensors: OptionalTensors) -> None:
+        """Outputs of an F to the next stage, gradients of a B to the stage before."""
 
-    def receive_forward(self, stage: int, micro_batch: int) -> Tensors: ...
-
-    def send_backward(self, stage: int, micro_batch: int, gradients: Gradients) -> None: ...
-
-    def receive_backward(self, stage: int, micro_batch: int) -> Gradients: ...
+    def receive(self, action: Action) -> OptionalTensors:
+        """What `action` needs from a neighbour: an F the outputs of the stage before, a B gradients from the next."""
 
     def release(self, stage: int, micro_batch: int) -> None:
-        """Stage `stage` will not look at the inputs of micro-batch m again."""
+        """Stage `stage` will not look at the inputs of this micro-batch again."""
 
     def finish_step(self) -> None:
         """After the last action: everything has been received. What was sent may still be on its way."""
@@ -50,33 +47,25 @@ class LocalTransport:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._waiting: dict[tuple[Kind, int, int], Gradients] = {}
+        self._sent: dict[Action, OptionalTensors] = {}  # by the action that will receive it
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        self._waiting.clear()  # whatever a failed step left
+        self._sent.clear()  # whatever a failed step left
 
-    def send_forward(self, stage: int, micro_batch: int, outputs: Tensors) -> None:
-        self._waiting[Kind.F, stage + 1, micro_batch] = self._moved(outputs, stage + 1)
+    def send(self, action: Action, tensors: OptionalTensors) -> None:
+        receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
+        device = self._devices[receiver]
+        moved = tuple(None if t is None else t.detach().to(device, non_blocking=True) for t in tensors)
+        self._sent[Action(action.kind, receiver, action.micro_batch)] = moved
 
-    def receive_forward(self, stage: int, micro_batch: int) -> Tensors:
-        received = self._waiting.pop((Kind.F, stage, micro_batch))
-        return tuple(tensor for tensor in received if tensor is not None)
-
-    def send_backward(self, stage: int, micro_batch: int, gradients: Gradients) -> None:
-        self._waiting[Kind.B, stage - 1, micro_batch] = self._moved(gradients, stage - 1)
-
-    def receive_backward(self, stage: int, micro_batch: int) -> Gradients:
-        return self._waiting.pop((Kind.B, stage, micro_batch))
+    def receive(self, action: Action) -> OptionalTensors:
+        return self._sent.pop(action)
 
     def release(self, stage: int, micro_batch: int) -> None:
         pass
 
     def finish_step(self) -> None:
-        assert not self._waiting, f"never received: {sorted(self._waiting)}"
+        assert not self._sent, f"never received: {[str(action) for action in self._sent]}"
 
     def settle(self) -> None:
         pass
-
-    def _moved(self, tensors: Gradients, stage: int) -> Gradients:
-        device = self._devices[stage]
-        return tuple(None if t is None else t.detach().to(device, non_blocking=True) for t in tensors)

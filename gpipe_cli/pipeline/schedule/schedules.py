@@ -30,9 +30,9 @@ class Kind(StrEnum):
 
 
 class Retain(StrEnum):
-    """What a forward leaves behind on its stage until the backward of the same micro-batch."""
+    """What a stage retains of a micro-batch after an action, until the backward of the same micro-batch."""
 
-    NOTHING = "nothing"  # evaluation: no backward will come
+    NOTHING = "nothing"  # the backward is over, or none will come: evaluation
     INPUT = "input"  # only what came over the stage's boundary; the rest is recomputed
     GRAPH = "graph"  # every activation inside the stage
 
@@ -130,26 +130,24 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return tuple(Action(kind, stage, micro_batch) for kind, stage in needs(action.kind, action.stage, len(schedule)))
 
 
-def keeps(schedule: Schedule) -> dict[Action, Retain]:
-    """What each forward and each recomputation keeps, read off the schedule; one look-up per action.
+def retained(schedule: Schedule) -> dict[Action, Retain]:
+    """What the stage retains of a micro-batch after each action, see :func:`stage_retained`."""
+    return {action: retain for actions in schedule for action, retain in stage_retained(actions)}
 
-    A forward with neither ``B`` nor ``R`` keeps nothing, one with an ``R`` its input, one with only a ``B`` its
-    graph. A recomputation keeps its graph. Backward actions have no entry.
+
+def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
+    """The actions of one stage in order, with what it retains of the micro-batch after each, read off the schedule.
+
+    After a forward with neither ``B`` nor ``R`` nothing, with an ``R`` the input, with only a ``B`` the graph. After a
+    recomputation the graph, after a backward nothing.
     """
-    return {a: keep for actions in schedule for a, keep in stage_keeps(actions) if keep is not None}
-
-
-def stage_keeps(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain | None]]:
-    """The actions of one stage in order, with what each keeps, see :func:`keeps`; None for a backward."""
     backward = {a.micro_batch for a in stage_actions if a.kind is Kind.B}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:
-        if a.kind is Kind.B:
-            yield a, None
-        elif a.kind is Kind.F and a.micro_batch in recomputed:
-            yield a, Retain.INPUT
+        if a.kind is Kind.B or a.micro_batch not in backward:
+            yield a, Retain.NOTHING
         else:
-            yield a, Retain.GRAPH if a.micro_batch in backward else Retain.NOTHING
+            yield a, Retain.INPUT if a.kind is Kind.F and a.micro_batch in recomputed else Retain.GRAPH
 
 
 def in_flight(stage_actions: Sequence[Action]) -> int:
@@ -196,11 +194,11 @@ def _with_recomputation(stages: Sequence[list[Action]], recompute: Recompute) ->
         recompute = tuple(_recomputed(actions, recompute) for actions in stages)
     assert len(recompute) == len(stages), "one set of micro-batches per stage"
     schedule = []
-    for actions, again in zip(stages, recompute, strict=True):
-        assert again <= {a.micro_batch for a in actions}, "only what ran forward can be recomputed"
+    for actions, recomputed in zip(stages, recompute, strict=True):
+        assert recomputed <= {a.micro_batch for a in actions}, "only what ran forward can be recomputed"
         result: list[Action] = []
         for a in actions:
-            if a.kind is Kind.B and a.micro_batch in again:
+            if a.kind is Kind.B and a.micro_batch in recomputed:
                 result.append(Action(Kind.R, a.stage, a.micro_batch))
             result.append(a)
         schedule.append(tuple(result))

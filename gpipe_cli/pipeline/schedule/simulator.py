@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from gpipe_cli.pipeline.schedule.order import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, needs, stage_keeps
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, needs, stage_retained
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
@@ -95,11 +95,6 @@ def live(schedule: Schedule) -> tuple[tuple[Live, ...], ...]:
     return tuple(tuple(Live(*held) for held in _held(actions)) for actions in schedule)
 
 
-def peak_live(schedule: Schedule) -> tuple[Live, ...]:
-    """For each stage, the most graphs and the most inputs held; the two need not occur at the same moment."""
-    return tuple(Live(*map(max, zip(*_held(actions), strict=True))) for actions in schedule)
-
-
 def peak_bytes(
     schedule: Schedule, graph_bytes: Sequence[Sequence[int]], input_bytes: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
@@ -113,11 +108,11 @@ def peak_bytes(
     peaks = []
     for actions, graphs, inputs in zip(schedule, graph_bytes, input_bytes, strict=True):
         held = peak = 0
-        for action, keep in stage_keeps(actions):
+        for action, retain in stage_retained(actions):
             m = action.micro_batch
             if action.kind is Kind.R:
                 held -= inputs[m]
-            held += graphs[m] if keep is Retain.GRAPH else inputs[m] if keep is Retain.INPUT else 0
+            held += graphs[m] if retain is Retain.GRAPH else inputs[m] if retain is Retain.INPUT else 0
             peak = max(peak, held)
             if action.kind is Kind.B:
                 held -= graphs[m]
@@ -128,11 +123,11 @@ def peak_bytes(
 def _held(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
     """Graphs and inputs held while each action of a stage runs."""
     graphs = inputs = 0
-    for action, keep in stage_keeps(actions):
-        graphs += keep is Retain.GRAPH
+    for action, retain in stage_retained(actions):
+        graphs += retain is Retain.GRAPH
         if action.kind is Kind.R:
             inputs -= 1
-        inputs += keep is Retain.INPUT
+        inputs += retain is Retain.INPUT
         yield graphs, inputs
         if action.kind is Kind.B:
             graphs -= 1
@@ -158,7 +153,7 @@ class _Run:
         self.events: list[list[Event]] = [[] for _ in schedule]
         self._schedule, self._stages, self._edges, self._slowdown = schedule, stages, edges, slowdown
         self._graphs = [
-            {a.micro_batch for a, keep in stage_keeps(actions) if a.kind is Kind.F and keep is Retain.GRAPH}
+            {a.micro_batch for a, retain in stage_retained(actions) if a.kind is Kind.F and retain is Retain.GRAPH}
             for actions in schedule
         ]
         self._now = self._virtual = 0.0  # one and the same without slowdown

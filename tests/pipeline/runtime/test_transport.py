@@ -11,7 +11,7 @@ import torch
 from transport_runs import CPU, SIZES, TIMEOUT, activation, neighbour
 
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
-from gpipe_cli.pipeline.schedule.schedules import build
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 
 
 @pytest.fixture
@@ -66,16 +66,16 @@ def test_handing_over_inside_a_process() -> None:
     transport = LocalTransport([CPU, CPU])
     transport.begin_step(build("gpipe", 2, 2, "never"), SIZES)
     outputs = torch.ones(3, 2, requires_grad=True) * 2, torch.arange(3)
-    transport.send_forward(0, 1, outputs)
-    image, mask = transport.receive_forward(1, 1)
+    transport.send(Action(Kind.F, 0, 1), outputs)
+    image, mask = transport.receive(Action(Kind.F, 1, 1))
     assert not image.requires_grad
     assert image.data_ptr() == outputs[0].data_ptr(), "copied"
     assert torch.equal(mask, outputs[1])
-    transport.send_backward(1, 1, (image, None))
-    assert transport.receive_backward(0, 1)[1] is None
+    transport.send(Action(Kind.B, 1, 1), (image, None))
+    assert transport.receive(Action(Kind.B, 0, 1))[1] is None
     transport.finish_step()
     transport.settle()
-    transport.send_forward(0, 0, outputs)
+    transport.send(Action(Kind.F, 0, 0), outputs)
     with pytest.raises(AssertionError, match="never received"):
         transport.finish_step()
     transport.begin_step(build("gpipe", 2, 2, "never"), SIZES)

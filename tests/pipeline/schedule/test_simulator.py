@@ -24,7 +24,6 @@ from gpipe_cli.pipeline.schedule.simulator import (
     ideal_bubble,
     live,
     peak_bytes,
-    peak_live,
     simulate,
 )
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
@@ -263,6 +262,13 @@ def test_a_schedule_that_deadlocks_is_refused() -> None:
     schedule = ((f[0][0], b[0][0], f[0][1], b[0][1]), (f[1][0], f[1][1], b[1][0], b[1][1]))
     with pytest.raises(ValueError, match="deadlock"):
         simulate(schedule, equal(2, 1, 1))
+
+
+def peak_live(schedule: Schedule) -> tuple[Live, ...]:
+    """For each stage, the most graphs and the most inputs held, at whatever moments."""
+    return tuple(
+        Live(max(held.graphs for held in stage), max(held.inputs for held in stage)) for stage in live(schedule)
+    )
 
 
 def test_peak_of_kept_micro_batches() -> None:
