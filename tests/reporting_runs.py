@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gpipe_cli.reporting.run.description import PartitionDescription, Prediction, RunDescription
 from gpipe_cli.reporting.timeline_view import Bar, BarKind, TimelineView
-from gpipe_cli.training.events import EvaluationMessage, RecordedMessage, StepMessage
+from gpipe_cli.training.events import Evaluated, StepDone, Translation
 
 STEPS_PER_EPOCH = 4
 # What is different in the descriptions of text.
@@ -37,10 +37,10 @@ TRANSLATION: dict[str, Any] = {
     "micro_batches": 4,
     "batch_tokens": 4096,
 }
-TRANSLATIONS = [
-    {"pair": "de-en", "source": "Österreich", "reference": "Austria", "translation": "Austria"},
-    {"pair": "ru-en", "source": "Россия | РФ", "reference": "Russia", "translation": "a|b <2en> *c* _d_ `e` \\| [f]"},
-]
+TRANSLATIONS = (
+    Translation("de-en", "Österreich", "Austria", "Austria"),
+    Translation("ru-en", "Россия | РФ", "Russia", "a|b <2en> *c* _d_ `e` \\| [f]"),
+)
 
 
 def description(**changes: Any) -> RunDescription:
@@ -71,7 +71,7 @@ def description(**changes: Any) -> RunDescription:
     return RunDescription(**(values | changes))
 
 
-def step(number: int, **changes: Any) -> StepMessage:
+def step(number: int, **changes: Any) -> StepDone:
     """The message of step `number`, counted from 1; 32 samples in 62.5 ms."""
     message: dict[str, Any] = {
         "step": number,
@@ -86,10 +86,13 @@ def step(number: int, **changes: Any) -> StepMessage:
         "top5": 0.75,
         "learning_rate": 0.04,
         "gradient_norm": 1.5,
-        "memory_bytes": [3 * 2**20, 2**29],
-        "without_core": [0.01, 0.02],
+        "lengths": (),
+        "memory_bytes": (3 * 2**20, 2**29),
+        "without_core": (0.01, 0.02),
+        "activation_bytes": None,
+        "library_bytes": None,
     }
-    return StepMessage(**(message | changes))  # type: ignore[typeddict-item]
+    return StepDone(**(message | changes))
 
 
 def shares(bubble: float) -> dict[str, float]:
@@ -98,9 +101,9 @@ def shares(bubble: float) -> dict[str, float]:
     return {"compute": 1 - sum(small.values()), **small}
 
 
-def recorded(number: int, bubble: float = 0.1) -> RecordedMessage:
+def recorded(number: int, bubble: float = 0.1) -> tuple[int, dict[str, float]]:
     """What was recorded of a step."""
-    return {"step": number, "breakdown": shares(bubble)}
+    return number, shares(bubble)
 
 
 def prediction(**changes: Any) -> Prediction:
@@ -116,7 +119,7 @@ def prediction(**changes: Any) -> Prediction:
     return Prediction(**(values | changes))
 
 
-def evaluation(number: int, **changes: Any) -> EvaluationMessage:
+def evaluation(number: int, **changes: Any) -> Evaluated:
     """The message of an evaluation after step `number`."""
     message: dict[str, Any] = {
         "step": number,
@@ -127,17 +130,17 @@ def evaluation(number: int, **changes: Any) -> EvaluationMessage:
         "top5": 1.0,
         "averaged": False,
         "is_best": True,
-        "translations": [],
+        "translations": (),
     }
-    return EvaluationMessage(**(message | changes))  # type: ignore[typeddict-item]
+    return Evaluated(**(message | changes))
 
 
-def text_step(number: int, **changes: Any) -> StepMessage:
+def text_step(number: int, **changes: Any) -> StepDone:
     """As `step`, of text: 1,000 tokens in 62.5 ms."""
     return step(number, **({"tokens": 1000, "top5": None} | changes))
 
 
-def text_evaluation(number: int, **changes: Any) -> EvaluationMessage:
+def text_evaluation(number: int, **changes: Any) -> Evaluated:
     """As `evaluation`, of text: 5,000 tokens, perplexity 41.3."""
     return evaluation(number, **({"tokens": 5000, "loss": log_of(41.3), "top1": 0.312, "top5": None} | changes))
 

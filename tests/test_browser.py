@@ -53,7 +53,7 @@ def write_run(folder: Path, micro_batches: int) -> None:
     reporter.banner()
     for number in range(1, 5):
         reporter.step(step(number))
-        reporter.recorded(recorded(number))
+        reporter.recorded(*recorded(number))
     reporter.timeline(StepPicture(1, 3, timeline()))
     reporter.evaluated(evaluation(4, top1=TOP1[micro_batches]))
     reporter.finish("completed")

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
+from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.train_loop import train
+
+Message = TypeVar("Message")
 
 # 22 samples in mini-batches of 8: two of 3 + 3 + 2 samples and one of 2 + 2 + 2 an epoch
 TINY = [
@@ -52,10 +55,10 @@ def configure(*settings: str) -> TrainConfig:
         return from_tree(TrainConfig, compose("train", list(settings)))
 
 
-def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, samples, lengths: None) -> list[Any]:
-    """Train in this process, all stages of it; returns what it reported."""
+def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, samples, lengths: None) -> list[object]:
+    """Train in this process, all stages of it; returns the messages for the parent."""
     folder.mkdir(parents=True, exist_ok=True)
-    heard: list[Any] = []
+    messages: list[object] = []
     layout = make_placement(config)
     assert not layout.distributed, "executor=in_process is needed here"
     train(
@@ -63,14 +66,15 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
         to_yaml(config),
         layout,
         folder,
-        0,
-        lambda: (ControlGroup(0, 1), None),
-        lambda kind, message: heard.append((kind, message)),
-        watch,
+        WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, watch),
         source=find_source(config, layout),
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
-    return heard
+    return messages
+
+
+def of_type(messages: list[object], kind: type[Message]) -> list[Message]:
+    return [message for message in messages if isinstance(message, kind)]
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

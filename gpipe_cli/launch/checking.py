@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -19,8 +19,8 @@ from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import temporary_folder
-from gpipe_cli.launch.job import Checking
-from gpipe_cli.launch.supervisor import Hear, perform
+from gpipe_cli.launch.job import Checking, Reason
+from gpipe_cli.launch.supervisor import OnMessage, run_task
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
@@ -32,7 +32,7 @@ from gpipe_cli.system.interrupts import Interrupt, interruptible
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
-from gpipe_cli.verify.differences import Digests, Row, Variant, Verdict
+from gpipe_cli.verify.differences import Digests, Key, LayersWatched, ReferenceDone, Row, Variant, Verdict
 
 Schedule = Literal["gpipe", "1f1b"]
 Mode = Literal["never", "except_last", "always"]
@@ -40,8 +40,6 @@ Way = Literal["in_process", "distributed", "pytorch"]
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
-
-Key = tuple[int, int, str, str, str]
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -67,15 +65,15 @@ def run_check(config: TrainConfig, folder: Path) -> int:
         console.status("starting ...") if console.is_terminal else nullcontext() as status,
     ):
 
-        def hear(kind: str, message: dict[str, Any]) -> None:
-            checked.hear(kind, message)
-            if kind == "probed":
-                show_facts(console, checked.facts())
+        def on_message(message: object) -> None:
+            checked.on_message(message)
+            if isinstance(message, LayersWatched):
+                show_facts(console, checked.facts(message))
             if status is not None:
                 status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
-        for variants in checked.crews():
-            _run(config, checked, variants, source, hear, Path(meeting), interrupt)
+        for variants in checked.runs():
+            _run(config, checked, variants, source, on_message, Path(meeting), interrupt)
     report = checked.report()
     try:
         write_check(folder, report)
@@ -89,36 +87,37 @@ def _run(
     checked: "_Checked",
     variants: Sequence[Variant],
     source: Path | None,
-    hear: Hear,
+    on_message: OnMessage,
     folder: Path,
     interrupt: Interrupt,
 ) -> None:
-    """Have a crew run variants, in order; what they do not come to is left out."""
+    """Have workers run variants, in order; what they do not come to is left out."""
     waiting = checked.worth_running(variants)
     if not waiting:
         return
     layout = max((variant.layout for variant in waiting), key=lambda layout: layout.partitions)
-    failure = perform(config, layout, Checking(tuple(waiting), checked.references, folder, source), hear, interrupt)
+    task = Checking(tuple(waiting), checked.references, folder, source)
+    failure = run_task(config, layout, task, on_message, interrupt)
     if failure is None:
         return
-    if failure.kind == "user" and not checked.rows:
+    if failure.reason is Reason.USER and not checked.rows:
         raise ValueError(failure.text)
     missing = checked.missing(waiting)
     if missing and not any(checked.failed(variant) for variant in waiting if variant.executor == "distributed"):
-        checked.add(missing.pop(0), "fails", failure.text)  # it was killed, or could not say so itself
+        checked.add(missing.pop(0), "fails", failure.text)  # it was killed, or could not report it itself
     for variant in missing:
         checked.add(variant, "left out", "not run: processes that work together ended with the failure before")
 
 
 class _Checked:
-    """What there is to check, and what has been heard of it so far."""
+    """The variants, and what is known of them so far."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._heard: dict[Key, Row] = {}
+        self._done: dict[Key, Row] = {}
         self.references: dict[str, Digests] = {}
         self._findings: list[Finding] = []
-        self._mini_batch: dict[str, Any] = {}
+        self._watched: LayersWatched | None = None
         self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
         self._apart: dict[int, Placement] = {}  # each in one of its own
         self._refused: list[Row] = []
@@ -135,13 +134,13 @@ class _Checked:
 
     @property
     def rows(self) -> list[Row]:
-        return [*self._heard.values(), *self._refused]
+        return [*self._done.values(), *self._refused]
 
     @property
     def expected(self) -> int:
-        return sum(len(variants) for variants in self.crews()) + len(self._refused)
+        return sum(len(variants) for variants in self.runs()) + len(self._refused)
 
-    def crews(self) -> list[list[Variant]]:
+    def runs(self) -> list[list[Variant]]:
         """The variants, by the processes that run them one after another; what others are compared with comes first."""
         if 1 not in self._together:
             return []
@@ -164,35 +163,33 @@ class _Checked:
         ]
         return [together, *apart]
 
-    def hear(self, kind: str, message: dict[str, Any]) -> None:
+    def on_message(self, message: object) -> None:
         """Take a worker's message."""
-        match kind:
-            case "probed":
-                self._findings += message.pop("findings")
-                self._mini_batch = message
-            case "reference":
-                self.references[message["schedule"]] = message["digests"]
-            case "row":
-                row: Row = message["row"]
-                self._heard.setdefault(_key(row), row)  # of several stages that fail the first
+        match message:
+            case LayersWatched():
+                self._findings += message.findings
+                self._watched = message
+            case ReferenceDone():
+                self.references[message.schedule] = message.digests
+            case Row():
+                self._done.setdefault(message.key, message)  # of several stages that fail the first
 
     def add(self, variant: Variant, verdict: Verdict, text: str) -> None:
-        row = variant.row(verdict, text=text)
-        self._heard.setdefault(_key(row), row)
+        self._done.setdefault(variant.key, variant.row(verdict, text=text))
 
     def missing(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Those that nothing has been heard of."""
-        return [variant for variant in variants if _key(variant.row("left out")) not in self._heard]
+        """Those that have no row yet."""
+        return [variant for variant in variants if variant.key not in self._done]
 
     def failed(self, variant: Variant) -> bool:
-        row = self._heard.get(_key(variant.row("left out")))
+        row = self._done.get(variant.key)
         return row is not None and row.verdict == "fails"
 
     def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
         """Leaves out what cannot be compared with anything, and what has failed in one process already."""
         worth = []
         for variant in variants:
-            same = self._heard.get(_key(replace(variant, executor="in_process").row("left out")))
+            same = self._done.get(replace(variant, executor="in_process").key)
             if variant.executor == "distributed" and same is not None and same.verdict == "fails":
                 self.add(variant, "left out", "what fails in one process is not run in several")
             elif variant.executor == "distributed" and variant.schedule not in self.references:
@@ -201,14 +198,14 @@ class _Checked:
                 worth.append(variant)
         return worth
 
-    def facts(self) -> list[tuple[str, str]]:
+    def facts(self, found: LayersWatched) -> list[tuple[str, str]]:
         """What is checked, in labelled lines."""
-        config, found = self._config, self._mini_batch
+        config = self._config
         layers = sum(len(names) for names in self._together[1].layer_names)
-        pieces = plural(len(found["sizes"]), "micro-batch")
+        pieces = plural(len(found.micro_batch_sizes), "micro-batch")
         return [
             ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
-            ("mini-batch", f"{plural(found['samples'], 'sample')} of {config.dataset.name} in {pieces}"),
+            ("mini-batch", f"{plural(sum(found.micro_batch_sizes), 'sample')} of {config.dataset.name} in {pieces}"),
             ("variants", f"{self.expected - 1}, {plural(config.threads or 1, 'thread')} for each process"),
         ]
 
@@ -227,10 +224,11 @@ class _Checked:
         if not row.bad:
             return row
         if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
-            if self._mini_batch["batch_norm"]:
+            assert self._watched is not None
+            if self._watched.batch_norm:
                 why = "batch norm normalizes each micro-batch (paper, section 2.2)"
                 return replace(row, verdict="differs, as it must", text=why)
-            if self._mini_batch["draws"]:
+            if self._watched.draws:
                 why = "random numbers, as for dropout, are drawn for each micro-batch"
                 return replace(row, verdict="differs, as it must", text=why)
         own = [finding for finding in self._findings if finding.layer == row.layer]
@@ -266,10 +264,6 @@ class _Checked:
             Row(partitions, m, schedule, mode, executor, verdict, layer=layer, text=text)
             for schedule, mode in product(SCHEDULES, MODES)
         ]
-
-
-def _key(row: Row) -> Key:
-    return (row.partitions, row.micro_batches, row.schedule, row.recompute, row.executor)
 
 
 def _order(row: Row) -> tuple[int, ...]:

@@ -41,26 +41,25 @@ class Worker:
     """A process that the server has forked, or will fork once it has imported everything."""
 
     def __init__(self, status: Connection, server: int) -> None:
-        self.status = status  # says its number, then how it ended
+        self.status = status  # receives its number, then its exit code
         self._server = server
         self.number: int | None = None
         self.exit_code: int | None = None  # of one that was ended by a signal: minus its number
 
     def read(self) -> None:
-        """Take what `status` has to say."""
+        """Receive one message of `status`."""
         try:
-            said = self.status.recv()
+            number = self.status.recv()
         except (EOFError, OSError):  # the server has ended, and the kernel its workers
             self.exit_code = -signal.SIGKILL
             return
         if self.number is None:
-            self.number = said
+            self.number = number
         else:
-            self.exit_code = said
+            self.exit_code = number
 
     def is_stopped(self) -> bool:
-        """Whether it, or the server that is to fork it, was stopped (SIGSTOP) and does nothing until it is told to go
-        on."""
+        """Whether it, or the server that is to fork it, was stopped (SIGSTOP) and does nothing until SIGCONT."""
         try:
             stat = Path(f"/proc/{self.number or self._server}/stat").read_text(encoding="utf-8")
         except OSError:  # it has ended
@@ -86,8 +85,8 @@ class ForkServer:
             self._control, theirs = socket.socketpair()
             parent = os.getpid()
 
-            def settle() -> None:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends its workers
+            def before_exec() -> None:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its workers
                 end_with_parent(parent)
 
             with theirs:
@@ -96,17 +95,17 @@ class ForkServer:
                     stdin=theirs.fileno(),
                     env=os.environ | {"TMPDIR": str(temporary_folder())},
                     pass_fds=[_temporary()[1]],
-                    preexec_fn=settle,
+                    preexec_fn=before_exec,
                 )
         return self._process.pid, self._control
 
-    def fork(self, job: "Job", connection: Connection, watched: int) -> Worker:
-        """Have it fork a worker that does the job; `watched` is a file that parent and worker map into their memory."""
+    def fork(self, job: "Job", connection: Connection, activity: int) -> Worker:
+        """Have it fork a worker that does the job; `activity` is a file that parent and worker both map."""
         status, theirs = Pipe(duplex=False)
         with theirs, open(os.memfd_create("gpipe_job"), "wb") as file:
             pickle.dump((os.getcwd(), sys.path, job), file)
             file.flush()
-            descriptors = [connection.fileno(), theirs.fileno(), file.fileno(), watched]
+            descriptors = [connection.fileno(), theirs.fileno(), file.fileno(), activity]
             number, control = self.start()
             socket.send_fds(control, [b"."], descriptors)
         return Worker(status, number)
@@ -143,7 +142,7 @@ def _temporary() -> tuple[Path, int]:
         stdin=ending,
         stdout=nothing,
         stderr=nothing,
-        start_new_session=True,  # whoever kills the group of this process does not mean it
+        start_new_session=True,  # not killed with the process group of this process
     )
     os.close(ending)
 
@@ -163,7 +162,7 @@ def serve() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # the workers have no input
     for name in _IMPORTED:
-        with suppress(ImportError):  # then the worker says so
+        with suppress(ImportError):  # then the worker fails with it
             importlib.import_module(name)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -182,16 +181,16 @@ def serve() -> None:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not message:
                 return
-            connection, theirs, job, watched = descriptors
+            connection, theirs, job_file, activity = descriptors
             number = os.fork()
             if number == 0:
                 for descriptor in (control.detach(), ended, wake, theirs):
                     os.close(descriptor)
-                _be_worker(server, job, connection, watched)
+                _be_worker(server, job_file, connection, activity)
             statuses[number] = Connection(theirs, readable=False)
             with suppress(OSError):  # nobody waits for it any more
                 statuses[number].send(number)
-            for descriptor in (connection, job, watched):
+            for descriptor in (connection, job_file, activity):
                 os.close(descriptor)
 
 
@@ -201,19 +200,19 @@ def _ended_children() -> Iterator[tuple[int, int]]:
             yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
-def _be_worker(server: int, job: int, connection: int, watched: int) -> NoReturn:
+def _be_worker(server: int, job_file: int, connection: int, activity: int) -> NoReturn:
     exit_code = 1
     try:
         end_with_parent(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with open(job, "rb") as file:
+        with open(job_file, "rb") as file:
             file.seek(0)
-            folder, sys.path[:], told = pickle.load(file)
+            folder, sys.path[:], job = pickle.load(file)
         os.chdir(folder)
-        from gpipe_cli.launch.worker import work
+        from gpipe_cli.launch.worker import main
 
-        work(told, Connection(connection), memoryview(mmap.mmap(watched, 0)).cast("q"))
+        main(job, Connection(connection), memoryview(mmap.mmap(activity, 0)).cast("q"))
         exit_code = 0
     except BaseException:
         traceback.print_exc()

@@ -1,6 +1,7 @@
-"""What a parent tells its workers and hears back; light, so that a start costs no imports."""
+"""What a parent sends to its workers, and their last messages; light, so that a start costs no imports."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ class Measuring:
 class Checking:
     """Run one mini-batch in each of the variants and compare it with what `references` left, by schedule.
 
-    What is too large to be told lies in `folder`; weights are taken from the checkpoint `source`, if there is one.
+    Gradients are left in `folder`, as they are too large for messages; weights are taken from the checkpoint `source`,
+    if there is one.
     """
 
     variants: "tuple[Variant, ...]"
@@ -65,7 +67,7 @@ Task = Training | Evaluation | Measuring | Checking
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is told: the task, which is the same for all of them, and its place among them."""
+    """What a worker is sent: the task, which is the same for all of them, and its number."""
 
     config: "TrainConfig"
     layout: "Placement"
@@ -75,17 +77,33 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Done:
+    """A worker's last message: its task is done."""
+
+
+class Reason(StrEnum):
+    """Why a process ended before its task was done."""
+
+    KILLED = "killed"
+    SILENT = "silent"
+    USER = "user"  # other settings would mend it
+    DIVERGED = "diverged"
+    UNWRITTEN = "unwritten"  # a checkpoint
+    ERROR = "error"
+    PEER = "peer"  # another process of the run has ended
+
+
+@dataclass(frozen=True)
 class Failure:
-    """Why a process ended. `kind`: killed, silent, user (other settings would mend it), diverged, unwritten (a
-    checkpoint), error, or peer (another one's fault)."""
+    """Why a process ended; a worker's last message, or what its parent has seen."""
 
     process: int
-    kind: str
-    text: str
-    details: str
-    seconds: float
+    reason: Reason
+    text: str  # one line
+    details: str  # the traceback
+    seconds: float  # time.time() of it
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """The smallest is the cause: a lost peer never is if there is anything else; then the earliest."""
-        return (1 if self.kind == "peer" else 0, self.seconds)
+    def rank(self) -> tuple[bool, float]:
+        """The least of several failures is the cause: never a lost peer if there is another; then the earliest."""
+        return (self.reason is Reason.PEER, self.seconds)

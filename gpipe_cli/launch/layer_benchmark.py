@@ -9,7 +9,7 @@ alone, and by all of them at the same time.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -39,6 +39,19 @@ _LINK_ROUNDS = 15
 Pass = list[tuple[float, float, float]]  # of each layer: forward, forward that keeps its graph, backward
 
 
+@dataclass(frozen=True)
+class LayerTimes:
+    """Message to the parent: seconds of one micro-batch. Machine timing remembers the fields by these names."""
+
+    alone: Pass  # by one process
+    together: Pass | None  # by all processes at the same time; None if there is one
+    updates: list[float]  # of each layer's weights
+    set_up: float  # once a step
+    link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
+    spread: float  # quartiles over the median, of the passes that lie furthest apart
+    share_of_core: float  # of the time, that a process had a core to itself
+
+
 def measure(
     config: TrainConfig,
     layout: Placement,
@@ -47,7 +60,7 @@ def measure(
     seconds: float,
     process: int,
     join: Callable[[], tuple[ControlGroup, Groups | None]],
-    report: Callable[[str, dict[str, Any]], None],
+    report: Callable[[object], None],
 ) -> None:
     """Time every layer for a micro-batch of `samples`, as process number `process` of those that `layout` has.
 
@@ -81,16 +94,15 @@ def measure(
     link = _time_link(layout, process, groups) if groups is not None else None
     if team.leads:
         report(
-            "measured",
-            {
-                "alone": alone,
-                "together": together or None,
-                "updates": updates,
-                "set_up": set_up,
-                "link": link,
-                "spread": spread,
-                "share_of_core": share,
-            },
+            LayerTimes(
+                alone=alone,
+                together=together or None,
+                updates=updates,
+                set_up=set_up,
+                link=link,
+                spread=spread,
+                share_of_core=share,
+            )
         )
     team.barrier()
 

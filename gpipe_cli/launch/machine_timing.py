@@ -30,8 +30,8 @@ from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch import reference_layers
 from gpipe_cli.launch.job import Measuring
-from gpipe_cli.launch.layer_benchmark import segment_layers
-from gpipe_cli.launch.supervisor import perform
+from gpipe_cli.launch.layer_benchmark import LayerTimes, segment_layers
+from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.planner.cost_model import StepCosts, measured_costs, scaled, slowdown_of
 from gpipe_cli.planner.data_sheet import gpu_model, resolved
@@ -240,11 +240,12 @@ def _measure(
     )
     found: dict[str, Any] = {}
 
-    def hear(kind: str, message: dict[str, Any]) -> None:
-        found.update(message)
+    def on_message(message: object) -> None:
+        assert isinstance(message, LayerTimes), message
+        found.update(asdict(message))
 
     with interruptible() as interrupt:
-        failure = perform(config, layout, Measuring(segments, samples, seconds), hear, interrupt)
+        failure = run_task(config, layout, Measuring(segments, samples, seconds), on_message, interrupt)
     if failure is not None:
         raise ValueError(failure.text)
     return found

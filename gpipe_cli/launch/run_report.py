@@ -35,7 +35,7 @@ from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.compare.run_record import CONFIG
 from gpipe_cli.reporting.plan_view import predicted_view
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, Prediction, RunDescription
-from gpipe_cli.reporting.run.evaluation import EvaluationResult, show_evaluation
+from gpipe_cli.reporting.run.evaluation import show_evaluation
 from gpipe_cli.reporting.run.hyperparameters import settings_of
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS
 from gpipe_cli.reporting.run.reporter import Reporter
@@ -45,6 +45,18 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training.checkpoint.store import remove_drafts
 from gpipe_cli.training.data_feed import refuse_short_last, training_batches
+from gpipe_cli.training.events import (
+    CheckpointWritten,
+    DataFacts,
+    Evaluated,
+    EvaluationDone,
+    EvaluationReady,
+    Notes,
+    SentencesDecoded,
+    StepDone,
+    StepRecorded,
+    TrainingReady,
+)
 from gpipe_cli.training.fine_tuning import frozen_facts
 
 TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
@@ -60,7 +72,7 @@ class RunReport:
     def __init__(self, prepared: Prepared, text: str, folder: Path, bench: Bench | None = None) -> None:
         self._prepared, self._text, self._folder, self._bench = prepared, text, folder, bench
         self._reporter: Reporter | None = None
-        self._last: dict[str, Any] | None = None  # the step whose recording comes next
+        self._last: StepDone | None = None  # the step whose recording comes next
         self._shown_position = 1
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
         self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # the last one, drawn at the end
@@ -69,24 +81,26 @@ class RunReport:
     def started(self) -> bool:
         return self._reporter is not None
 
-    def hear(self, kind: str, message: dict[str, Any]) -> None:
-        """Take a worker's message. Before `ready` there is nothing to show, and nothing is written."""
-        if kind == "ready":
+    def on_message(self, message: object) -> None:
+        """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
+        if isinstance(message, TrainingReady):
             self._start(message)
             return
-        assert self._reporter is not None, kind
-        match kind:
-            case "step":
-                if message["activation_bytes"] is not None:
-                    message["predicted_activation_bytes"] = self._predicted_activations(message)
-                self._reporter.step(message)  # type: ignore[arg-type]  # a TypedDict that came through a pipe
+        assert self._reporter is not None, message
+        match message:
+            case StepDone():
+                counted = message.activation_bytes is not None
+                self._reporter.step(message, self._predicted_activations(message) if counted else None)
                 self._last = message
-            case "recorded" if self._last is not None and message["seconds"]:
-                self._recorded(self._reporter, self._last, **message)
-            case "evaluated":
-                self._reporter.evaluated(message)  # type: ignore[arg-type]
-            case "checkpoint":
-                self._reporter.checkpointed(message["step"], "last")
+            case StepRecorded():
+                assert self._last is not None
+                self._recorded(self._reporter, self._last, message)
+            case Evaluated():
+                self._reporter.evaluated(message)
+            case CheckpointWritten():
+                self._reporter.checkpointed(message.step)
+            case _:
+                raise AssertionError(message)
 
     def finish(self, ending: Ending, error: str | None) -> None:
         if ending != "completed":
@@ -107,45 +121,54 @@ class RunReport:
         elif error is not None:
             show_error(f"failed before the first step: {error}")
 
-    def _start(self, message: dict[str, Any]) -> None:
+    def _start(self, ready: TrainingReady) -> None:
         write_whole(self._folder / CONFIG, self._text)
         # a step past the warm-up; not the last one of an epoch, which may be short
-        self._shown_position = min(_SHOWN_POSITION, max(1, message["steps_per_epoch"] - 1))
-        message["notes"] = (*message.get("notes", ()), *self._prepared.notes)
-        self._reporter = Reporter(self._folder, describe(self._prepared, self._text, bench=self._bench, **message))
+        self._shown_position = min(_SHOWN_POSITION, max(1, ready.steps_per_epoch - 1))
+        self._reporter = Reporter(
+            self._folder,
+            describe(
+                self._prepared,
+                self._text,
+                ready.data,
+                notes=(*ready.data.notes, *ready.notes, *self._prepared.notes),
+                first_step=ready.first_step,
+                steps_per_epoch=ready.steps_per_epoch,
+                gpu_names=ready.gpu_names,
+                bench=self._bench,
+            ),
+        )
         self._reporter.banner()
         if (lost := lost_output()) is not None:  # nobody could follow the training
             raise lost
         self._reporter.start()
 
-    def _predicted_activations(self, step: dict[str, Any]) -> tuple[int, ...]:
+    def _predicted_activations(self, step: StepDone) -> tuple[int, ...]:
         """What the plan's rules say of the very mini-batch whose activations were counted."""
         config, shapes, plan = self._prepared.config, self._prepared.shapes, self._prepared.plan
-        if step["lengths"] != shapes.lengths:
-            shapes = profile_model(config, lengths=step["lengths"])
-        return saved_bytes(config, shapes, plan.bounds, plan.recompute, step["samples"])
+        if step.lengths != shapes.lengths:
+            shapes = profile_model(config, lengths=step.lengths)
+        return saved_bytes(config, shapes, plan.bounds, plan.recompute, step.samples)
 
-    def _recorded(
-        self, reporter: Reporter, step: dict[str, Any], seconds: list[list[float]], began_seconds: float
-    ) -> None:
+    def _recorded(self, reporter: Reporter, step: StepDone, recorded: StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
         config, plan, layout = self._prepared.config, self._prepared.plan, self._prepared.layout
-        micro_batches = len(micro_batch_sizes(step["samples"], config.micro_batches))
+        micro_batches = len(micro_batch_sizes(step.samples, config.micro_batches))
         schedule = checked_schedule(config.schedule, layout.partitions, micro_batches, layout.recompute)
-        timeline = measured_timeline(schedule, seconds, began_seconds)
-        shares = breakdown(timeline, micro_batches, step["seconds"])
-        reporter.recorded({"step": step["step"], "breakdown": asdict(shares)})
-        shown = step["position"] == self._shown_position
+        timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds)
+        shares = breakdown(timeline, micro_batches, step.seconds)
+        reporter.recorded(step.step, asdict(shares))
+        shown = step.position == self._shown_position
         if self._next_drawing and not shown:
             return
-        if self._bench is not None and step["step"] < self._bench.warm_up_steps + self._bench.steps:
+        if self._bench is not None and step.step < self._bench.warm_up_steps + self._bench.steps:
             return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
-        title = f"epoch {step['epoch']}, step {step['step']}"
+        title = f"epoch {step.epoch}, step {step.step}"
         same = micro_batches == plan.micro_batches and plan.costs.known
         picture = StepPicture(
-            epoch=step["epoch"],
-            step=step["step"],
-            measured=timeline_view(title, "measured", timeline, shares, step["seconds"], began_seconds),
+            epoch=step.epoch,
+            step=step.step,
+            measured=timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds),
             predicted=predicted_view(title, plan) if same else None,
         )
         traces = [timeline.chrome_trace(name="measured", pid=0)]
@@ -173,14 +196,19 @@ class EvaluationReport:
         self._last_line = time.monotonic()
         self.started = False
 
-    def hear(self, kind: str, message: dict[str, Any]) -> None:
+    def on_message(self, message: object) -> None:
         self.started = True
-        if kind == "translated" and time.monotonic() - self._last_line >= LINE_SECONDS:  # it may take minutes
-            show_line(Console(), f"translated   {message['done']:,} of {message['of']:,} sentences")
-            self._last_line = time.monotonic()
-        if kind == "evaluated":
-            result = EvaluationResult(checkpoint=str(self._checkpoint), **message)  # type: ignore[typeddict-item]
-            show_evaluation(Console(), self._folder, result)
+        match message:
+            case EvaluationReady():
+                pass
+            case SentencesDecoded():
+                if time.monotonic() - self._last_line >= LINE_SECONDS:  # it may take minutes
+                    show_line(Console(), f"translated   {message.done:,} of {message.of:,} sentences")
+                    self._last_line = time.monotonic()
+            case EvaluationDone():
+                show_evaluation(Console(), self._folder, str(self._checkpoint), self._config.task, message)
+            case _:
+                raise AssertionError(message)
 
     def finish(self, ending: Ending, error: str | None) -> None:
         if error is not None:
@@ -190,11 +218,11 @@ class EvaluationReport:
 
 
 class NoReport:
-    """Under torchrun: process 0 speaks for all; the others only say why they failed."""
+    """Under torchrun process 0 reports; the parents of the others only say why they failed."""
 
     started = True
 
-    def hear(self, kind: str, message: dict[str, Any]) -> None:
+    def on_message(self, message: object) -> None:
         pass
 
     def finish(self, ending: Ending, error: str | None) -> None:
@@ -207,42 +235,37 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
 
     Raises ValueError for what the training would refuse.
     """
-    data, notes = _data_of_dry_run(prepared.config)
+    data, steps_per_epoch = _data_of_dry_run(prepared.config)
     write_whole(folder / CONFIG, text)
-    notes = (*notes, *frozen_facts(prepared.layout), *prepared.notes)
-    reporter = Reporter(folder, describe(prepared, text, notes=notes, **data))
+    notes = (*data.notes, *frozen_facts(prepared.layout), *prepared.notes)
+    reporter = Reporter(folder, describe(prepared, text, data, notes=notes, steps_per_epoch=steps_per_epoch))
     reporter.banner()
     reporter.finish("dry_run")
 
 
-def _data_of_dry_run(config: TrainConfig) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """How many samples and steps there are, or a line on why that is not known. Text is not read: its vocabulary may
-    take minutes to learn."""
+def _data_of_dry_run(config: TrainConfig) -> tuple[DataFacts, int | None]:
+    """How many samples and steps an epoch has, or a line on why that is not known. Text is not read: its vocabulary
+    may take minutes to learn."""
     if not isinstance(config.dataset, ImagesConfig):
-        return {}, ()
+        return DataFacts(), None
     try:
         train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
     except ValueError as error:
-        return {}, (("not read", one_line(error)),)
+        return DataFacts(notes=(("not read", one_line(error)),)), None
     batches = training_batches(config, train.catalogue)
     refuse_short_last(config, batches)
-    counts = {"train_samples": len(train), "test_samples": len(test), "steps_per_epoch": batches.steps_per_epoch}
-    return counts, ()
+    return DataFacts(len(train), len(test)), batches.steps_per_epoch
 
 
 def describe(
     prepared: Prepared,
     text: str,
+    data: DataFacts,
     *,
-    train_samples: int | None = None,
-    test_samples: int | None = None,
+    notes: Notes,
+    steps_per_epoch: int | None,
     first_step: int = 0,
-    steps_per_epoch: int | None = None,
     gpu_names: tuple[str, ...] = (),
-    vocabulary: int | None = None,
-    languages: int | None = None,
-    unigram_perplexity: float | None = None,
-    notes: tuple[tuple[str, str], ...] = (),
     bench: Bench | None = None,
 ) -> RunDescription:
     """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
@@ -269,18 +292,18 @@ def describe(
     return RunDescription(
         model_name=model_name(config),
         dataset_name=config.dataset.name,
-        train_samples=train_samples,
-        test_samples=test_samples,
+        train_samples=data.train_samples,
+        test_samples=data.test_samples,
         partitions=partitions,
         micro_batch_sizes=micro_batch_sizes(config.batch_size, config.micro_batches) if config.batch_size else (),
         micro_batches=config.micro_batches,
         batch_tokens=config.batch_tokens,
         task=config.task,
         preset=config.preset,
-        vocabulary=vocabulary,
-        languages=languages,
+        vocabulary=data.vocabulary,
+        languages=data.languages,
         length=layout.lengths[0] if layout.lengths else None,
-        unigram_perplexity=unigram_perplexity,
+        unigram_perplexity=data.unigram_perplexity,
         notes=notes,
         schedule=config.schedule,
         recompute=config.recompute,

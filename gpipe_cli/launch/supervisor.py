@@ -1,8 +1,8 @@
-"""The processes of a run: started together, watched together, stopped together (law 7: nothing hangs).
+"""The processes of a run are started together, watched together and stopped together (law 8: nothing hangs).
 
-The parent computes nothing. It starts one worker per partition (or one for all), passes on what they report, and ends
-the run when one of them fails: it names the first failure and stops the rest. Under torchrun, where every process
-is started from outside, each is the parent of a single worker.
+The parent computes nothing. It starts one worker per partition (or one for all), passes on their messages, and ends the
+run when one of them fails: it names the first failure and stops the rest. Under torchrun, where every process is
+started from outside, each is the parent of a single worker.
 """
 
 import mmap
@@ -12,116 +12,124 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
-from gpipe_cli.launch.job import Failure, Job, Task
+from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.launch.silent_processes import Silence
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.interrupts import Interrupt
 
-Hear = Callable[[str, dict[str, Any]], None]
+OnMessage = Callable[[object], None]
 
-_GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to say so
-_PATIENCE_SECONDS = 2.0  # between asking a worker to end and ending it
+_GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
+_PATIENCE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 
 
-def perform(
-    config: TrainConfig, layout: Placement, task: Task, hear: Hear, interrupt: Interrupt, start: str = ""
+def run_task(
+    config: TrainConfig, layout: Placement, task: Task, on_message: OnMessage, interrupt: Interrupt, start: str = ""
 ) -> Failure | None:
-    """Have workers, as many as the layout has processes, do a task to its end; returns why it failed, None: it did not.
+    """Start as many workers as the layout has processes, and wait until they have done the task; returns why they
+    failed, None if they did not.
 
-    `hear` is given what they report; `start` is its name, under torchrun. However this ends, by Ctrl-C too, no worker
-    is left.
+    `on_message` is called with every message of theirs; `start` is the name of this start, under torchrun. However this
+    ends, by Ctrl-C too, no worker is left.
 
-    Raises KeyboardInterrupt if asked to end, and whatever `hear` raises.
+    Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting:
-        crew = _Crew(config, layout)
+        supervisor = Supervisor(config, layout)
         try:
-            crew.start(task, start or f"{meeting}/rendezvous", interrupt)
-            return crew.watch(hear, interrupt)
+            supervisor.start(task, start or f"{meeting}/rendezvous", interrupt)
+            return supervisor.watch(on_message, interrupt)
         except KeyboardInterrupt:
-            crew.stop()  # a second Ctrl-C may come while the first one is obeyed
+            supervisor.stop()  # once more below: a second Ctrl-C may come in the middle of this
             raise
         finally:
-            crew.stop()
+            supervisor.stop()
 
 
-class _Crew:
-    """The workers of this parent, and what is heard from them."""
+class Supervisor:
+    """The workers of this parent."""
 
     def __init__(self, config: TrainConfig, layout: Placement) -> None:
         self._config, self._layout = config, layout
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}  # those that are open
         self._workers: dict[int, Worker] = {}
-        self._watched_file = os.memfd_create("gpipe_watched")
-        os.truncate(self._watched_file, 8 * ACTIVITY_NUMBERS * layout.processes)
-        self._watched = memoryview(mmap.mmap(self._watched_file, 0)).cast("q")
+        self._running: dict[int, Worker] = {}  # those that may still send something
+        self._failures: list[Failure] = []
+        self._activity_file = os.memfd_create("gpipe_activity")
+        os.truncate(self._activity_file, 8 * ACTIVITY_NUMBERS * layout.processes)
+        self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
-        config, layout = self._config, self._layout
         started = torchrun()
-        mine = range(layout.processes) if started is None else (started.rank,)
-        for process in mine:
+        for process in range(self._layout.processes) if started is None else (started.rank,):
             ours, theirs = Pipe()
             with theirs:
-                job = Job(config, layout, task, process, rendezvous)
-                self._workers[process] = fork_server.fork(job, theirs, self._watched_file)
+                job = Job(self._config, self._layout, task, process, rendezvous)
+                self._workers[process] = fork_server.fork(job, theirs, self._activity_file)
             self._connections[process] = ours
             interrupt.check()
+        self._running = dict(self._workers)
 
-    def watch(self, hear: Hear, interrupt: Interrupt) -> Failure | None:
-        """Pass on what the workers report until all have ended well (None) or the run has failed."""
-        failures: list[Failure] = []
+    def watch(self, on_message: OnMessage, interrupt: Interrupt) -> Failure | None:
+        """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
         deadline = float("inf")
-        connections, running = dict(self._connections), dict(self._workers)
         silence = Silence(self._config.timeout_seconds, whole=torchrun() is None)
-        while running and time.monotonic() < deadline:
+        while self._running and time.monotonic() < deadline:
             interrupt.check()
-            statuses = {worker.status: worker for worker in running.values() if worker.exit_code is None}
-            timeout = min(1.0, max(0.0, deadline - time.monotonic()))
-            ready = wait([*connections.values(), *statuses], timeout)
-            for status, worker in statuses.items():
-                if status in ready:
-                    worker.read()
-            for process, connection in list(connections.items()):
-                if connection in ready:
-                    try:
-                        kind, message = connection.recv()
-                    except (EOFError, ConnectionError):
-                        del connections[process]
-                        continue
-                    silence.broken(process)
-                    match kind:
-                        case "failure":
-                            failures.append(message)
-                        case "done":  # how it ends does not matter any more
-                            del running[process], connections[process]
-                        case _:
-                            hear(kind, message)
-            for process, worker in list(running.items()):
-                if worker.exit_code is None or (process in connections and connections[process].poll()):
-                    continue  # it is at work, or there is more to be heard
-                connections.pop(process, None)  # its other end may live on in a loader process that it started
-                del running[process]
-                if not any(failure.process == process for failure in failures):
-                    failures.append(self._killed(process, worker.exit_code))
-            doing = {process: self._doing(process) for process in running}
-            stopped = {process for process, worker in running.items() if worker.is_stopped()}
-            if not failures and (found := silence.find(doing, stopped)):
-                failures.append(self._silent(*found))
-            if failures and deadline == float("inf"):
+            self._receive(min(1.0, max(0.0, deadline - time.monotonic())), silence, on_message)
+            self._note_ended()
+            if not self._failures:
+                doing = {process: self._doing(process) for process in self._running}
+                stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
+                if found := silence.find(doing, stopped):
+                    self._failures.append(self._silent(*found))
+            if self._failures and deadline == float("inf"):
                 deadline = time.monotonic() + _GRACE_SECONDS
-        return min(failures, key=lambda failure: failure.rank) if failures else None
+        return min(self._failures, key=lambda failure: failure.rank) if self._failures else None
+
+    def _receive(self, timeout: float, silence: Silence, on_message: OnMessage) -> None:
+        """Wait for messages and for the ends of processes, and take those that are there."""
+        statuses = {worker.status: worker for worker in self._running.values() if worker.exit_code is None}
+        ready = wait([*self._connections.values(), *statuses], timeout)
+        for status, worker in statuses.items():
+            if status in ready:
+                worker.read()
+        for process, connection in list(self._connections.items()):
+            if connection not in ready:
+                continue
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionError):
+                del self._connections[process]
+                continue
+            silence.broken(process)
+            match message:
+                case Failure():
+                    self._failures.append(message)
+                case Done():  # how it ends does not matter any more
+                    del self._running[process], self._connections[process]
+                case _:
+                    on_message(message)
+
+    def _note_ended(self) -> None:
+        """Processes that have ended before they had done their task, and whose messages have all been read."""
+        for process, worker in list(self._running.items()):
+            if worker.exit_code is None or (process in self._connections and self._connections[process].poll()):
+                continue
+            self._connections.pop(process, None)  # its other end may be open in a loader process that it started
+            del self._running[process]
+            if not any(failure.process == process for failure in self._failures):
+                self._failures.append(self._killed(process, worker.exit_code))
 
     def stop(self) -> None:
-        """End every worker that still runs, kindly and then not."""
+        """End every worker that still runs: by SIGTERM, and by SIGKILL if that is not enough."""
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
         for number in (signal.SIGTERM, signal.SIGKILL):
             until = time.monotonic() + _PATIENCE_SECONDS
@@ -137,23 +145,23 @@ class _Crew:
             fork_server.kill()
 
     def _doing(self, process: int) -> Activity:
-        return Activity(*self._watched[ACTIVITY_NUMBERS * process : ACTIVITY_NUMBERS * (process + 1)])
+        return Activity(*self._activity[ACTIVITY_NUMBERS * process : ACTIVITY_NUMBERS * (process + 1)])
 
     def _silent(self, process: int, seconds: float) -> Failure:
-        """A process that does nothing any more."""
+        """The failure of a process that does nothing any more."""
         limit = f"longer than timeout_seconds={self._config.timeout_seconds:g}"
         text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
         text += "; if it is only slow, use a larger one"
-        return Failure(process, "silent", text, "", time.time())
+        return Failure(process, Reason.SILENT, text, "", time.time())
 
     def _killed(self, process: int, code: int) -> Failure:
-        """A process that ended without a word."""
+        """The failure of a process that ended without sending one."""
         how = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with code {code}"
         hint = (
             "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
         )
         text = f"{self._who(process)} {how} {self._where(process)}{hint}"
-        return Failure(process, "killed", text, "", time.time())
+        return Failure(process, Reason.KILLED, text, "", time.time())
 
     def _who(self, process: int) -> str:
         stages = self._layout.stages_of(process)

@@ -13,10 +13,10 @@ from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, load, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.launch.job import Bench, Evaluation, Task, Training
+from gpipe_cli.launch.job import Bench, Evaluation, Reason, Task, Training
 from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.launch.run_report import EvaluationReport, NoReport, RunReport, show_dry_run
-from gpipe_cli.launch.supervisor import perform
+from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.summary import show_error, show_line
@@ -97,7 +97,7 @@ def _run(
 ) -> int:
     with interruptible() as interrupt:
         try:
-            failure = perform(config, layout, task, show.hear, interrupt, start)
+            failure = run_task(config, layout, task, show.on_message, interrupt, start)
         except KeyboardInterrupt:
             if not show.started:
                 raise
@@ -114,12 +114,12 @@ def _run(
     if failure is None:
         show.finish("completed", None)
         return 0
-    if failure.kind == "user" and not show.started:
+    if failure.reason is Reason.USER and not show.started:
         raise ValueError(failure.text)
     text, details = failure.text, folder / "failure.txt"
-    if failure.kind == "error":
+    if failure.reason is Reason.ERROR:
         with suppress(OSError):  # the folder is gone, the disk is full: what counts is why the run failed
             write_whole(details, failure.details)
             text += f" (traceback in {details})"
     show.finish("failed", text)
-    return 2 if failure.kind == "user" else 1
+    return 2 if failure.reason is Reason.USER else 1

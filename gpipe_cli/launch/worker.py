@@ -1,4 +1,4 @@
-"""One process of a run: settles in, joins the others, does its task, and says what went wrong if something does."""
+"""One process of a run: sets itself up, does its task, and reports to its parent that it is done or why it failed."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,99 +20,94 @@ from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.launch.job import Checking, Evaluation, Failure, Job, Measuring, Training
+from gpipe_cli.launch.job import Checking, Done, Evaluation, Failure, Job, Measuring, Reason, Training
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.store import CheckpointError
-from gpipe_cli.training.engine import Groups
-from gpipe_cli.training.train_loop import DivergedError, score, train
+from gpipe_cli.training.engine import Groups, WorkerProcess
+from gpipe_cli.training.policies import DivergedError
+from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
-# wait for them. Should one of them die, its parent ends the others.
+# wait for them. Should one of them die, the parent ends the others.
 _PREPARING = datetime.timedelta(days=1)
 _LONGER_SECONDS = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
-def work(job: Job, connection: Connection, watched: "memoryview[int]") -> None:
-    """The whole life of a worker process; `watched` is what its parent sees of it (ACTIVITY_NUMBERS)."""
-    _settle(job.layout)
+def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
+    """The program of a worker process; it writes what it is doing (`Activity`) into `activity`, for its parent."""
+    _set_up(job.layout)
     base = ACTIVITY_NUMBERS * job.process
 
     def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
         numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
-        watched[base + 2 : base + 2 + len(numbers)] = array("q", numbers)
-        watched[base] += 1
+        activity[base + 2 : base + 2 + len(numbers)] = array("q", numbers)
+        activity[base] += 1
 
     @contextlib.contextmanager
     def waits(what: Awaited) -> Iterator[None]:
-        watched[base + 1] = what
+        activity[base + 1] = what
         try:
             yield
         finally:
-            watched[base + 1] = Awaited.NOTHING
-            watched[base] += 1
+            activity[base + 1] = Awaited.NOTHING
+            activity[base] += 1
 
-    def report(kind: str, message: dict[str, Any]) -> None:
-        connection.send((kind, message))
-
-    def join() -> tuple[ControlGroup, Groups | None]:
-        return _join(job, waits)
-
+    process = WorkerProcess(job.process, lambda: _connect(job, waits), connection.send, watch)
     try:
-        match job.task:
-            case Training(text, folder, bench, source):
-                train(
-                    job.config, text, job.layout, folder, job.process, join, report, watch,
-                    source=source, only_steps=bench is not None,
-                )  # fmt: skip
-            case Evaluation(checkpoint, decode):
-                score(job.config, decode, checkpoint, job.layout, job.process, join, report, watch)
-            case Measuring(segments, samples, seconds):
-                from gpipe_cli.launch.layer_benchmark import measure
-
-                measure(job.config, job.layout, segments, samples, seconds, job.process, join, report)
-            case Checking(variants, references, folder, source):
-                from gpipe_cli.verify.variants import check
-
-                check(
-                    job.config, job.layout, job.process, join, report, watch,
-                    variants=variants, earlier=references, folder=folder, source=source,
-                )  # fmt: skip
+        _do(job, process)
     except Exception as error:
-        _tell(connection, job.process, error)
+        with contextlib.suppress(OSError):  # the parent is gone
+            connection.send(_failure(job.process, error))
         connection.close()
         # not sys.exit: threads of a broken process group may never end
         os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    report("done", {})
+    connection.send(Done())
 
 
-def _tell(connection: Connection, process: int, error: Exception) -> None:
+def _do(job: Job, process: WorkerProcess) -> None:
+    config, layout = job.config, job.layout
+    match job.task:
+        case Training(text, folder, bench, source):
+            train(config, text, layout, folder, process, source=source, only_steps=bench is not None)
+        case Evaluation(checkpoint, decode):
+            evaluate_checkpoint(config, decode, checkpoint, layout, process)
+        case Measuring(segments, samples, seconds):
+            from gpipe_cli.launch.layer_benchmark import measure
+
+            measure(config, layout, segments, samples, seconds, process.number, process.connect, process.report)
+        case Checking(variants, references, folder, source):
+            from gpipe_cli.verify.variants import check
+
+            check(config, layout, process, variants=variants, earlier=references, folder=folder, source=source)
+
+
+def _failure(process: int, error: Exception) -> Failure:
+    text = str(error)
     match error:
         case PeerLostError():
-            kind, text = "peer", str(error)
+            reason = Reason.PEER
         case ValueError():
-            kind, text = "user", str(error)
+            reason = Reason.USER
         case DivergedError():
-            kind, text = "diverged", str(error)
+            reason = Reason.DIVERGED
         case CheckpointError():
-            kind, text = "unwritten", str(error)
+            reason = Reason.UNWRITTEN
+        case ActionFailedError():
+            reason = Reason.ERROR
         case _:
-            kind, text = (
-                "error",
-                str(error) if isinstance(error, ActionFailedError) else f"{type(error).__name__}: {error}",
-            )
+            reason, text = Reason.ERROR, f"{type(error).__name__}: {error}"
     if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
         text += "; use more micro_batches, recompute=always or more partitions"
-    with contextlib.suppress(OSError):  # the parent is gone
-        connection.send(("failure", Failure(process, kind, text, traceback.format_exc(), time.time())))
+    return Failure(process, reason, text, traceback.format_exc(), time.time())
 
 
-def _settle(layout: Placement) -> None:
+def _set_up(layout: Placement) -> None:
     keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(layout.threads)
@@ -121,7 +115,7 @@ def _settle(layout: Placement) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    # attention's memory-saving kernel sums its backward in the order in which threads come by; without it the weights
+    # attention's memory-saving kernel sums its backward in the order in which threads finish; without it the weights
     # of all pairs of positions exist at once
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
@@ -142,7 +136,7 @@ def keep_freed_memory() -> None:
         pass  # another C library: slower, not wrong
 
 
-def _join(
+def _connect(
     job: Job, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]
 ) -> tuple[ControlGroup, Groups | None]:
     """Connect the processes of the run; a process on its own needs no connection."""
@@ -150,7 +144,7 @@ def _join(
     if layout.processes == 1:
         return ControlGroup(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
-    # that it does not see; that one's own parent is to speak first.
+    # that it does not see; that one's own parent is to report first.
     here = torchrun() is None
     timeout = _PREPARING if here else datetime.timedelta(seconds=job.config.timeout_seconds + _LONGER_SECONDS)
     device = torch.device(layout.devices[job.process])

@@ -5,9 +5,8 @@ makes the same mini-batches, so that none has to be told their sizes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import Progress
+from gpipe_cli.training.events import DataFacts, Notes
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 
@@ -101,24 +101,24 @@ class Data:
         catalogue = next(catalogue for catalogue in team.collect(known) if catalogue is not None)
         return self._readings[which] or Reading(split, make(self._config, catalogue), None)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> DataFacts:
         """What the banner says of the data; asked where the first stage lives."""
         assert self._splits is not None
         train, test = self._splits
-        facts: dict[str, Any] = {"train_samples": len(train), "test_samples": len(test)}
-        notes: tuple[tuple[str, str], ...] = ()
+        facts = DataFacts(len(train), len(test))
+        notes: Notes = ()
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary_size, outputs_of(self._config)
-            facts |= {"vocabulary": size, "unigram_perplexity": unigram_perplexity(train, test)}
+            facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
             if size < asked:
                 fewer = f"dataset.vocabulary={asked} is more than this text has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
-            facts["languages"] = languages_of(train.languages)
+            facts = replace(facts, languages=languages_of(train.languages))
             if train.dropped or test.dropped:
                 left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
                 notes += (("left out", left_out),)
-        return facts | {"notes": notes}
+        return replace(facts, notes=notes)
 
     def save_vocabulary(self, folder: Path) -> None:
         """Leave in the run's folder what its tokens mean; asked where the first stage lives."""

@@ -12,6 +12,7 @@ from gpipe_cli.assembly.build import MEMORY_FORMATS, real_model
 from gpipe_cli.assembly.optimizer import build_optimizer
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.runtime.executor import Executor, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
@@ -35,6 +36,16 @@ class Groups:
     control: dist.ProcessGroup
     timeout_seconds: float
     waits: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """What a task is given of the process that does it."""
+
+    number: int
+    connect: Callable[[], tuple[ControlGroup, Groups | None]]  # with the other processes of the run
+    report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
+    watch: Watch  # called before every action
 
 
 @dataclass(frozen=True)

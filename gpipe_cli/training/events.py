@@ -1,42 +1,117 @@
-"""What a training reports while it runs: the values that travel from the workers to the parent."""
+"""What the workers of a training or an evaluation send to the parent while they run. Process 0 alone sends them."""
 
-from typing import NotRequired, TypedDict
+from dataclasses import dataclass
+
+Notes = tuple[tuple[str, str], ...]  # lines of the banner: label, fact
 
 
-class StepMessage(TypedDict):
-    """One optimizer step, after it was done. Loss and shares are means over the samples of its mini-batch, for text
-    over its tokens."""
+@dataclass(frozen=True)
+class DataFacts:
+    """What the banner says of the data."""
+
+    train_samples: int | None = None  # None, as of the next one: not opened, as in a dry run
+    test_samples: int | None = None
+    vocabulary: int | None = None  # tokens in it; text only, as all that follows
+    languages: int | None = None  # of a translation
+    unigram_perplexity: float | None = None  # of the test set, for a model that knows how frequent tokens are, no more
+    notes: Notes = ()
+
+
+@dataclass(frozen=True)
+class TrainingReady:
+    """Everything is open and connected; the first step comes next."""
+
+    data: DataFacts
+    notes: Notes
+    first_step: int  # steps done before this run began
+    steps_per_epoch: int
+    gpu_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step. Loss and shares are means over the samples of its mini-batch, for text over its tokens."""
 
     step: int  # steps done, this one included: the first is 1
     epoch: int  # the first is 1
     position: int  # steps done in this epoch, this one included: the last is steps_per_epoch
     samples: int
     tokens: int | None  # to be predicted, padding not counted; None for images
+    lengths: tuple[int, ...]  # that its sentences were padded to; () for images
     seconds: float
     loss: float  # what was minimized: with label smoothing and the auxiliary head
     cross_entropy: float  # in nats
     top1: float  # share of right predictions, 0 to 1
     top5: float | None  # None for text
     learning_rate: float
-    gradient_norm: float | None  # over all stages, before clipping
-    memory_bytes: list[int]  # peak of each stage so far
-    without_core: list[float]  # of each stage, the share of its computing time in which it had no core; 0 on a GPU
-    lengths: NotRequired[tuple[int, ...]]  # that its sentences were padded to; () for images
-    # The most that each stage held, counted once, in one of the first steps; and what was to be expected of that
-    # mini-batch.
-    activation_bytes: NotRequired[list[int] | None]
-    predicted_activation_bytes: NotRequired[tuple[int, ...]]
-    library_bytes: NotRequired[list[int] | None]  # of each stage's process at that time; 0 on a GPU
+    gradient_norm: float  # over all stages, before clipping
+    memory_bytes: tuple[int, ...]  # peak of each stage so far
+    without_core: tuple[float, ...]  # of each stage, the share of its computing time without a core; 0 on a GPU
+    # Counted in one of the first steps; None in the others.
+    activation_bytes: tuple[int, ...] | None  # of each stage, the most that was saved at once
+    library_bytes: tuple[int, ...] | None  # of each stage's process at that time; 0 on a GPU
 
 
-class RecordedMessage(TypedDict):
-    """When the stages did what in a step: known once the next one was done, as nobody waits for it."""
+@dataclass(frozen=True)
+class StepRecorded:
+    """When the stages did what in the step that was sent last: known once the next one is done."""
+
+    seconds: list[list[float]]  # of each stage, as `Recording.seconds` gives them
+    began_seconds: float  # on the same clock
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The test set after some step; one evaluation for a step."""
 
     step: int
-    breakdown: dict[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
+    epoch: int
+    tokens: int | None  # as in a step, as are the next ones
+    loss: float  # cross-entropy
+    top1: float
+    top5: float | None
+    averaged: bool  # whether the weights were the moving average
+    is_best: bool
+    translations: tuple["Translation", ...]  # some of them; () where there is nothing to translate
 
 
-class Translation(TypedDict):
+@dataclass(frozen=True)
+class CheckpointWritten:
+    """A checkpoint is complete on disk."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class EvaluationReady:
+    """`gpipe evaluate`: the checkpoint is loaded, the test set comes next."""
+
+
+@dataclass(frozen=True)
+class SentencesDecoded:
+    """`gpipe evaluate`: how many sentences of how many are translated."""
+
+    done: int
+    of: int
+
+
+@dataclass(frozen=True)
+class EvaluationDone:
+    """`gpipe evaluate`: the answer."""
+
+    samples: int
+    tokens: int | None  # as in a step, as are the next ones
+    loss: float
+    top1: float
+    top5: float | None
+    averaged: bool
+    seconds: float
+    unigram_perplexity: float | None  # text only
+    translation: "TranslationScores | None"  # None: nothing was decoded
+
+
+@dataclass(frozen=True)
+class Translation:
     """One sentence of the test set, as the model translates it."""
 
     pair: str  # `de-en`
@@ -45,21 +120,8 @@ class Translation(TypedDict):
     translation: str
 
 
-class EvaluationMessage(TypedDict):
-    """The test set after some step; one evaluation for a step."""
-
-    step: int
-    epoch: int
-    tokens: int | None  # as in a step
-    loss: float  # cross-entropy, mean over the samples or tokens
-    top1: float
-    top5: float | None
-    averaged: bool  # whether the weights were the moving average
-    is_best: bool
-    translations: list[Translation]  # some of them; [] where there is nothing to translate
-
-
-class TranslationResult(TypedDict):
+@dataclass(frozen=True)
+class TranslationScores:
     """How well a test set was translated, by sentences decoded without sight of their references; scores 0 to 100."""
 
     bleu: float
@@ -72,4 +134,4 @@ class TranslationResult(TypedDict):
     seconds: float  # to decode
     bleu_signature: str  # how it was computed, in the words of the library that did
     chrf_signature: str
-    examples: list[Translation]
+    examples: tuple[Translation, ...]

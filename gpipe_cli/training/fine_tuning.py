@@ -30,9 +30,8 @@ from gpipe_cli.training.checkpoint.store import (
     select,
 )
 from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.events import Notes
 from gpipe_cli.units import count, plural
-
-Facts = tuple[tuple[str, str], ...]  # of the banner: label, fact
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Taking:
     new: frozenset[str]
 
 
-def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpoint: Path | None) -> Facts:
+def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpoint: Path | None) -> Notes:
     """Put the weights of a checkpoint of `init_from` into the stages of this process; `model` has the shapes of all
     layers.
 
@@ -122,7 +121,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     return Taking(checkpoint, index.progress.step, averaged, taken, frozenset(new))
 
 
-def frozen_facts(layout: Placement) -> Facts:
+def frozen_facts(layout: Placement) -> Notes:
     """The banner's line about what is not trained; none if everything is."""
     frozen = layout.frozen
     if not frozen.modules and not frozen.parameters:
@@ -139,7 +138,7 @@ def frozen_facts(layout: Placement) -> Facts:
     return (("frozen", fact),)
 
 
-def _taken_facts(config: TrainConfig, taking: Taking, layout: Placement) -> Facts:
+def _taken_facts(config: TrainConfig, taking: Taking, layout: Placement) -> Notes:
     taken, new = _layers_of(taking.taken), _layers_of(taking.new)
     layers = [name for names in layout.layer_names for name in names]
     parts = [layer for layer in layers if layer in taken & new]

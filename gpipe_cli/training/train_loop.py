@@ -1,45 +1,45 @@
-"""The story of a run as one of its processes lives it, from top to bottom: data, pipeline, epochs, evaluation,
-checkpoints.
+"""A training as each of its processes runs it, from top to bottom: data, pipeline, steps, evaluations, checkpoints.
 
-Every process of the run goes through the same lines. Decisions (which mini-batch, is it the best, is it over) follow
-from numbers that all processes have, so that none has to be told.
+Every process runs the same lines. Decisions (which mini-batch, is it the best, is it over) follow from numbers that all
+processes have; see `policies`.
 """
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.model import CustomConfig, TimmConfig, choice_of
-from gpipe_cli.config.optimizer import LearningRateConfig
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
-from gpipe_cli.config.typed import show
+from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
-from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training.checkpoint.restore import restore, save_checkpoint
-from gpipe_cli.training.checkpoint.store import (
-    Progress,
-    adopt,
-    read_index,
-)
+from gpipe_cli.training.checkpoint.store import Progress, adopt
 from gpipe_cli.training.data_feed import Data, Reading, check_epochs, refuse_short_last
-from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
+from gpipe_cli.training.events import (
+    CheckpointWritten,
+    DataFacts,
+    Evaluated,
+    EvaluationDone,
+    EvaluationReady,
+    SentencesDecoded,
+    StepDone,
+    StepRecorded,
+    TrainingReady,
+)
 from gpipe_cli.training.fine_tuning import fine_tune
+from gpipe_cli.training.policies import Milestones, is_best, refuse_nonsense, score_of, starting_point
 from gpipe_cli.training.step import evaluate, gather_recording, rehearse, train_step
+from gpipe_cli.training.step_metrics import StepMetrics
 from gpipe_cli.training.translation.translations import translated_examples, translated_test_set
-
-Report = Callable[[str, dict[str, Any]], None]
-Join = Callable[[], tuple[ControlGroup, Groups | None]]
 
 
 def train(
@@ -47,27 +47,30 @@ def train(
     config_yaml: str,
     layout: Placement,
     folder: Path,
-    process: int,
-    join: Join,
-    report: Report,
-    watch: Watch,
+    process: WorkerProcess,
     *,
     source: Path | None = None,
     only_steps: bool = False,
 ) -> None:
-    """Train as process number `process`, from the checkpoint `source` on if the run is resumed, or with its weights.
+    """Train as one process of the run, from the checkpoint `source` on if the run is resumed, or with its weights.
 
-    `join` connects the processes; `report` speaks to the parent, which shows and writes what it hears; `watch` hears
-    every action before it is performed. With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is
-    written.
+    With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
     Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
     CheckpointError and DivergedError.
     """
+    # The order of initialisation matters: data loaders are forked while this process has no threads, no connections and
+    # no CUDA context (1), what a process needs to know of the data comes from others (2), the model's memory is
+    # allocated once it is known that there is something to train on (3), and nothing is written into the run folder
+    # before everything that can be refused has been checked (4).
+
+    # --- 1. Where to begin; open the data, start its loaders -----------------------------------------------------
     begun_bytes = own_bytes()
-    start = _starting_point(config, source)
-    data = Data(config, layout, process, start, None if source is None else source.parent.parent)
-    team, groups = join()
+    start = starting_point(config, source)
+    data = Data(config, layout, process.number, start, None if source is None else source.parent.parent)
+
+    # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
+    team, groups = process.connect()
     _refuse_other_cuts(team, layout)
     training, test = data.training_set(team), data.test_set(team)
     if only_steps:
@@ -75,47 +78,40 @@ def train(
     batches = training.batches
     check_epochs(config, start, batches.steps_per_epoch)
     refuse_short_last(config, batches)
-    start = replace(start, steps_per_epoch=batches.steps_per_epoch)
+    milestones = Milestones.of(config, batches.steps_per_epoch, only_steps=only_steps)
+
+    # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
     model = build_model(config)
     freeze(model, layout.frozen)
-    engine = build_engine(config, layout, process, groups, model, watch, begins=source is None)
-    if config.resume is not None and source is not None:
+    engine = build_engine(config, layout, process.number, groups, model, process.watch, begins=source is None)
+    resumed = config.resume is not None and source is not None
+    if resumed:
+        assert source is not None
         restore(engine, source, optimizer=True)
     notes = fine_tune(config, engine, model, source)
-    progress, text = start, config.task != "classification"
-    total_steps = config.epochs * batches.steps_per_epoch
-    end_step = min(total_steps, config.max_steps or total_steps)
-    if progress.step >= end_step:
-        limit, more = ("max_steps", progress.step + 1) if end_step < total_steps else ("epochs", config.epochs + 1)
-        raise ValueError(
-            f"resume={config.resume}: that run has done {progress.step} steps, and {limit} allows {end_step}; "
-            f"nothing is left to do, use {limit}={more} or more"
-        )
+    progress = replace(start, steps_per_epoch=batches.steps_per_epoch)
+    milestones.refuse_finished(config, progress.step)
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
         notes = (*notes, _check_layers(config, engine, team, training, progress))
-    if config.resume is not None and source is not None and team.leads:
-        adopt(source, folder)
+
+    # --- 4. Ready: the run folder gets its first files, the parent shows the banner ------------------------------
     if team.leads:
+        if resumed:
+            assert source is not None
+            adopt(source, folder)
         data.save_vocabulary(folder)
-        facts = data.facts()
-        facts["notes"] = (*facts.get("notes", ()), *notes)
-        report("ready", {**facts, "first_step": progress.step, "steps_per_epoch": batches.steps_per_epoch,
-                         "gpu_names": _gpu_names(layout)})  # fmt: skip
+        process.report(TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, _gpu_names(layout)))
 
-    def save() -> None:
-        save_checkpoint(engine, team, folder, progress, config_yaml, keep=config.checkpoint.keep)
-        if team.leads:
-            report("checkpoint", {"step": progress.step})
-
-    written, recording, recorded_began = -1, None, 0.0
-    counted = False
+    counted = False  # whether saved activations were
+    recording, recording_began = None, 0.0  # of the step before
     for epoch, position in batches.stream(progress.epoch, progress.position, config.epochs):
+        # --- 5. A step -------------------------------------------------------------------------------------------
         began = time.perf_counter()
-        step = progress.step
+        step, total_steps = progress.step, milestones.total_steps
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
-        # saved activations are counted once: of a full mini-batch, and after the first step, when what grows with use
-        # has grown
+        # Activations are counted in one step: with a full mini-batch, and after the first one, when what grows with use
+        # has grown.
         full = config.batch_size in (None, batches.size(epoch, position))
         count = full and not counted and step > start.step
         counted = counted or count
@@ -125,119 +121,136 @@ def train(
         )  # fmt: skip
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
         if team.leads:
-            numbers = result.read()
-            totals, norm = numbers.totals, numbers.gradient_norm
-            _refuse_nonsense(totals.loss, norm, step, epoch, rate, config.learning_rate)
-            loss, cross_entropy, top1, top5 = totals.means
-            report("recorded", {"seconds": result.read_before(), "began_seconds": recorded_began})
-            report("step", {"step": step + 1, "epoch": epoch + 1, "position": position + 1,
-                            "samples": batches.size(epoch, position), "lengths": batches.lengths(epoch, position),
-                            "tokens": totals.elements if text else None,
-                            "seconds": time.perf_counter() - began, "loss": loss, "cross_entropy": cross_entropy,
-                            "top1": top1, "top5": None if text else top5, "learning_rate": rate,
-                            "gradient_norm": norm, "memory_bytes": numbers.memory_bytes,
-                            "activation_bytes": numbers.activation_bytes, "library_bytes": numbers.library_bytes,
-                            "without_core": numbers.without_core})  # fmt: skip
-        recording, recorded_began = result.recording, began
-        epoch_ends = position + 1 == batches.steps_per_epoch
-        over = progress.step == end_step
-        if only_steps:
-            if over:
-                break
-            continue
-        if over or (epoch_ends and (epoch + 1) % config.evaluate_every_epochs == 0):
+            metrics = result.metrics
+            refuse_nonsense(config, metrics.totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
+            if recording is not None:
+                process.report(StepRecorded(metrics.seconds_before, recording_began))
+            process.report(_step_done(config, batches, progress, rate, metrics, began, counted=count))
+        recording, recording_began = result.recording, began
+
+        # --- 6. The test set, on the averaged weights if there are any -------------------------------------------
+        best = False
+        if milestones.evaluates_after(progress.step):
             with engine.evaluating(averages=bool(engine.averages)):
                 totals = evaluate(config, engine, team, test)
                 examples = translated_examples(config, engine, team, test)
-            loss, _, top1, top5 = totals.means
-            score = -loss if text else top1
-            best = math.isfinite(score) and (progress.best_score is None or score > progress.best_score)
+            text = config.task != "classification"
+            score = score_of(totals, text)
+            best = is_best(score, progress)
             if best:
                 progress = replace(progress, best_score=score, best_step=progress.step)
             if team.leads:
-                report("evaluated", {"step": progress.step, "epoch": epoch + 1, "loss": loss, "top1": top1,
-                                     "top5": None if text else top5, "tokens": totals.elements if text else None,
-                                     "averaged": bool(engine.averages), "is_best": best,
-                                     "translations": examples})  # fmt: skip
-            if best:
-                save()
-                written = progress.step
-        every_epochs, every_steps = config.checkpoint.every_epochs, config.checkpoint.every_steps
-        due = epoch_ends and every_epochs and (epoch + 1) % every_epochs == 0
-        due = due or (every_steps and progress.step % every_steps == 0) or over
-        if due and written != progress.step:
-            save()
-            written = progress.step
-        if over:
+                loss, _, top1, top5 = totals.means
+                process.report(
+                    Evaluated(
+                        step=progress.step,
+                        epoch=epoch + 1,
+                        tokens=totals.elements if text else None,
+                        loss=loss,
+                        top1=top1,
+                        top5=None if text else top5,
+                        averaged=bool(engine.averages),
+                        is_best=best,
+                        translations=examples,
+                    )
+                )
+
+        # --- 7. A checkpoint -------------------------------------------------------------------------------------
+        if best or milestones.saves_after(progress.step):
+            save_checkpoint(engine, team, folder, progress, config_yaml, keep=config.checkpoint.keep)
+            if team.leads:
+                process.report(CheckpointWritten(progress.step))
+        if progress.step == milestones.end_step:
             break
+
+    # --- 8. The end: what was recorded of the last step; all processes finish before one of them disconnects -----
     if recording is not None:
         seconds = gather_recording(engine, team, recording, config.micro_batches)
         if team.leads:
-            report("recorded", {"seconds": seconds, "began_seconds": recorded_began})
+            process.report(StepRecorded(seconds, recording_began))
     training.close()
     test.close()
     engine.executor.settle()
-    team.barrier()  # nobody hangs up while another still listens
+    team.barrier()
 
 
-def score(
-    config: TrainConfig,
-    decode: DecodeConfig,
-    checkpoint: Path,
-    layout: Placement,
-    process: int,
-    join: Join,
-    report: Report,
-    watch: Watch,
+def evaluate_checkpoint(
+    config: TrainConfig, decode: DecodeConfig, checkpoint: Path, layout: Placement, process: WorkerProcess
 ) -> None:
-    """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the sums."""
-    data = Data(config, layout, process, None, checkpoint.parent.parent)
-    team, groups = join()
+    """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
+    data = Data(config, layout, process.number, None, checkpoint.parent.parent)
+    team, groups = process.connect()
     test = data.test_set(team)
-    engine = build_engine(config, layout, process, groups, build_model(config), watch, begins=False)
+    model = build_model(config)
+    engine = build_engine(config, layout, process.number, groups, model, process.watch, begins=False)
     restore(engine, checkpoint, optimizer=False)
-    facts = data.facts() if team.leads else {}
+    facts = data.facts() if team.leads else DataFacts()
     if team.leads:
-        report("ready", facts)
+        process.report(EvaluationReady())
 
-    def tell(done: int, of: int) -> None:
+    def on_decoded(done: int, of: int) -> None:
         if team.leads:
-            report("translated", {"done": done, "of": of})
+            process.report(SentencesDecoded(done, of))
 
     began = time.perf_counter()
     with engine.evaluating(averages=bool(engine.averages)):
         totals = evaluate(config, engine, team, test)
         seconds = time.perf_counter() - began
-        translation = translated_test_set(config, decode, engine, team, test, tell)
+        translation = translated_test_set(config, decode, engine, team, test, on_decoded)
     test.close()
     if team.leads:
         text = config.task != "classification"
         loss, _, top1, top5 = totals.means
-        report("evaluated", {"task": config.task, "samples": test.batches.samples, "loss": loss, "top1": top1,
-                             "top5": None if text else top5, "tokens": totals.elements if text else None,
-                             "unigram_perplexity": facts.get("unigram_perplexity"),
-                             "averaged": bool(engine.averages), "seconds": seconds,
-                             "translation": translation})  # fmt: skip
+        process.report(
+            EvaluationDone(
+                samples=test.batches.samples,
+                tokens=totals.elements if text else None,
+                loss=loss,
+                top1=top1,
+                top5=None if text else top5,
+                averaged=bool(engine.averages),
+                seconds=seconds,
+                unigram_perplexity=facts.unigram_perplexity,
+                translation=translation,
+            )
+        )
     engine.executor.settle()
     team.barrier()
 
 
-def _starting_point(config: TrainConfig, source: Path | None) -> Progress:
-    """Where to begin. Raises ValueError if the mini-batches would be others than those of the run that is resumed."""
-    if config.resume is None or source is None:
-        return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
-    progress = read_index(source).progress
-    for setting, given, saved in (
-        ("seed", config.seed, progress.seed),
-        ("batch_size", config.batch_size, progress.batch_size),
-        ("batch_tokens", config.batch_tokens, progress.batch_tokens),
-    ):
-        if given != saved:
-            raise ValueError(
-                f"{setting}={show(given)}: the run that is resumed has {setting}={show(saved)}, and its position in "
-                "the data means something else with another; leave the setting out"
-            )
-    return progress
+def _step_done(
+    config: TrainConfig,
+    batches: MiniBatches,
+    progress: Progress,
+    rate: float,
+    metrics: StepMetrics,
+    began: float,
+    *,
+    counted: bool,
+) -> StepDone:
+    """What is reported of the step that led to `progress`."""
+    text = config.task != "classification"
+    loss, cross_entropy, top1, top5 = metrics.totals.means
+    epoch, position = progress.epoch, progress.position
+    return StepDone(
+        step=progress.step,
+        epoch=epoch + 1,
+        position=position,
+        samples=batches.size(epoch, position - 1),
+        tokens=metrics.totals.elements if text else None,
+        lengths=batches.lengths(epoch, position - 1),
+        seconds=time.perf_counter() - began,
+        loss=loss,
+        cross_entropy=cross_entropy,
+        top1=top1,
+        top5=None if text else top5,
+        learning_rate=rate,
+        gradient_norm=metrics.gradient_norm,
+        memory_bytes=metrics.memory_bytes,
+        without_core=metrics.without_core,
+        activation_bytes=metrics.activation_bytes if counted else None,
+        library_bytes=metrics.library_bytes if counted else None,
+    )
 
 
 def _refuse_other_cuts(team: ControlGroup, layout: Placement) -> None:
@@ -270,21 +283,6 @@ def _check_layers(
 
 def _updates(engine: Engine) -> int:
     return next((average.updates for average in engine.averages.values()), 0)
-
-
-class DivergedError(RuntimeError):
-    """The loss or a gradient is not a number any more."""
-
-
-def _refuse_nonsense(
-    loss: float, norm: float, step: int, epoch: int, rate: float, settings: LearningRateConfig
-) -> None:
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise DivergedError(
-            f"step {step + 1} (epoch {epoch + 1}): the loss is {loss} and the gradient norm {norm}; it has diverged "
-            f"at learning rate {rate:g}; use a smaller learning_rate.{settings.scale}, a longer warm-up, or "
-            "gradient_clipping=10"
-        )
 
 
 def _gpu_names(layout: Placement) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
+from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.planner.placement import Placement
 
 # What differs, the earliest cause first.
@@ -19,6 +20,9 @@ Verdict = Literal["reference", "identical", "within tolerance", "differs", "diff
 
 # Of the gradients' norm: more than what another order of sums does to float32, less than what a lost micro-batch does.
 TOLERANCE = 1e-5
+
+
+Key = tuple[int, int, str, str, str]  # partitions, micro-batches, schedule, recomputation, executor
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Row:
     stage: int | None = None
     micro_batch: int | None = None
     text: str = ""  # what differs or fails, where and why, as far as it is known
+
+    @property
+    def key(self) -> Key:
+        """Of the variant that it is the row of."""
+        return (self.partitions, self.micro_batches, self.schedule, self.recompute, self.executor)
 
     @property
     def bad(self) -> bool:
@@ -65,10 +74,13 @@ class Variant:
             executor="in_process" if self.executor == "pytorch" else self.executor,
         )
 
+    @property
+    def key(self) -> Key:
+        """Tells it from all other variants."""
+        return (self.layout.partitions, self.micro_batches, self.schedule, self.recompute, self.executor)
+
     def row(self, verdict: Verdict, **more: Any) -> Row:
-        return Row(
-            self.layout.partitions, self.micro_batches, self.schedule, self.recompute, self.executor, verdict, **more
-        )
+        return Row(*self.key, verdict, **more)
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,24 @@ class Digests:
     gradients: dict[str, str] = field(default_factory=dict)
     statistics: dict[str, str] = field(default_factory=dict)  # buffers after the step
     weights: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayersWatched:
+    """Message to the parent, before the first variant: the mini-batch, and what its layers do."""
+
+    findings: tuple[Finding, ...]
+    draws: bool  # random numbers, as for dropout
+    batch_norm: bool
+    micro_batch_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReferenceDone:
+    """Message to the parent: what later variants of a schedule are compared with."""
+
+    schedule: str
+    digests: Digests
 
 
 @dataclass(frozen=True, order=True)

@@ -29,30 +29,36 @@ from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, micro_batc
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.checkpoint.store import Progress
 from gpipe_cli.training.data_feed import Data, Reading
-from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.engine import Engine, Groups, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
+from gpipe_cli.training.policies import starting_point
 from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
-from gpipe_cli.training.train_loop import Join, Report
-from gpipe_cli.verify.differences import TOLERANCE, Digests, Row, Variant, differs, first_difference, within
+from gpipe_cli.verify.differences import (
+    TOLERANCE,
+    Digests,
+    LayersWatched,
+    ReferenceDone,
+    Row,
+    Variant,
+    differs,
+    first_difference,
+    within,
+)
 from gpipe_cli.verify.plain_pytorch import build_untouched, run_untouched
 
 
 def check(
     config: TrainConfig,
     layout: Placement,
-    process: int,
-    join: Join,
-    report: Report,
-    watch: Watch,
+    process: WorkerProcess,
     *,
     variants: Sequence[Variant],
     earlier: Mapping[str, Digests],
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants as process number `process`, and report a row for each, in order.
+    """Run the variants as one process of those that `layout` has, and report a `Row` for each, in order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
     compared with, and are reported. `earlier` references are those of other processes, by schedule; their gradients
@@ -60,23 +66,22 @@ def check(
 
     Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
     """
-    start = Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
     run = None if config.init_from is None else Path(config.init_from)
-    data = Data(replace(config, data_workers=0), layout, process, start, run)
-    team, groups = join()
-    reading = data.training_set(team)
-    work = _Work(config, process, team, groups, reading, watch, folder, source)
+    data = Data(replace(config, data_workers=0), layout, process.number, starting_point(config, None), run)
+    team, groups = process.connect()
+    report = process.report
+    work = _Runs(config, process, team, groups, data.training_set(team), folder, source)
     if not earlier:
-        work.prepare(variants[0], report)
+        report(work.watch_layers(variants[0]))
     references = dict(earlier)
     for variant in variants:
         if variant.schedule not in references and not work.is_reference(variant):
-            report("row", {"row": variant.row("left out", text=f"the reference of {variant.schedule} failed")})
+            report(variant.row("left out", text=f"the reference of {variant.schedule} failed"))
             continue
         try:
             row, digests = work.compare(variant, references)
         except ChangedInputError as error:
-            report("row", {"row": variant.row("fails", layer=error.layer, text=str(error))})
+            report(variant.row("fails", layer=error.layer, text=str(error)))
             if team.size > 1:
                 raise
             continue
@@ -84,46 +89,44 @@ def check(
             cause = " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split()).rstrip(".")
             # which micro-batch is the first to fail depends on the schedule; what fails does not
             where = f"layer {error.layer}" if error.layer else f"{error.action.kind.name} of stage {error.action.stage}"
-            row = variant.row("fails", layer=error.layer or None, stage=error.action.stage,
-                              micro_batch=error.action.micro_batch, text=f"{where} raises {cause}")  # fmt: skip
-            report("row", {"row": row})
+            action, layer = error.action, error.layer or None
+            text = f"{where} raises {cause}"
+            report(variant.row("fails", layer=layer, stage=action.stage, micro_batch=action.micro_batch, text=text))
             if team.size > 1:
                 raise  # its neighbours wait for it in vain
             continue
         if digests is not None:
             references[variant.schedule] = digests
-            report("reference", {"schedule": variant.schedule, "digests": digests})
+            report(ReferenceDone(variant.schedule, digests))
         if team.leads:
-            report("row", {"row": row})
+            report(row)
     team.barrier()
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What the variants of one process have in common."""
+class _Runs:
+    """Runs variants in one process."""
 
     base: TrainConfig
-    process: int
+    process: WorkerProcess
     team: ControlGroup
     groups: Groups | None
     reading: Reading
-    watch: Watch
     folder: Path
     source: Path | None  # of the weights
 
-    def prepare(self, variant: Variant, report: Report) -> None:
+    def watch_layers(self, variant: Variant) -> LayersWatched:
         """Once, before the first variant: is the mini-batch one to train on, and what do its layers do alone?"""
         config = variant.config(self.base)
         refuse_single_samples(self.base, self.reading.batches.size(0, 0))
-        engine = self._engine(config, variant.layout, self.watch)
+        engine = self._engine(config, variant.layout, self.process.watch)
         # what a layer raises the variants tell; here they say how far they came
         with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
             rehearse(config, engine, self.team, self._first_mini_batch(), 0, 0)
         sizes = micro_batch_sizes(self.reading.batches.size(0, 0), config.micro_batches)
         inside = engine.stages[0].module.modules()
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
-        report("probed", {"findings": watch.findings, "draws": watch.draws, "batch_norm": norms,
-                          "samples": sum(sizes), "sizes": sizes})  # fmt: skip
+        return LayersWatched(watch.findings, watch.draws, norms, sizes)
 
     def is_reference(self, variant: Variant) -> bool:
         usual = variant.micro_batches == self.base.micro_batches and variant.executor != "pytorch"
@@ -152,7 +155,7 @@ class _Work:
     def _compare_untouched(self, variant: Variant, reference: Digests) -> Row:
         """Outputs of layers, loss and gradients of plain PyTorch beside those of a pipeline."""
         config, outputs = variant.config(self.base), {}
-        engine = self._engine(config, variant.layout, self.watch)
+        engine = self._engine(config, variant.layout, self.process.watch)
         model = build_untouched(config, variant.layout)
         if config.init_from is not None:
             model.load_state_dict(engine.stages[0].module.state_dict())
@@ -190,7 +193,7 @@ class _Work:
 
         def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
             current[:] = [action]
-            self.watch(action, samples, lengths)
+            self.process.watch(action, samples, lengths)
 
         engine = self._engine(config, variant.layout, watch)
 
@@ -229,7 +232,7 @@ class _Work:
         engine.executor.settle()
         modules = [stage.module for stage in engine.stages.values()]
         return Digests(
-            loss=result.read().totals.means[0],
+            loss=result.metrics.totals.means[0],
             outputs=outputs,
             again=again,
             gradients={name: digest((gradient,)) for name, gradient in kept.items()},
@@ -239,7 +242,7 @@ class _Work:
 
     def _engine(self, config: TrainConfig, layout: Placement, watch: Watch) -> Engine:
         model = build_model(config)
-        engine = build_engine(config, layout, self.process, self.groups, model, watch,
+        engine = build_engine(config, layout, self.process.number, self.groups, model, watch,
                               begins=config.init_from is None)  # fmt: skip
         fine_tune(config, engine, model, self.source)
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing

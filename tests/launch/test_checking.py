@@ -5,18 +5,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import custom_models
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.checking import _Checked
-from gpipe_cli.launch.job import Checking
 from gpipe_cli.pipeline.profile.layer_probes import Finding, Watch, watching
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
@@ -28,7 +26,9 @@ from gpipe_cli.pipeline.schedule.schedules import build
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.sharing import SeparatedError, check_cut, find_shared
 from gpipe_cli.reporting.tables.check import CheckReport
-from gpipe_cli.verify.differences import Digests, Row, Variant, differs, first_difference, within
+from gpipe_cli.training.engine import WorkerProcess
+from gpipe_cli.training.events import TrainingReady
+from gpipe_cli.verify.differences import Digests, LayersWatched, Row, Variant, differs, first_difference, within
 from gpipe_cli.verify.variants import check
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
@@ -154,9 +154,9 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     settings += ["ema_decay=0.9", "data_workers=1"]
     train_here(configure(*settings, "check_layers=false"), tmp_path / "not_watched")
     heard = train_here(configure(*settings, "max_steps=4"), tmp_path / "begun")
-    assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
+    assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["layers"]
     heard = train_here(configure(*settings, f"resume={tmp_path / 'begun'}"), tmp_path / "watched")
-    assert [label for label, _ in dict(heard)["ready"]["notes"]] == ["layers"]
+    assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["layers"]
     assert_same_tensors(final_tensors(tmp_path / "watched"), final_tensors(tmp_path / "not_watched"))
 
 
@@ -174,21 +174,17 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
 ) -> None:
     """All variants could be wrong in the same way, as they were where each lost the forward of a batch norm."""
     config = configure(*CUSTOM, *settings, "partitions=1")
-    first, untouched = _Checked(config).crews()[0][:2]
-    heard: list[tuple[str, dict[str, Any]]] = []
-    check(
-        config,
-        Checking((first, untouched), {}, tmp_path, None),
-        first.layout,
-        0,
-        lambda: (ControlGroup(0, 1), None),
-        lambda kind, message: heard.append((kind, message)),
-        lambda *action: None,
-    )
-    row = heard[-1][1]["row"]
+    first, untouched = _Checked(config).runs()[0][:2]
+    messages: list[object] = []
+    process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
+    check(config, first.layout, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
+    watched, row = messages[0], messages[-1]
+    assert isinstance(watched, LayersWatched)
+    assert isinstance(row, Row)
     assert (row.executor, row.verdict, row.layer) == ("pytorch", verdict, layer)
-    assert not heard[0][1]["findings"]
+    assert not watched.findings
     if verdict == "differs":
+        assert row.difference is not None
         assert row.difference > 1e-3
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import TINY, configure, train_here
+from training_runs import TINY, configure, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
@@ -20,6 +20,7 @@ from gpipe_cli.planner.device_rates import by_sheet
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import costs_by_figures, make_placement, memory_limit, stages_at_once
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+from gpipe_cli.training.events import StepDone
 
 EVEN = [*TINY, "batch_size=8", "micro_batches=4"]
 MIB = 2**20
@@ -170,8 +171,8 @@ def test_a_training_counts_the_activations_that_were_planned(
         shapes = profile_model(config)
         plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
         heard = train_here(config, tmp_path / recompute)
-        counted = [m["activation_bytes"] for kind, m in heard if kind == "step" and m["activation_bytes"]]
-        assert counted == [list(plan.saved_bytes)], recompute
+        counted = [step.activation_bytes for step in of_type(heard, StepDone) if step.activation_bytes]
+        assert counted == [plan.saved_bytes], recompute
         # what is flattened stands beside what was there before, of every micro-batch that is held
         features = 2 * 4 * 3 * 3 * 4 * (4 if recompute == "never" else 1)
         contiguous = make_plan(config, profile_model(replace(config, memory_format="contiguous")), plan.costs, None)
@@ -228,9 +229,9 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
         config = configure(*settings, f"recompute={recompute}")
         shapes = profile_model(config)
         plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
-        steps = [m for kind, m in train_here(config, tmp_path / recompute) if kind == "step"]
-        assert [step["samples"] for step in steps] == [8, 6, 8, 6]
-        assert [step["activation_bytes"] for step in steps] == [None, None, list(plan.saved_bytes), None]
+        steps = of_type(train_here(config, tmp_path / recompute), StepDone)
+        assert [step.samples for step in steps] == [8, 6, 8, 6]
+        assert [step.activation_bytes for step in steps] == [None, None, plan.saved_bytes, None]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.classifier import classifier_of
@@ -16,6 +16,7 @@ from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
 from gpipe_cli.training.engine import Engine, build_engine
+from gpipe_cli.training.events import StepDone, TrainingReady
 from gpipe_cli.training.fine_tuning import find_weights, fine_tune, frozen_facts
 
 DIGITS = [
@@ -254,10 +255,6 @@ def test_an_evaluation_does_not_thaw_what_is_frozen() -> None:
             assert not any(module.training for layer in layers.values() for module in layer.modules())
 
 
-def of_kind(heard: list[Any], wanted: str) -> list[dict[str, Any]]:
-    return [message for kind, message in heard if kind == wanted]
-
-
 @pytest.mark.parametrize("freeze", ["[taken]", "[stem,cell_00,cell_02]", "[reduction_0,'cell_0*.1.*','*.bias']"])
 def test_the_laws_hold_for_fine_tuning(freeze: str, source: Path, tmp_path: Path) -> None:
     """K does not matter, nor an interruption with another K, in this process or in several; and what is frozen stays,
@@ -273,7 +270,7 @@ def test_the_laws_hold_for_fine_tuning(freeze: str, source: Path, tmp_path: Path
         resume = [f"resume={tmp_path / 'a'}", f"run_folder={tmp_path / 'b'}", "partitions=2", "max_steps=4"]
         assert command(patch, "train", *resume) == 0
     assert_same_tensors(final_tensors(tmp_path / "b"), whole)
-    assert [label for label, _ in of_kind(heard, "ready")[0]["notes"]] == ["taken", "new", "frozen"]
+    assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["taken", "new", "frozen"]
 
     _, before, _ = begun(*settings, "partitions=1")
     found = find_frozen(configure(*settings), build_model(configure(*settings)))
@@ -284,7 +281,7 @@ def test_the_laws_hold_for_fine_tuning(freeze: str, source: Path, tmp_path: Path
     assert any(name.startswith("model/classifier.") for name in moved)
     assert before.keys() == {name for name in whole if not name.startswith("optimizer/")}, "all tensors are there"
     assert not any(name.startswith(tuple(f"optimizer/{module}" for module in inside)) for name in whole)
-    assert any(step["gradient_norm"] > 0.5 for step in of_kind(heard, "step")), "clipping never acted"
+    assert any(step.gradient_norm > 0.5 for step in of_type(heard, StepDone)), "clipping never acted"
 
 
 IMAGES = [*TINY[2:], "max_steps=2", "ema_decay=0.9", "gradient_clipping=1"]

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
+
+from gpipe_cli.training.events import TrainingReady
 
 MODELS = {
     "resnet": ["model=resnet", "model.depth=18", "model.dropout=0.2", "model.drop_path=0.2"],
@@ -50,5 +52,5 @@ def test_the_seed_decides_a_custom_models_initial_values(tmp_path: Path) -> None
 def test_chosen_classes_are_all_that_a_model_tells_apart(tmp_path: Path) -> None:
     settings = ["model=custom", "model.target=custom_models:small", "dataset.classes=[9,5,6,7]", "dataset.image_size=8"]
     heard = train_here(configure(*settings, *TINY[8:], "max_steps=1", "executor=in_process"), tmp_path)
-    ready = dict(heard)["ready"]
-    assert 0.35 * 1437 < ready["train_samples"] < 0.45 * 1437
+    ready = of_type(heard, TrainingReady)[0]
+    assert 0.35 * 1437 < ready.data.train_samples < 0.45 * 1437

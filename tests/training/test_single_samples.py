@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from training_runs import command, configure, train_here
+from training_runs import command, configure, of_type, train_here
 
 from gpipe_cli.planner.model_profile import refuse_single_samples
+from gpipe_cli.training.events import StepDone
 
 DATA = [
     "dataset=synthetic_images", "dataset.image_size=8", "dataset.num_classes=4", "dataset.test_samples=4",
@@ -40,8 +41,8 @@ def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
     with pytest.raises(ValueError, match=remedies):
         raise ValueError(lines[0].strip())
     remedied = configure(*settings, "dataset.drop_last=true", "executor=in_process")
-    steps = [message for kind, message in train_here(remedied, tmp_path / "remedied") if kind == "step"]
-    assert [step["samples"] for step in steps] == [8]
+    steps = of_type(train_here(remedied, tmp_path / "remedied"), StepDone)
+    assert [step.samples for step in steps] == [8]
 
 
 def test_every_command_refuses_a_full_mini_batch_of_single_samples(

@@ -3,13 +3,13 @@
 import math
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training.events import Evaluated, StepDone, TrainingReady
 
 COMMON = [
     "~presets",
@@ -80,17 +80,13 @@ def test_the_activations_of_a_translation_are_predicted_for_the_mini_batch_that_
     assert result["activation_bytes"] != result["prediction"]["activation_bytes"]
 
 
-def of_kind(heard: list[Any], wanted: str) -> list[dict[str, Any]]:
-    return [message for kind, message in heard if kind == wanted]
-
-
 TASKS = ("language_model", "translation", "translation_separate")
 
 
 @pytest.fixture(scope="module", params=TASKS)
 def whole(
     request: pytest.FixtureRequest, corpora: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], Path, list[Any]]:
+) -> tuple[list[str], Path, list[object]]:
     """A run with one partition: its settings, its folder, what it reported."""
     settings = settings_of(request.param, corpora)
     folder = tmp_path_factory.mktemp("whole")
@@ -98,49 +94,49 @@ def whole(
     return settings, folder, heard
 
 
-def test_what_is_compared_has_everything_in_it(whole: tuple[list[str], Path, list[Any]]) -> None:
+def test_what_is_compared_has_everything_in_it(whole: tuple[list[str], Path, list[object]]) -> None:
     """The laws would hold trivially for a run in which nothing random happened and no sentence was padded."""
     settings, folder, heard = whole
-    steps = of_kind(heard, "step")
+    steps = of_type(heard, StepDone)
     if "dataset=parallel_text" in settings:
-        assert len({step["samples"] for step in steps}) > 1, "batches by tokens have as many sentences as fit"
+        assert len({step.samples for step in steps}) > 1, "batches by tokens have as many sentences as fit"
     else:
         assert steps[0]["samples"] == 8
-        assert any(step["tokens"] < 12 * step["samples"] for step in steps), "a window of the text was padded"
+        assert any(step.tokens < 12 * step.samples for step in steps), "a window of the text was padded"
     assert all(step["loss"] != step["cross_entropy"] for step in steps), "label smoothing never acted"
-    assert any(step["gradient_norm"] > 0.5 for step in steps), "clipping never acted"
+    assert any(step.gradient_norm > 0.5 for step in steps), "clipping never acted"
     assert all(tensor.isfinite().all() for tensor in final_tensors(folder).values())
-    tests = of_kind(heard, "evaluated")
-    assert [test["tokens"] for test in tests] == [tests[0]["tokens"]] * len(tests)
+    tests = of_type(heard, Evaluated)
+    assert [test.tokens for test in tests] == [tests[0].tokens] * len(tests)
 
 
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 def test_partitions_in_one_process_make_the_same_run(
-    recompute: str, whole: tuple[list[str], Path, list[Any]], tmp_path: Path
+    recompute: str, whole: tuple[list[str], Path, list[object]], tmp_path: Path
 ) -> None:
     settings, folder, heard = whole
     cut = train_here(
         configure(*settings, "partitions=3", "executor=in_process", f"recompute={recompute}"), tmp_path / "cut"
     )
     assert_same_tensors(final_tensors(tmp_path / "cut"), final_tensors(folder))
-    assert of_kind(cut, "evaluated") == of_kind(heard, "evaluated")
+    assert of_type(cut, Evaluated) == of_type(heard, Evaluated)
 
 
 def test_a_process_for_each_partition_makes_the_same_run(
-    whole: tuple[list[str], Path, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[list[str], Path, list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stage in the middle never sees a sentence and must still know how long they are."""
     settings, folder, heard = whole
     arguments = [*settings, "partitions=3", "executor=distributed", f"run_folder={tmp_path}"]
     assert command(monkeypatch, "train", *arguments) == 0
     assert_same_tensors(final_tensors(tmp_path), final_tensors(folder))
-    result, evaluated = read_result(tmp_path), of_kind(heard, "evaluated")[-1]
-    assert (result["test"]["loss"], result["test"]["token_accuracy"]) == (evaluated["loss"], evaluated["top1"])
+    result, evaluated = read_result(tmp_path), of_type(heard, Evaluated)[-1]
+    assert (result["test"]["loss"], result["test"]["token_accuracy"]) == (evaluated.loss, evaluated.top1)
     assert result["unigram_perplexity"] > 1
 
 
 def test_stopped_within_an_epoch_and_resumed_with_other_partitions(
-    whole: tuple[list[str], Path, list[Any]], tmp_path: Path
+    whole: tuple[list[str], Path, list[object]], tmp_path: Path
 ) -> None:
     settings, folder, _ = whole
     before, after = tmp_path / "before", tmp_path / "after"
@@ -211,20 +207,20 @@ def test_an_evaluation_translates_the_same_whatever_the_partitions(
     assert read_result(folder, "evaluate.json")["translation"] is None
 
 
-def test_a_few_sentences_are_translated_at_each_evaluation(whole: tuple[list[str], Path, list[Any]]) -> None:
+def test_a_few_sentences_are_translated_at_each_evaluation(whole: tuple[list[str], Path, list[object]]) -> None:
     settings, _, heard = whole
-    evaluated = of_kind(heard, "evaluated")
+    evaluated = of_type(heard, Evaluated)
     if "model=transformer_lm" in settings:
-        assert [message["translations"] for message in evaluated] == [[], []]
+        assert [message.translations for message in evaluated] == [(), ()]
         return
-    first, second = (message["translations"] for message in evaluated)
+    first, second = (message.translations for message in evaluated)
     assert len(first) == 8
-    assert [row["source"] for row in first] == [row["source"] for row in second]
-    assert all(row["reference"] == row["source"][::-1] for row in first)
+    assert [row.source for row in first] == [row.source for row in second]
+    assert all(row.reference == row.source[::-1] for row in first)
 
 
 def test_a_language_model_learns_more_than_how_frequent_tokens_are(tmp_path: Path) -> None:
     """On the text that everybody has, from the preset: two epochs of it."""
     heard = train_here(configure("model=transformer_lm", "partitions=2", "executor=in_process", "epochs=2"), tmp_path)
-    perplexity = math.exp(of_kind(heard, "evaluated")[-1]["loss"])
-    assert perplexity < 0.6 * dict(heard)["ready"]["unigram_perplexity"]
+    perplexity = math.exp(of_type(heard, Evaluated)[-1].loss)
+    assert perplexity < 0.6 * of_type(heard, TrainingReady)[0].data.unigram_perplexity

@@ -3,12 +3,11 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.settings import load, to_yaml
 from gpipe_cli.launch.prepare import prepare
@@ -16,6 +15,7 @@ from gpipe_cli.reporting.run.measurement import CONTENDED
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index
+from gpipe_cli.training.events import Evaluated, StepDone
 
 SETTINGS = [*TINY, *LIVELY, "epochs=2", "checkpoint.keep=9"]
 STEPS = 6
@@ -27,7 +27,7 @@ def program(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
     """The run that all others must equal: one partition, one process, uninterrupted."""
     folder = tmp_path_factory.mktemp("whole")
     heard = train_here(configure(*SETTINGS, "partitions=1", "executor=in_process"), folder)
@@ -43,11 +43,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_kind(heard: list[Any], wanted: str) -> list[dict[str, Any]]:
-    return [message for kind, message in heard if kind == wanted]
-
-
-def test_what_is_compared_has_everything_in_it(whole: tuple[Path, list[Any]]) -> None:
+def test_what_is_compared_has_everything_in_it(whole: tuple[Path, list[object]]) -> None:
     """The laws would hold trivially for a run in which nothing random or stateful happened."""
     folder, heard = whole
     tensors = final_tensors(folder)
@@ -57,10 +53,10 @@ def test_what_is_compared_has_everything_in_it(whole: tuple[Path, list[Any]]) ->
     average = torch.cat([tensors[name].flatten() for name in sorted(names) if name.startswith("ema/")])
     live = torch.cat([tensors[name.replace("ema/", "model/")].flatten() for name in sorted(names) if "ema/" in name])
     assert not torch.equal(average, live)
-    steps = of_kind(heard, "step")
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert [step["samples"] for step in steps] == [8, 8, 6] * 2
-    assert any(step["gradient_norm"] > 0.5 for step in steps), "clipping never acted"
+    steps = of_type(heard, StepDone)
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.samples for step in steps] == [8, 8, 6] * 2
+    assert any(step.gradient_norm > 0.5 for step in steps), "clipping never acted"
 
 
 def test_what_is_switched_on_acts(tmp_path: Path) -> None:
@@ -73,24 +69,24 @@ def test_what_is_switched_on_acts(tmp_path: Path) -> None:
             assert_same_tensors(final_tensors(tmp_path / change), final_tensors(tmp_path / "lively"))
 
 
-def test_three_partitions_in_one_process_make_the_same_run(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_three_partitions_in_one_process_make_the_same_run(whole: tuple[Path, list[object]], tmp_path: Path) -> None:
     heard = train_here(configure(*SETTINGS, "partitions=3", "executor=in_process"), tmp_path)
     assert_same_tensors(final_tensors(tmp_path), final_tensors(whole[0]))
     # gathered in another order or not at all: the numbers that people see do not know the cut either
     timeless = ("step", "loss", "cross_entropy", "top1", "top5", "learning_rate", "gradient_norm")
-    for one, other in zip(of_kind(heard, "step"), of_kind(whole[1], "step"), strict=True):
-        assert {key: one[key] for key in timeless} == {key: other[key] for key in timeless}
-    assert of_kind(heard, "evaluated") == of_kind(whole[1], "evaluated")
+    for one, other in zip(of_type(heard, StepDone), of_type(whole[1], StepDone), strict=True):
+        assert all(getattr(one, key) == getattr(other, key) for key in timeless)
+    assert of_type(heard, Evaluated) == of_type(whole[1], Evaluated)
 
 
-def test_two_processes_make_the_same_run(whole: tuple[Path, list[Any]], distributed: Path) -> None:
+def test_two_processes_make_the_same_run(whole: tuple[Path, list[object]], distributed: Path) -> None:
     assert_same_tensors(final_tensors(distributed), final_tensors(whole[0]))
-    evaluated = of_kind(whole[1], "evaluated")[-1]
+    evaluated = of_type(whole[1], Evaluated)[-1]
     test = read_result(distributed)["test"]
-    assert (test["loss"], test["top1"], test["top5"]) == (evaluated["loss"], evaluated["top1"], evaluated["top5"])
+    assert (test["loss"], test["top1"], test["top5"]) == (evaluated.loss, evaluated.top1, evaluated.top5)
 
 
-def test_schedule_and_recomputation_make_the_same_run(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_schedule_and_recomputation_make_the_same_run(whole: tuple[Path, list[object]], tmp_path: Path) -> None:
     """1F1B sums gradients in another order of micro-batches: compared with itself, one partition against two."""
     config = configure(*SETTINGS, "partitions=2", "executor=in_process", "recompute=always")
     train_here(config, tmp_path / "always")
@@ -120,7 +116,7 @@ def test_an_auxiliary_head_hands_over_fewer_tensors_in_evaluation(tmp_path: Path
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(
-    stop: int, before: str, after: str, whole: tuple[Path, list[Any]], tmp_path: Path
+    stop: int, before: str, after: str, whole: tuple[Path, list[object]], tmp_path: Path
 ) -> None:
     """Stopped inside an epoch (2, 4) and at its end (3); with another cut, and other processes, afterwards."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -165,7 +161,7 @@ def test_other_threads_than_the_resumed_run_had_are_said(tmp_path: Path) -> None
 
 
 def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
-    whole: tuple[Path, list[Any]], tmp_path: Path
+    whole: tuple[Path, list[object]], tmp_path: Path
 ) -> None:
     """What was done after the checkpoint, and reported, is done again: same bits, and one curve."""
     folder = tmp_path / "run"
@@ -245,6 +241,6 @@ def test_evaluate_gives_the_numbers_of_the_training(cut: str, distributed: Path)
     assert program("evaluate", f"run={distributed}", "checkpoint=last", *cut.split()) == 0
     evaluated = json.loads((distributed / "evaluate.json").read_text())
     test = read_result(distributed)["test"]
-    assert evaluated["samples"] == 10
+    assert evaluated.samples == 10
     for key in ("loss", "top1", "top5", "averaged"):
         assert evaluated[key] == test[key], key

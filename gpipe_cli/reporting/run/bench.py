@@ -17,7 +17,7 @@ from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.run.step_breakdown import share_facts
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, memory_table, show_banner, show_facts, show_line, speed_kind
 from gpipe_cli.reporting.run.task import words_of
-from gpipe_cli.training.events import EvaluationMessage, StepMessage
+from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import duration, operations, percent, plural, rate
 
 
@@ -44,17 +44,17 @@ class BenchConsole:
         self._bar.add_task("", total=self._run.total_steps, state=("waiting", "for the first step"))
         self._bar.start()
 
-    def step(self, message: StepMessage, speed: float | None) -> None:
+    def step(self, message: StepDone, speed: float | None) -> None:
         """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
-        warm = message["step"] > self._run.warm_up_steps
+        warm = message.step > self._run.warm_up_steps
         state = f"{rate(speed)} {self._unit}" if warm else "warm-up"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=message["step"], state=(state,))
+            self._bar.update(self._bar.task_ids[0], completed=message.step, state=(state,))
         elif time.monotonic() - self._last_line >= self._line_seconds:
-            show_line(self.console, f"step {message['step']:,} of {self._run.total_steps:,}, {state}")
+            show_line(self.console, f"step {message.step:,} of {self._run.total_steps:,}, {state}")
             self._last_line = time.monotonic()
 
-    def evaluated(self, message: EvaluationMessage) -> None:
+    def evaluated(self, message: Evaluated) -> None:
         raise AssertionError("a measurement evaluates nothing")
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:

@@ -17,7 +17,7 @@ from gpipe_cli.reporting.run.measurement import EpochMeans
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.run.summary import show_banner, show_facts, show_line
 from gpipe_cli.reporting.run.task import scores, words_of
-from gpipe_cli.training.events import EvaluationMessage, StepMessage
+from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 
 LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what is left ends with the test's own score
@@ -60,23 +60,23 @@ class RunConsole:
         )
         self._bar.start()
 
-    def step(self, message: StepMessage, speed: float | None) -> None:
+    def step(self, message: StepDone, speed: float | None) -> None:
         """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
-        self._turn_to(message["epoch"])
-        elements = message["tokens"] if self._words.text else message["samples"]
+        self._turn_to(message.epoch)
+        elements = message.tokens if self._words.text else message.samples
         assert elements is not None, "a step of text without its tokens"
-        self._means.add(elements, message["cross_entropy"], message["top1"])
-        self._speed, self._learning_rate = speed, message["learning_rate"]
-        self._line_waits = message["position"] == self._run.steps_per_epoch
+        self._means.add(elements, message.cross_entropy, message.top1)
+        self._speed, self._learning_rate = speed, message.learning_rate
+        self._line_waits = message.position == self._run.steps_per_epoch
         if self._bar is not None:
-            self._advance(self._bar, message["step"])
+            self._advance(self._bar, message.step)
         elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
-            share = 100 * message["position"] // (self._run.steps_per_epoch or 1)
+            share = 100 * message.position // (self._run.steps_per_epoch or 1)
             self._line(f"{self._of_epochs(self._epoch)} {share}%")
 
-    def evaluated(self, message: EvaluationMessage) -> None:
+    def evaluated(self, message: Evaluated) -> None:
         """The line of the epoch, with the test set."""
-        self._turn_to(message["epoch"])
+        self._turn_to(message.epoch)
         self._line_waits = False
         self._line(self._of_epochs(self._epoch), message)
 
@@ -113,7 +113,7 @@ class RunConsole:
         )
         bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=state)
 
-    def _line(self, epoch: str, test: EvaluationMessage | None = None) -> None:
+    def _line(self, epoch: str, test: Evaluated | None = None) -> None:
         if not self._header_shown:
             show_line(self.console, self._columns(*(heading for heading, _ in self._words.columns)), "bold")
             self._header_shown = True
@@ -125,11 +125,11 @@ class RunConsole:
             rate(self._speed),
             learning_rate(self._learning_rate),
         )
-        show_line(self.console, f"{line} best" if test is not None and test["is_best"] else line)
+        show_line(self.console, f"{line} best" if test is not None and test.is_best else line)
         self._last_line = time.monotonic()
 
-    def _tested(self, test: EvaluationMessage) -> tuple[str, str, str]:
-        found = scores(self._run.task, test["loss"], test["top1"], test["top5"])
+    def _tested(self, test: Evaluated) -> tuple[str, str, str]:
+        found = scores(self._run.task, test.loss, test.top1, test.top5)
         if self._words.text:
             return loss(found["loss"]), perplexity(found["perplexity"]), percent(found["token_accuracy"])
         return loss(found["loss"]), percent(found["top1"]), percent(found["top5"])

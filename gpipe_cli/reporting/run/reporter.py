@@ -6,7 +6,7 @@ process. ``step`` in every message counts optimizer steps done, epochs count fro
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_banner, show_err
 from gpipe_cli.reporting.run.task import Task, scores, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.reporting.timeline_view import StepPicture
-from gpipe_cli.training.events import EvaluationMessage, RecordedMessage, StepMessage
+from gpipe_cli.training.events import Evaluated, StepDone
 
 TIMELINE_PICTURE = "timeline.png"
 PARTITION_PICTURE = "partitions.png"
@@ -58,8 +58,8 @@ class Reporter:
         self._checkpoint: str | None = None
         self._throughput = Throughput(description.warm_up_steps)
         self._shares = MeasuredShares()
-        self._activation_bytes: list[int] | None = None
-        self._library_bytes: list[int] | None = None
+        self._activation_bytes: tuple[int, ...] | None = None
+        self._library_bytes: tuple[int, ...] | None = None
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
@@ -90,19 +90,18 @@ class Reporter:
         """Training begins: in a terminal, a bar that waits for the first step. After the banner, or not at all."""
         self._console.start()
 
-    def step(self, message: StepMessage) -> None:
-        """A step was done."""
+    def step(self, message: StepDone, predicted_activation_bytes: tuple[int, ...] | None = None) -> None:
+        """A step was done; where its activations were counted, with what was to be expected of its mini-batch."""
         if self._status != "running":
             return
-        self._steps = message["step"]
-        self._memory_bytes = message["memory_bytes"]
+        self._steps = message.step
+        self._memory_bytes = list(message.memory_bytes)
         speed = self._throughput
-        tokens = message["tokens"] if self._text else None
-        speed.add(message["samples"], message["seconds"], tokens, message["without_core"])
-        self._library_bytes = message.get("library_bytes") or self._library_bytes
-        if message.get("activation_bytes") is not None:
-            self._activation_bytes = message["activation_bytes"]
-            self._predicted_activation_bytes = message.get("predicted_activation_bytes")
+        tokens = message.tokens if self._text else None
+        speed.add(message.samples, message.seconds, tokens, message.without_core)
+        if message.activation_bytes is not None:
+            self._activation_bytes, self._library_bytes = message.activation_bytes, message.library_bytes
+            self._predicted_activation_bytes = predicted_activation_bytes
         with self.optional():
             self._dashboard.step(message)
         recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
@@ -110,14 +109,14 @@ class Reporter:
         if speed.steps >= COMPARED_STEPS:
             self._compare()
 
-    def recorded(self, message: RecordedMessage) -> None:
-        """It is known where the time of a step went."""
+    def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
+        """It is known where the time of a step went: timeline_view.SHARES -> share of stage-time, 0 to 1."""
         if self._status != "running":
             return
-        done = message["step"] - self._run.first_step
-        self._shares.add(message["breakdown"], done <= self._throughput.warm_up_steps)
+        done = step - self._run.first_step
+        self._shares.add(breakdown, done <= self._throughput.warm_up_steps)
         with self.optional():
-            self._dashboard.recorded(message)
+            self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
         """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
@@ -148,24 +147,23 @@ class Reporter:
             write_picture(self._folder / PARTITION_PICTURE, image)
             self._dashboard.partitions(image)
 
-    def evaluated(self, message: EvaluationMessage) -> None:
+    def evaluated(self, message: Evaluated) -> None:
         """The test set was seen."""
         if self._status != "running":
             return
         self._test = _tested(self._run.task, message)
-        if message["is_best"]:
+        if message.is_best:
             self._best = self._test
         self._console.evaluated(message)
         with self.optional():
             self._write()
             self._dashboard.evaluated(message)
 
-    def checkpointed(self, step: int, kind: str, path: Path | None = None) -> None:
-        """A checkpoint is complete on disk; ``kind`` is last or best, and only from the last one a run is resumed."""
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint is complete on disk."""
         with self.optional():
             self._dashboard.flush()  # what came before it is not done again, should the run be killed
-        if kind == "last":
-            self._checkpoint = f"{path or self._folder}, after step {step:,}"
+        self._checkpoint = f"{self._folder}, after step {step:,}"
 
     @contextmanager
     def optional(self) -> Iterator[None]:
@@ -294,15 +292,15 @@ class Reporter:
         }
 
 
-def _tested(task: Task, message: EvaluationMessage) -> dict[str, Any]:
+def _tested(task: Task, message: Evaluated) -> dict[str, Any]:
     """An evaluation as result.json has it."""
     test: dict[str, Any] = {
-        "step": message["step"],
-        "epoch": message["epoch"],
-        **scores(task, message["loss"], message["top1"], message["top5"]),
-        "averaged": message["averaged"],
+        "step": message.step,
+        "epoch": message.epoch,
+        **scores(task, message.loss, message.top1, message.top5),
+        "averaged": message.averaged,
     }
-    return test | {"tokens": message["tokens"]} if words_of(task).text else test
+    return test | {"tokens": message.tokens} if words_of(task).text else test
 
 
 def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -22,7 +22,7 @@ from gpipe_cli.reporting.run.description import PartitionDescription, RunDescrip
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_facts
 from gpipe_cli.reporting.run.task import words_of
 from gpipe_cli.reporting.tables.wide_table import show_in_parts
-from gpipe_cli.training.events import TranslationResult
+from gpipe_cli.training.events import TranslationScores
 from gpipe_cli.units import (
     count,
     duration,
@@ -137,16 +137,16 @@ def outcome_of_test(test: dict[str, Any], unigram_perplexity: float | None = Non
     return ", ".join(parts) + averaged
 
 
-def outcome_of_translation(translation: TranslationResult) -> Iterable[tuple[str, str]]:
+def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str, str]]:
     """Labelled lines: scores beside those of copying the source, which names alike in two languages make high."""
-    sentences = f"{translation['sentences']:,} of {plural(translation['of'], 'sentence')}"
-    yield "BLEU", f"{translation['bleu']:.1f} (copying the source: {translation['bleu_copy']:.1f})"
-    yield "chrF", f"{translation['chrf']:.1f} (copying the source: {translation['chrf_copy']:.1f})"
-    yield "decoded", f"{sentences}, beam {translation['beam']}, {duration(translation['seconds'])}"
-    for example in translation["examples"][:EXAMPLES]:
-        yield example["pair"], _one_line(example["source"])
-        yield "  reference", _one_line(example["reference"])
-        yield "  decoded", _one_line(example["translation"])
+    sentences = f"{translation.sentences:,} of {plural(translation.of, 'sentence')}"
+    yield "BLEU", f"{translation.bleu:.1f} (copying the source: {translation.bleu_copy:.1f})"
+    yield "chrF", f"{translation.chrf:.1f} (copying the source: {translation.chrf_copy:.1f})"
+    yield "decoded", f"{sentences}, beam {translation.beam}, {duration(translation.seconds)}"
+    for example in translation.examples[:EXAMPLES]:
+        yield example.pair, _one_line(example.source)
+        yield "  reference", _one_line(example.reference)
+        yield "  decoded", _one_line(example.translation)
 
 
 def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:

@@ -26,7 +26,7 @@ from gpipe_cli.reporting.run.hyperparameters import (
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.task import Task, perplexity, words_of
 from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
-from gpipe_cli.training.events import EvaluationMessage, RecordedMessage, StepMessage, Translation
+from gpipe_cli.training.events import Evaluated, StepDone, Translation
 from gpipe_cli.units import duration, size
 
 if TYPE_CHECKING:
@@ -146,23 +146,22 @@ class Dashboard:
         self._events.add(custom_scalars(_layout(self._text, prediction is not None)))
         self._events.flush()
 
-    def step(self, message: StepMessage) -> None:
+    def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
-        self._draw(message["step"], _training(message))
-        self._draw(message["step"], _training_text(message) if self._text else _training_images(message))
+        self._draw(message.step, _training(message))
+        self._draw(message.step, _training_text(message) if self._text else _training_images(message))
 
-    def recorded(self, message: RecordedMessage) -> None:
+    def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """Where the time of a step went."""
-        breakdown = message["breakdown"]
         shares = ((share_tag(share), value) for share, value in breakdown.items())
         measured = ((IDLE_MEASURED, idle(breakdown)), (BUBBLE_MEASURED, breakdown["bubble"]))
-        self._draw(message["step"], [*measured, *shares, *self._constants])
+        self._draw(step, [*measured, *shares, *self._constants])
 
-    def evaluated(self, message: EvaluationMessage) -> None:
+    def evaluated(self, message: Evaluated) -> None:
         """The curves of the test set, and what was translated of it."""
-        self._draw(message["step"], _test_text(message) if self._text else _test_images(message))
-        if self._text and message["translations"]:
-            self._events.add(text(TRANSLATIONS, _table(message["translations"])), message["step"])
+        self._draw(message.step, _test_text(message) if self._text else _test_images(message))
+        if self._text and message.translations:
+            self._events.add(text(TRANSLATIONS, _table(message.translations)), message.step)
         self._events.flush()
 
     def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
@@ -185,39 +184,39 @@ class Dashboard:
                 self._events.add(scalar(tag, value), step)
 
 
-def _training(message: StepMessage) -> Iterator[tuple[str, float | None]]:
-    yield TRAIN_LOSS, message["loss"]
-    yield TRAIN_CROSS_ENTROPY, message["cross_entropy"]
-    yield LEARNING_RATE, message["learning_rate"]
-    yield GRADIENT_NORM, message["gradient_norm"]
-    yield SAMPLES_PER_SECOND, message["samples"] / message["seconds"]
-    yield STEP_SECONDS, message["seconds"]
-    for stage, peak in enumerate(message["memory_bytes"]):
+def _training(message: StepDone) -> Iterator[tuple[str, float | None]]:
+    yield TRAIN_LOSS, message.loss
+    yield TRAIN_CROSS_ENTROPY, message.cross_entropy
+    yield LEARNING_RATE, message.learning_rate
+    yield GRADIENT_NORM, message.gradient_norm
+    yield SAMPLES_PER_SECOND, message.samples / message.seconds
+    yield STEP_SECONDS, message.seconds
+    for stage, peak in enumerate(message.memory_bytes):
         yield memory_tag(stage), peak / GIB
 
 
-def _training_images(message: StepMessage) -> Iterator[tuple[str, float | None]]:
-    yield TRAIN_TOP1, message["top1"]
-    yield TRAIN_TOP5, message["top5"]
+def _training_images(message: StepDone) -> Iterator[tuple[str, float | None]]:
+    yield TRAIN_TOP1, message.top1
+    yield TRAIN_TOP5, message.top5
 
 
-def _training_text(message: StepMessage) -> Iterator[tuple[str, float | None]]:
-    assert message["tokens"] is not None, "a step of text without its tokens"
-    yield TRAIN_PERPLEXITY, perplexity(message["cross_entropy"])
-    yield TRAIN_TOKEN_ACCURACY, message["top1"]
-    yield TOKENS_PER_SECOND, message["tokens"] / message["seconds"]
+def _training_text(message: StepDone) -> Iterator[tuple[str, float | None]]:
+    assert message.tokens is not None, "a step of text without its tokens"
+    yield TRAIN_PERPLEXITY, perplexity(message.cross_entropy)
+    yield TRAIN_TOKEN_ACCURACY, message.top1
+    yield TOKENS_PER_SECOND, message.tokens / message.seconds
 
 
-def _test_images(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]:
-    yield TEST_LOSS, message["loss"]
-    yield TEST_TOP1, message["top1"]
-    yield TEST_TOP5, message["top5"]
+def _test_images(message: Evaluated) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, message.loss
+    yield TEST_TOP1, message.top1
+    yield TEST_TOP5, message.top5
 
 
-def _test_text(message: EvaluationMessage) -> Iterator[tuple[str, float | None]]:
-    yield TEST_LOSS, message["loss"]
-    yield TEST_PERPLEXITY, perplexity(message["loss"])
-    yield TEST_TOKEN_ACCURACY, message["top1"]
+def _test_text(message: Evaluated) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, message.loss
+    yield TEST_PERPLEXITY, perplexity(message.loss)
+    yield TEST_TOKEN_ACCURACY, message.top1
 
 
 def _final(result: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
@@ -274,7 +273,7 @@ def _prediction_table(prediction: Prediction) -> str:
 
 def _table(translations: Iterable[Translation]) -> str:
     """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
-    rows = ((shown["pair"], shown["source"], shown["reference"], shown["translation"]) for shown in translations)
+    rows = ((shown.pair, shown.source, shown.reference, shown.translation) for shown in translations)
     lines = ["| pair | source | reference | translation |", "| --- | --- | --- | --- |"]
     return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
 

@@ -154,15 +154,15 @@ def decode(
     limit: int,
     split: PairSplit | None,
     indices: Sequence[int],
-    tell: Callable[[int], None] = lambda done: None,
+    on_decoded: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
     """The translations of the pairs `indices`, in that order and the same in every process: tokens without begin and
     end.
 
-    Called in every process of the run, inside `engine.evaluating`; `tell` hears how many sentences are done. `split` is
-    needed where the first or the last stage lives. A translation has at most min(limit, 2 * source + 10) tokens, the
-    end included, where `source` counts all of the source's tokens and `limit` is the model's length. Raises as the
-    executor does.
+    Called in every process of the run, inside `engine.evaluating`; `on_decoded` is called with how many sentences are
+    done. `split` is needed where the first or the last stage lives. A translation has at most min(limit, 2 * source +
+    10) tokens, the end included, where `source` counts all of the source's tokens and `limit` is the model's length.
+    Raises as the executor does.
     """
     if not indices:
         return []
@@ -196,7 +196,7 @@ def decode(
                 beams[at].advance([next(found) for _ in beams[at].growing])
         for at, beam in zip(chosen, beams, strict=True):
             translations[at] = beam.translation()
-        tell(start + len(chosen))
+        on_decoded(start + len(chosen))
     return translations
 
 

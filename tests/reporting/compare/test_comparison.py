@@ -41,7 +41,7 @@ def ran(folder: Path, losses: list[float], status: str = "completed", **changes:
     (folder / "config.yaml").write_text("", encoding="utf-8")
     for number, loss in enumerate(losses, start=1):
         reporter.step(step(number, loss=loss, seconds=0.0625 * changes.get("partitions", 2)))
-        reporter.recorded(recorded(number))
+        reporter.recorded(*recorded(number))
     if losses:
         reporter.evaluated(evaluation(len(losses)))
     reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def test_a_run_ends_with_its_status_and_final_metrics(tmp_path: Path, ending: An
     reporter = Reporter(tmp_path, description())
     for number in range(1, 5):
         reporter.step(step(number))
-        reporter.recorded(recorded(number))
+        reporter.recorded(*recorded(number))
     reporter.evaluated(evaluation(4))
     reporter.finish(ending)
     _, experiment, found = of_hparams(tmp_path)

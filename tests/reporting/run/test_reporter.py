@@ -1,3 +1,5 @@
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from reporting_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpipe_cli.reporting.run.evaluation import EvaluationResult, show_evaluation
+from gpipe_cli.reporting.run.evaluation import show_evaluation
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.reporting.run.task import Task
 from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.training.events import EvaluationDone, Translation, TranslationScores
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -37,7 +41,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         if number % 4 == 0:
             reporter.evaluated(evaluation(number, top1=number / 16, is_best=number != 12))
             assert read_result(folder)["test"]["step"] == number
-            reporter.checkpointed(number, "last")
+            reporter.checkpointed(number)
     reporter.finish("completed")
     result = read_result(folder)
     assert result["status"] == "completed"
@@ -67,7 +71,7 @@ def test_a_whole_run_of_text(tmp_path: Path, run: dict[str, Any]) -> None:
     reporter = Reporter(tmp_path, description(**run), console)
     reporter.banner()
     reporter.start()
-    translations = TRANSLATIONS if run is TRANSLATION else []
+    translations = TRANSLATIONS if run is TRANSLATION else ()
     for number in range(1, 9):
         reporter.step(text_step(number))
         if number % 4 == 0:
@@ -132,11 +136,10 @@ def test_interrupted_after_a_checkpoint_says_where_it_is(tmp_path: Path) -> None
     for number in range(1, 6):
         reporter.step(step(number))
         if number == 4:
-            reporter.checkpointed(4, "last", tmp_path / "checkpoints" / "last")
-            reporter.checkpointed(4, "best", tmp_path / "checkpoints" / "best")
+            reporter.checkpointed(4)
     reporter.finish("interrupted")
     lines = file.getvalue().splitlines()
-    assert f"checkpoint   {tmp_path}/checkpoints/last, after step 4" in lines
+    assert f"checkpoint   {tmp_path}, after step 4" in lines
     assert f"go on with   gpipe train resume={tmp_path}" in lines
     assert read_result(tmp_path)["steps"] == 5
 
@@ -147,7 +150,7 @@ def test_curves_reach_as_far_as_the_last_checkpoint_when_a_run_is_killed(tmp_pat
     for number in (1, 2, 3):
         reporter.step(step(number))
         if number == 2:
-            reporter.checkpointed(number, "last")
+            reporter.checkpointed(number)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
@@ -217,15 +220,9 @@ def test_an_evaluation_leaves_the_result_of_the_run_alone(tmp_path: Path) -> Non
     show_evaluation(
         console,
         tmp_path,
-        {
-            "checkpoint": "best, after step 8",
-            "samples": 360,
-            "loss": 0.05,
-            "top1": 0.986,
-            "top5": None,
-            "averaged": False,
-            "seconds": 1.2,
-        },
+        "best, after step 8",
+        "classification",
+        EvaluationDone(360, None, 0.05, 0.986, None, False, 1.2, None, None),
     )
     assert read_result(tmp_path) == before
     assert read_result(tmp_path, "evaluate.json")["top1"] == 0.986
@@ -236,49 +233,48 @@ def test_an_evaluation_leaves_the_result_of_the_run_alone(tmp_path: Path) -> Non
     }
 
 
-TEXT_EVALUATION: dict[str, Any] = {
-    "checkpoint": "best, after step 8",
-    "task": "language_model",
-    "samples": 46,
-    "tokens": 5888,
-    "loss": 3.721,
-    "top1": 0.312,
-    "top5": None,
-    "averaged": True,
-    "seconds": 1.2,
-    "unigram_perplexity": 312.0,
-    "translation": None,
-}
-DECODED: dict[str, Any] = {
-    "bleu": 34.06,
-    "chrf": 55.0,
-    "bleu_copy": 8.2,
-    "chrf_copy": 21.1,
-    "sentences": 2000,
-    "of": 8123,
-    "beam": 4,
-    "seconds": 12.3,
-    "bleu_signature": "nrefs:1|case:mixed",
-    "chrf_signature": "nrefs:1|nc:6",
-    "examples": [
-        {"pair": f"{language}-en", "source": "Welt\x1b[2J\n!", "reference": "World!", "translation": "[b]World"}
+TEXT_EVALUATION = EvaluationDone(
+    samples=46,
+    tokens=5888,
+    loss=3.721,
+    top1=0.312,
+    top5=None,
+    averaged=True,
+    seconds=1.2,
+    unigram_perplexity=312.0,
+    translation=None,
+)
+DECODED = TranslationScores(
+    bleu=34.06,
+    chrf=55.0,
+    bleu_copy=8.2,
+    chrf_copy=21.1,
+    sentences=2000,
+    of=8123,
+    beam=4,
+    seconds=12.3,
+    bleu_signature="nrefs:1|case:mixed",
+    chrf_signature="nrefs:1|nc:6",
+    examples=tuple(
+        Translation(f"{language}-en", "Welt\x1b[2J\n!", "World!", "[b]World")
         for language in ("af", "de", "fr", "it", "nl", "sv")
-    ],
-}
+    ),
+)
 
 
-def evaluated(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+def evaluated(folder: Path, task: Task, message: EvaluationDone) -> tuple[dict[str, Any], list[str]]:
     """What evaluate.json holds and the lines that are shown."""
     console, file = log()
-    show_evaluation(console, folder, EvaluationResult(**(TEXT_EVALUATION | changes)))  # type: ignore[typeddict-item]
+    show_evaluation(console, folder, "best, after step 8", task, message)
     return read_result(folder, "evaluate.json"), file.getvalue().splitlines()
 
 
 def test_an_evaluation_of_a_language_model(tmp_path: Path) -> None:
-    written, lines = evaluated(tmp_path)
-    kept = {"checkpoint", "task", "samples", "tokens", "loss", "averaged", "seconds", "unigram_perplexity"}
-    assert set(written) == kept | {"perplexity", "token_accuracy"}
-    assert {key: written[key] for key in kept} == {key: TEXT_EVALUATION[key] for key in kept}
+    written, lines = evaluated(tmp_path, "language_model", TEXT_EVALUATION)
+    kept = {"samples", "tokens", "loss", "averaged", "seconds", "unigram_perplexity"}
+    assert set(written) == kept | {"checkpoint", "task", "perplexity", "token_accuracy"}
+    assert {key: written[key] for key in kept} == {key: getattr(TEXT_EVALUATION, key) for key in kept}
+    assert (written["checkpoint"], written["task"]) == ("best, after step 8", "language_model")
     assert (written["perplexity"], written["token_accuracy"]) == (pytest.approx(41.3, abs=0.01), 0.312)
     scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
     assert lines == [
@@ -290,8 +286,10 @@ def test_an_evaluation_of_a_language_model(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_a_translation_shows_scores_and_some_examples(tmp_path: Path) -> None:
-    written, lines = evaluated(tmp_path, task="translation", samples=8123, tokens=54_321, translation=DECODED)
-    assert written["translation"] == DECODED
+    written, lines = evaluated(
+        tmp_path, "translation", replace(TEXT_EVALUATION, samples=8123, tokens=54_321, translation=DECODED)
+    )
+    assert written["translation"] == json.loads(json.dumps(asdict(DECODED)))
     assert lines[2:9] == [
         "sentences    8,123 with 54,321 tokens in 1.2 s",
         "BLEU         34.1 (copying the source: 8.2)",
@@ -305,7 +303,7 @@ def test_an_evaluation_of_a_translation_shows_scores_and_some_examples(tmp_path:
 
 
 def test_a_translation_that_was_not_decoded_has_no_scores(tmp_path: Path) -> None:
-    written, lines = evaluated(tmp_path, task="translation")
+    written, lines = evaluated(tmp_path, "translation", TEXT_EVALUATION)
     assert written["translation"] is None
     assert len(lines) == 4
 
@@ -315,9 +313,9 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     reporter = Reporter(tmp_path, description(prediction=prediction()), console)
     bubbles = [0.5, 0.5, 0.5, 0.1, 0.11, 0.3]
     for number, bubble in enumerate(bubbles, 1):
-        counted = {"activation_bytes": [2 * 2**20, 4 * 2**20], "predicted_activation_bytes": (2 * 2**20, 3 * 2**20)}
-        reporter.step(step(number, **(counted if number == 2 else {})))
-        reporter.recorded(recorded(number, bubble))
+        counted = {"activation_bytes": (2 * 2**20, 4 * 2**20), "library_bytes": (0, 0)} if number == 2 else {}
+        reporter.step(step(number, **counted), (2 * 2**20, 3 * 2**20) if number == 2 else None)
+        reporter.recorded(*recorded(number, bubble))
     reporter.finish("completed")
     result = read_result(tmp_path)
     assert result["breakdown"]["measured"] == pytest.approx(shares(0.11))
@@ -353,7 +351,7 @@ def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> Non
     figures = prediction(source="hardware=cpu figures", measured=False, step_seconds=0.125)
     reporter = Reporter(tmp_path, description(prediction=figures), console)
     for number in range(1, 20):
-        reporter.step(step(number, without_core=[0.0, 0.4]))
+        reporter.step(step(number, without_core=(0.0, 0.4)))
     assert "predicted" not in file.getvalue()
     reporter.step(step(20))
     lines = file.getvalue().splitlines()
@@ -372,7 +370,7 @@ def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path, steps:
     for number in range(1, steps + 1):
         reporter.step(step(number))
         if number <= 3:  # what was recorded of a step comes with the next one
-            reporter.recorded(recorded(number))
+            reporter.recorded(*recorded(number))
     reporter.finish("interrupted")
     assert ("predicted    60.0 ms a step" in file.getvalue()) == (steps == 4)
     assert read_result(tmp_path)["breakdown"]["measured"] == pytest.approx(shares(0.1))  # of warm-up for want of others

@@ -1,5 +1,6 @@
 import math
 import re
+from dataclasses import astuple
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpipe_cli.reporting.run import tensorboard as dashboard
 from gpipe_cli.reporting.run.task import Task
 from gpipe_cli.reporting.run.tensorboard import Dashboard
+from gpipe_cli.training.events import Translation
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -93,9 +95,9 @@ def test_every_curve_of_text_can_be_read_back(tmp_path: Path, task: Task) -> Non
 def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
     from tensorboard.plugin_util import markdown_to_safe_html
 
-    lines = {"pair": "fr-en", "source": "a\nb\tc", "reference": "& &amp; \\", "translation": ""}
+    lines = Translation("fr-en", "a\nb\tc", "& &amp; \\", "")
     board = Dashboard(tmp_path, task="translation")
-    board.evaluated(text_evaluation(4, translations=[*TRANSLATIONS, lines]))
+    board.evaluated(text_evaluation(4, translations=(*TRANSLATIONS, lines)))
     board.flush()
     (event,) = events(tmp_path).Tensors("translations/text_summary")
     assert event.step == 4
@@ -104,7 +106,7 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
         re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
     ]
     assert rows[0] == ["pair", "source", "reference", "translation"]
-    expected = [[*shown.values()] for shown in TRANSLATIONS] + [["fr-en", "a b c", "& &amp; \\", ""]]
+    expected = [[*astuple(shown)] for shown in TRANSLATIONS] + [["fr-en", "a b c", "& &amp; \\", ""]]
     assert [[unescape(cell) for cell in row] for row in rows[1:]] == expected
 
 
@@ -161,9 +163,9 @@ def test_configuration_and_banner_stand_beside_the_curves(tmp_path: Path) -> Non
 def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.predict(prediction(), 0.2)
-    board.recorded(recorded(1))
+    board.recorded(*recorded(1))
     board.step(step(2))  # nothing was recorded of it
-    board.recorded(recorded(3, bubble=0.14))
+    board.recorded(*recorded(3, bubble=0.14))
     board.flush()
     assert curve(tmp_path, "idle/measured") == [(1, 0.18), (3, 0.22)]
     assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
@@ -231,7 +233,7 @@ def test_runs_stand_side_by_side_in_charts(
 def test_without_a_prediction_the_bubble_stands_beside_the_ideal_one(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.predict(None, 0.2)
-    board.recorded(recorded(1))
+    board.recorded(*recorded(1))
     board.flush()
     tags = set(events(tmp_path).Tags()["scalars"])
     assert {tag for tag in tags if tag.startswith("bubble")} == {"bubble/measured", "bubble/ideal"}

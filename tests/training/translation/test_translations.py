@@ -9,15 +9,14 @@ from gpipe_cli.data.pairs import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.training.translation.decode import Search, decode
+from gpipe_cli.training.events import Translation, TranslationScores
+from gpipe_cli.training.translation.decode import decode
 from gpipe_cli.training.translation.translations import (
     EXAMPLES,
-    Scores,
     choose,
-    scores,
+    score_translations,
     shown,
     translate,
-    translation_result,
 )
 
 TRAIN = [
@@ -31,7 +30,11 @@ TEST = [
     ("le chat voit le vieil arbre", "the cat sees the old tree", "fr-en"),
     ("die kleine Katze sieht den Hund", "the small cat sees the dog", "de-en"),
 ]
-SEARCH = Search(4, 0.6, 32)
+
+
+def scores(sources: list[str], references: list[str], translations: list[str]) -> TranslationScores:
+    rows = [Translation("", *texts) for texts in zip(sources, references, translations, strict=True)]
+    return score_translations(rows, of=len(rows), beam=1, seconds=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +64,19 @@ def test_evenly_spaced_sentences() -> None:
 def test_a_perfect_translation(split: PairSplit) -> None:
     indices = [2, 0, 1]
     decoded = split.vocabulary.encode([TEST[index][1] for index in indices])
-    result = translation_result(split, indices, decoded, SEARCH, 1.5)
-    assert result["bleu"] == pytest.approx(100)
-    assert result["chrf"] == pytest.approx(100)
-    assert (result["sentences"], result["of"], result["beam"], result["seconds"]) == (3, 3, 4, 1.5)
-    assert result["examples"] == shown(split, indices, decoded)
+    rows = shown(split, indices, decoded)
+    result = score_translations(rows, of=len(split), beam=4, seconds=1.5)
+    assert result.bleu == pytest.approx(100)
+    assert result.chrf == pytest.approx(100)
+    assert (result.sentences, result.of, result.beam, result.seconds) == (3, 3, 4, 1.5)
+    assert result.examples == tuple(rows)
 
 
 def test_sentences_keep_their_order(split: PairSplit) -> None:
     said = ["one", "two", "one"]
     rows = shown(split, [1, 2, 0], split.vocabulary.encode(said))
     assert rows == [
-        {"pair": pair, "source": source, "reference": reference, "translation": translation}
+        Translation(pair, source, reference, translation)
         for (source, reference, pair), translation in zip((TEST[1], TEST[2], TEST[0]), said, strict=True)
     ]
 
@@ -81,14 +85,13 @@ def test_what_no_model_should_say_can_be_shown(split: PairSplit) -> None:
     """Nothing, special tokens, and a byte that is no letter."""
     first_byte = UNKNOWN + 1 + len({"<2en>"})
     rows = shown(split, [0, 1, 2], [[], [END, 0], [first_byte + 0xFF]])
-    assert [row["translation"] for row in rows] == ["", "", "\N{REPLACEMENT CHARACTER}"]
+    assert [row.translation for row in rows] == ["", "", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_few_examples_are_evenly_spaced(split: PairSplit) -> None:
-    decoded = split.vocabulary.encode(["x", "y", "z"])
-    result = translation_result(split, [0, 1, 2], decoded, SEARCH, 0.0, examples=2)
-    assert [row["translation"] for row in result["examples"]] == ["x", "y"]
-    assert translation_result(split, [0], decoded[:1], SEARCH, 0.0, examples=0)["examples"] == []
+    rows = shown(split, [0, 1, 2], split.vocabulary.encode(["x", "y", "z"]))
+    assert score_translations(rows, of=3, beam=1, seconds=0.0, examples=2).examples == (rows[0], rows[1])
+    assert score_translations(rows, of=3, beam=1, seconds=0.0, examples=0).examples == ()
 
 
 def test_bleu_by_hand() -> None:
@@ -122,7 +125,6 @@ def test_scores_are_those_of_the_library() -> None:
 def test_names_have_no_bleu() -> None:
     """Shorter than four words; which is why chrF stands beside it."""
     found = scores(["Grèce", "Pays-Bas"], ["Greece", "Netherlands"], ["Greece", "Netherlands"])
-    assert isinstance(found, Scores)
     assert found.bleu == 0
     assert found.chrf == pytest.approx(100)
 
@@ -134,7 +136,8 @@ def test_translate_decodes_and_scores() -> None:
         result = translate(engine, team, case.search, 2, case.limit, split, indices)
         decoded = decode(engine, team, case.search, 2, case.limit, split, indices)
     assert result is not None
-    assert result["seconds"] > 0
-    assert result == translation_result(split, indices, decoded, case.search, result["seconds"])
-    assert [row["source"] for row in result["examples"]] == [SOURCES[index] for index in indices]
+    assert result.seconds > 0
+    rows = shown(split, indices, decoded)
+    assert result == score_translations(rows, of=len(split), beam=3, seconds=result.seconds)
+    assert [row.source for row in result.examples] == [SOURCES[index] for index in indices]
     assert len(indices) == 5 <= EXAMPLES
