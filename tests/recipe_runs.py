@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from gpipe_cli.commands import take_auto
 from gpipe_cli.commands.child import error_line
 from gpipe_cli.config.owners import OWNERS
-from gpipe_cli.reporting.tables.recipe import Table
+from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reproduction.recipe import FOLDER
 from gpipe_cli.reproduction.runner import Runner
@@ -96,5 +96,4 @@ def compose_recipe(name: str, *settings: str) -> tuple[DictConfig, list[str]]:
 
 def column(table: Table, heading: str, origin: str = "") -> list[str]:
     """The cells of the column with this heading and origin."""
-    headings = [(column.heading, column.origin) for column in table.columns]
-    return [row[headings.index((heading, origin))] for row in table.rows]
+    return next([*one.cells] for one in table.columns if (one.heading, one.origin) == (heading, origin))

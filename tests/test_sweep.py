@@ -22,7 +22,7 @@ from gpipe_cli.commands.sweep_folder import SweepFolder
 from gpipe_cli.commands.sweep_names import differences, free_folder, varied_settings
 from gpipe_cli.commands.sweep_record import SWEEP, Attempt, abandoned_runs
 from gpipe_cli.reporting.run.result import read_result, write_result
-from gpipe_cli.reporting.tables.sweep import Run, show_table
+from gpipe_cli.reporting.tables.sweep import Run, show_sweep
 
 CAN_TRAIN = importlib.util.find_spec("gpipe_cli.launch.training_run") is not None
 
@@ -136,7 +136,7 @@ def test_the_table_shows_results_and_failures(
         Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}, number=3),
         Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}, number=2, error="partition.balance=[4,8]: [no]"),
     ]
-    show_table(runs)
+    show_sweep(runs)
     *lines, reason = capsys.readouterr().out.splitlines()
     assert reason == "run 2: partition.balance=[4,8]: [no]"
     assert all(len(line) <= 80 for line in lines)
@@ -164,7 +164,7 @@ def test_text_is_compared_by_perplexity(
     images = common | {"task": "classification", "test": {"top1": 0.5}}
     last = images if images_too else diverged
     runs = [Run(f"seed={n}", tmp_path / "a", 0, 12.0, result) for n, result in enumerate((text, last, {}))]
-    show_table(runs)
+    show_sweep(runs)
     lines = capsys.readouterr().out.splitlines()
     heading = next(line for line in lines if "what differs" in line).split()
     if images_too:

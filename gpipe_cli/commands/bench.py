@@ -13,8 +13,7 @@ from gpipe_cli.config.owners import BenchSettings
 from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.config.typed import show, typed
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.reporting.tables.bench import bench_status, bench_table, write_bench
-from gpipe_cli.reporting.tables.bench_console import show_bench
+from gpipe_cli.reporting.tables.bench import bench_status, bench_table, show_bench, write_bench
 from gpipe_cli.reporting.tables.sweep import Run, show_rest
 
 # What a measurement has no use for, and what to do instead.

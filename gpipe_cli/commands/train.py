@@ -15,7 +15,7 @@ from gpipe_cli.config.typed import ELSEWHERE, show
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.reporting.tables.sweep import Run, show_rest, show_table
+from gpipe_cli.reporting.tables.sweep import Run, show_rest, show_sweep
 from gpipe_cli.system.interrupts import interruptible_import
 
 # What belongs to one invocation of the command and not to the run that it goes on with.
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         folder.discard()
         runs = [run for run in received if isinstance(run, Run)]
         if runs and not folder.refused:  # also after Ctrl-C
-            show_table(runs)
+            show_sweep(runs)
             show_rest(folder.planned, runs, folder.go_on_with)
     for tree in received:
         if isinstance(tree, DictConfig):

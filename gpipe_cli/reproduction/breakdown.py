@@ -13,7 +13,7 @@ from gpipe_cli.reporting.plots.shares import draw_shares
 from gpipe_cli.reporting.plots.timeline import write_picture
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.recipe import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reporting.timeline_view import SHARES, idle
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
@@ -67,7 +67,7 @@ def reproduce(what: Breakdown, runner: Runner) -> Findings:
         Column("here - paper, points", "difference"),
     )
     stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"
-    table = Table(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns, rows)
+    table = Table.of_rows(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns, rows)
     picture = runner.folder / _PICTURE
     write_picture(
         picture,

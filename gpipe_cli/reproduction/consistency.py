@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_cli.reporting.compare.curves import same_curves
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
-from gpipe_cli.reporting.tables.recipe import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.reproduction.weights import difference, digest, final_tensors
@@ -136,7 +136,7 @@ def _runs(runs: Sequence[Trained], losses: Sequence[bool], digests: Sequence[str
         )
         for place, (run, alike, sha) in enumerate(zip(runs, losses, digests, strict=True))
     )
-    return Table(f"The same training, test set of {runs[0].result['dataset']}", columns, rows)
+    return Table.of_rows(f"The same training, test set of {runs[0].result['dataset']}", columns, rows)
 
 
 def _spread(what: Consistency, same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
@@ -149,7 +149,7 @@ def _spread(what: Consistency, same: Sequence[Trained], repeated: Sequence[Train
         (f"K = {_listed(same)}, seed {what.seeds[0]}", "within the next row's", *_deviations(same)),
         (f"seeds {', '.join(map(str, what.seeds))}, K = {what.partitions[0]}", NONE, *_deviations(repeated)),
     )
-    return Table("Between numbers of partitions, and between seeds", columns, rows)
+    return Table.of_rows("Between numbers of partitions, and between seeds", columns, rows)
 
 
 def _deviations(runs: Sequence[Trained]) -> tuple[str, str]:

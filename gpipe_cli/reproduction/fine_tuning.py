@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from gpipe_cli.config.typed import quoted
-from gpipe_cli.reporting.tables.recipe import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 
@@ -81,11 +81,11 @@ def _means(
     if scratch is not None:
         rows.append(("from scratch, seed 0", NONE, percents(scratch["test"]["top1"]), NONE))
     columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
-    return Table(f"Fine-tuned, test set of {runs[0]['dataset']}", columns, tuple(rows))
+    return Table.of_rows(f"Fine-tuned, test set of {runs[0]['dataset']}", columns, tuple(rows))
 
 
 def _each(runs: list[dict[str, Any]]) -> Table:
     rows = tuple(
         (str(run["config"]["seed"]), percents(run["test"]["top1"]), number(run["test"]["loss"], 4)) for run in runs
     )
-    return Table("Each run", (Column("seed"), Column("top-1", "measured"), Column("loss", "measured")), rows)
+    return Table.of_rows("Each run", (Column("seed"), Column("top-1", "measured"), Column("loss", "measured")), rows)

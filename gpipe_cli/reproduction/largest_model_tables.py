@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.reporting.tables.recipe import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, difference, number
 from gpipe_cli.units import count, size
 
@@ -44,77 +44,52 @@ def shown(plan: Mapping[str, Any]) -> str:
 
 
 def parameters_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], comparable: bool) -> Table:
-    columns = (
-        Column(""),
-        Column("size"),
-        Column("parameters", "paper"),
-        Column("parameters", "planned"),
-        Column("planned - paper, %", "difference"),
+    shares = [100 * plan["parameters"] / one.parameters for one, plan in zip(sizes, plans, strict=True)]
+    return Table(
+        "The paper's models: parameters",
+        [
+            Column("", cells=[one.name for one in sizes]),
+            Column("size", cells=[one.shown for one in sizes]),
+            Column("parameters", "paper", [count(round(one.parameters)) for one in sizes]),
+            Column("parameters", "planned", [count(plan["parameters"]) for plan in plans]),
+            _differences("planned - paper, %", shares, [100.0] * len(sizes), comparable, 1),
+        ],
     )
-    rows = tuple(
-        (
-            one.name,
-            one.shown,
-            count(round(one.parameters)),
-            count(plan["parameters"]),
-            difference(100 * plan["parameters"] / one.parameters, 100.0, comparable, 1),
-        )
-        for one, plan in zip(sizes, plans, strict=True)
-    )
-    return Table("The paper's models: parameters", columns, rows)
 
 
 def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit: str, comparable: bool) -> Table:
-    of_unit = BYTES[unit]
-    rows = []
-    for one, plan in zip(sizes, plans, strict=True):
-        state = summed(plan, "weights_bytes", "optimizer_bytes") / of_unit
-        gradients = summed(plan, "gradients_bytes") / of_unit
-        rows.append(
-            (
-                one.name,
-                number(one.model, 2),
-                number(state, 2),
-                number(state + gradients, 2),
-                difference(state, one.model, comparable),
-            )
-        )
-    columns = (
-        Column(""),
-        Column("weights, optimizer", "paper"),
-        Column("weights, optimizer", "planned"),
-        Column("and gradients", "planned"),
-        Column("planned - paper", "difference"),
+    paper = [one.model for one in sizes]
+    state = [summed(plan, "weights_bytes", "optimizer_bytes") / BYTES[unit] for plan in plans]
+    whole = [summed(plan, "weights_bytes", "optimizer_bytes", "gradients_bytes") / BYTES[unit] for plan in plans]
+    return Table(
+        f"The paper's models: memory of the parameters, all stages, {unit}",
+        [
+            Column("", cells=[one.name for one in sizes]),
+            Column("weights, optimizer", "paper", [number(value, 2) for value in paper]),
+            Column("weights, optimizer", "planned", [number(value, 2) for value in state]),
+            Column("and gradients", "planned", [number(value, 2) for value in whole]),
+            _differences("planned - paper", state, paper, comparable),
+        ],
     )
-    return Table(f"The paper's models: memory of the parameters, all stages, {unit}", columns, tuple(rows))
 
 
 def activations_table(
     sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], fits: Sequence[bool], unit: str, comparable: bool
 ) -> Table:
-    of_unit = BYTES[unit]
-    rows = []
-    for one, plan, fit in zip(sizes, plans, fits, strict=True):
-        activations = summed(plan, "activations_bytes", "workspace_bytes") / of_unit
-        rows.append(
-            (
-                one.name,
-                number(one.activations, 2),
-                number(activations, 2),
-                difference(activations, one.activations, comparable),
-                size(max(stage["memory"]["total_bytes"] for stage in plan["stages"])),
-                "yes" if fit else "no",
-            )
-        )
-    columns = (
-        Column(""),
-        Column("activations", "paper"),
-        Column("activations", "planned"),
-        Column("planned - paper", "difference"),
-        Column("fullest stage", "planned"),
-        Column("fits", "planned"),
+    paper = [one.activations for one in sizes]
+    ours = [summed(plan, "activations_bytes", "workspace_bytes") / BYTES[unit] for plan in plans]
+    fullest = [max(stage["memory"]["total_bytes"] for stage in plan["stages"]) for plan in plans]
+    return Table(
+        f"The paper's models: peak of the activations, all stages, {unit}",
+        [
+            Column("", cells=[one.name for one in sizes]),
+            Column("activations", "paper", [number(value, 2) for value in paper]),
+            Column("activations", "planned", [number(value, 2) for value in ours]),
+            _differences("planned - paper", ours, paper, comparable),
+            Column("fullest stage", "planned", [size(value) for value in fullest]),
+            Column("fits", "planned", ["yes" if fit else "no" for fit in fits]),
+        ],
     )
-    return Table(f"The paper's models: peak of the activations, all stages, {unit}", columns, tuple(rows))
 
 
 def summed(plan: Mapping[str, Any], *keys: str) -> float:
@@ -123,74 +98,51 @@ def summed(plan: Mapping[str, Any], *keys: str) -> float:
 
 def largest_tables(sizes: Sequence[Size], largest: Sequence[Mapping[str, Any] | None], comparable: bool) -> list[Table]:
     """One, or none if nothing fits at all."""
-    first = next((at for at, plan in enumerate(largest) if plan is not None), None)
+    parameters = [None if plan is None else plan["parameters"] for plan in largest]
+    first = next((at for at, found in enumerate(parameters) if found is not None), None)
     if first is None:
         return []
-    base = largest[first]
-    assert base is not None
-    rows = []
-    for one, plan in zip(sizes, largest, strict=True):
-        paper = one.parameters / sizes[first].parameters
-        ours = None if plan is None else plan["parameters"] / base["parameters"]
-        rows.append(
-            (
-                one.name,
-                count(round(one.parameters)),
-                NONE if plan is None else count(plan["parameters"]),
-                NONE if plan is None else shown(plan),
-                number(paper, 1),
-                number(ours, 1),
-                difference(ours, paper, comparable, 1),
-            )
-        )
-    columns = (
-        Column(""),
-        Column("parameters", "paper"),
-        Column("parameters", "planned"),
-        Column("size", "planned"),
-        Column("times", "paper"),
-        Column("times", "planned"),
-        Column("planned - paper", "difference"),
-    )
-    title = f"The largest model that fits, by our count; times {sizes[first].name}'s"
-    return [Table(title, columns, tuple(rows))]
+    paper = [one.parameters / sizes[first].parameters for one in sizes]
+    ours = [None if found is None else found / parameters[first] for found in parameters]
+    columns = [
+        Column("", cells=[one.name for one in sizes]),
+        Column("parameters", "paper", [count(round(one.parameters)) for one in sizes]),
+        Column("parameters", "planned", [NONE if found is None else count(found) for found in parameters]),
+        Column("size", "planned", [NONE if plan is None else shown(plan) for plan in largest]),
+        Column("times", "paper", [number(times, 1) for times in paper]),
+        Column("times", "planned", [number(times, 1) for times in ours]),
+        _differences("planned - paper", ours, paper, comparable, 1),
+    ]
+    return [Table(f"The largest model that fits, by our count; times {sizes[first].name}'s", columns)]
 
 
 def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table]:
     """One, or none if nothing fits."""
     if not rows:
         return []
-    theirs = {one.name: one.parameters for one in sizes}
-    first = rows[0]
-    cells = []
-    for row in rows:
-        known = row.name in theirs and first.name in theirs
-        cells.append(
-            (
-                row.name,
-                row.shown,
-                count(row.parameters),
-                number(theirs[row.name] / theirs[first.name] if known else None, 1),
-                number(row.parameters / first.parameters, 1),
-                size(row.fullest_bytes),
-                NONE if row.planned is None else size(sum(row.planned)),
-                NONE if row.counted is None else size(sum(row.counted)),
-                _off(row),
-            )
-        )
-    columns = (
-        Column(""),
-        Column("size", "planned"),
-        Column("parameters", "counted"),
-        Column("times", "paper"),
-        Column("times", "counted"),
-        Column("fullest stage", "planned"),
-        Column("activations", "planned"),
-        Column("activations", "counted"),
-        Column("counted - planned", "difference"),
-    )
+    first, theirs = rows[0], {one.name: one.parameters for one in sizes}
+    naive = theirs.get(first.name)
+    paper = [theirs[row.name] / naive if naive and row.name in theirs else None for row in rows]
+    columns = [
+        Column("", cells=[row.name for row in rows]),
+        Column("size", "planned", [row.shown for row in rows]),
+        Column("parameters", "counted", [count(row.parameters) for row in rows]),
+        Column("times", "paper", [number(times, 1) for times in paper]),
+        Column("times", "counted", [number(row.parameters / first.parameters, 1) for row in rows]),
+        Column("fullest stage", "planned", [size(row.fullest_bytes) for row in rows]),
+        Column("activations", "planned", [NONE if row.planned is None else size(sum(row.planned)) for row in rows]),
+        Column("activations", "counted", [NONE if row.counted is None else size(sum(row.counted)) for row in rows]),
+        Column("counted - planned", "difference", [_off(row) for row in rows]),
+    ]
     title = f"Trained here: the largest model below {size(first.limit_bytes)} a stage; times {first.name}'s"
-    return [Table(title, columns, tuple(cells))]
+    return [Table(title, columns)]
+
+
+def _differences(
+    heading: str, ours: Sequence[float | None], paper: Sequence[float], comparable: bool, digits: int = 2
+) -> Column:
+    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in zip(ours, paper, strict=True)]
+    return Column(heading, "difference", cells)
 
 
 def _off(row: Trained) -> str:

@@ -17,7 +17,7 @@ from typing import IO, Any
 from gpipe_cli.config.owners import key_of, owner
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.run.result import RESULT, read_result
-from gpipe_cli.reporting.tables.recipe import Table
+from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.numbers import changing
 from gpipe_cli.units import duration
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.recipe import Table
+from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, gpus
 from gpipe_cli.reproduction.throughput_table import IMPOSSIBLE, Model, Speed, found, throughput_table

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from gpipe_cli.reporting.tables.recipe import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, difference, number
 from gpipe_cli.units import plural
 
@@ -64,40 +64,32 @@ def throughput_table(
         desk: what is measured is of another size than the paper's.
         comparable: what is simulated at the paper's size is of that size.
     """
-    named = any(row.name for row in model.rows)
-    peers = any(row.torchgpipe is not None for row in model.rows)
-    any_measured = any(speed.text != NONE for speed in measured)
+    rows = model.rows
     columns = [
-        *([Column("")] if named else []),
-        Column("K"),
-        Column("M"),
-        Column("paper", "paper"),
-        *([Column("torchgpipe", "torchgpipe")] if peers else []),
-        Column("here", "measured"),
-        Column("layers", "simulated"),
-        Column("full size", "simulated"),
-        *([Column("here - paper", "difference")] if any_measured else []),
-        Column("full size - paper", "difference"),
+        Column("", cells=[row.name for row in rows]),
+        Column("K", cells=[str(row.partitions) for row in rows]),
+        Column("M", cells=[str(row.micro_batches) for row in rows]),
+        Column("paper", "paper", [number(row.paper, 2) for row in rows]),
+        Column("torchgpipe", "torchgpipe", [number(row.torchgpipe, 2) for row in rows]),
+        Column("here", "measured", [speed.text for speed in measured]),
+        Column("layers", "simulated", [speed.text for speed in timed]),
+        Column("full size", "simulated", [speed.text for speed in figured]),
+        _differences("here - paper", measured, rows, comparable and not desk),
+        _differences("full size - paper", figured, rows, comparable),
     ]
-    rows = []
-    for at, row in enumerate(model.rows):
-        rows.append(
-            (
-                *([row.name] if named else []),
-                str(row.partitions),
-                str(row.micro_batches),
-                number(row.paper, 2),
-                *([number(row.torchgpipe, 2)] if peers else []),
-                measured[at].text,
-                timed[at].text,
-                figured[at].text,
-                *([difference(measured[at].relative, row.paper, comparable and not desk)] if any_measured else []),
-                difference(figured[at].relative, row.paper, comparable),
-            )
-        )
-    first = model.rows[0]
-    base = first.name or cell(first)
-    return Table(f"{model.name}: throughput relative to {base} of each column; {sizes}", tuple(columns), tuple(rows))
+    left_out = {
+        "": not any(row.name for row in rows),
+        "torchgpipe": all(row.torchgpipe is None for row in rows),
+        "here - paper": all(speed.text == NONE for speed in measured),
+    }
+    base = rows[0].name or cell(rows[0])
+    title = f"{model.name}: throughput relative to {base} of each column; {sizes}"
+    return Table(title, [column for column in columns if not left_out.get(column.heading)])
+
+
+def _differences(heading: str, speeds: Sequence[Speed], rows: Sequence[Row], comparable: bool) -> Column:
+    cells = [difference(speed.relative, row.paper, comparable) for speed, row in zip(speeds, rows, strict=True)]
+    return Column(heading, "difference", cells)
 
 
 def found(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpipe_cli.reporting.tables.recipe import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction import fine_tuning
 from gpipe_cli.reproduction.fine_tuning import FineTuning
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
@@ -121,7 +121,7 @@ def _counted(size: Size, runner: Runner) -> Table:
     counted = replace(runner, settings=()).train("counted", "dry_run=true", *size.settings)["model_parameters"]
     relative = f"{100 * (counted / size.parameters - 1):+.1f} %"
     columns = Column("model"), Column("parameters", "paper"), Column("parameters", "counted"), Column("", "difference")
-    return Table("Size", columns, ((size.model, count(size.parameters), count(counted), relative),))
+    return Table.of_rows("Size", columns, ((size.model, count(size.parameters), count(counted), relative),))
 
 
 def _trained(result: dict[str, Any]) -> str:
@@ -134,4 +134,4 @@ def _trained(result: dict[str, Any]) -> str:
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
     columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
-    return Table(title, columns, tuple(rows))
+    return Table.of_rows(title, columns, tuple(rows))

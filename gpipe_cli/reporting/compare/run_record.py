@@ -5,14 +5,14 @@ result.json and its events, so that runs of last year and of another machine can
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from gpipe_cli.reporting.compare.curves import Curve, read_curves
-from gpipe_cli.reporting.run.result import RESULT, read_result
+from gpipe_cli.reporting.run.result import RESULT, flattened, read_result
 
 CONFIG = "config.yaml"  # a folder that holds it is a run
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
@@ -116,15 +116,6 @@ def newest_runs(output: Path, most: int = 3) -> list[Path]:
     """The runs in ``output`` and its sweeps that were begun last."""
     files = [file for depth in ("*", "*/*") for file in output.glob(f"{depth}/{CONFIG}")]
     return [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:most]]
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested settings; an empty group stays a value."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _counted(folder: Path) -> list[tuple[bool, int, str]]:

@@ -5,7 +5,7 @@ It is written whole or not at all, so that whoever reads it while the run goes o
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise ValueError(f"{path}: must be a JSON object, is {type(result).__name__}; run again into a new folder")
     return result
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested settings; an empty group stays a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> Any:

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_facts
 from gpipe_cli.reporting.run.task import words_of
-from gpipe_cli.reporting.tables.wide_table import show_in_parts
+from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.training.events import TranslationScores
 from gpipe_cli.units import (
     count,
@@ -71,15 +69,16 @@ def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 def show_banner(console: Console, description: RunDescription, folder: Path) -> None:
     """Shows what a run is: facts, then its partitions."""
     show_facts(console, _banner(description, folder))
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("stage", "device", "layers", "parameters", "cost"):
-        table.add_column(heading, justify="left" if heading in ("device", "layers") else "right", overflow="fold")
-    for stage, partition in enumerate(description.partitions):
-        share = percent(partition.cost_share)
-        cells = (str(stage), partition.device, _layers(partition), count(partition.parameters), share)
-        table.add_row(*(Text(cell) for cell in cells))
+    stages = description.partitions
+    columns = (
+        Column("stage", cells=[str(stage) for stage in range(len(stages))], number=True),
+        Column("device", cells=[partition.device for partition in stages]),
+        Column("layers", cells=[_layers(partition) for partition in stages]),
+        Column("parameters", cells=[count(partition.parameters) for partition in stages], number=True),
+        Column("cost", cells=[percent(partition.cost_share) for partition in stages], number=True),
+    )
     console.print()
-    show_in_parts(console, table)
+    show_table(console, Table("", columns), gap=3)
     console.print()
 
 

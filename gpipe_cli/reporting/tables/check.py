@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.summary import show_facts, show_line
-from gpipe_cli.reporting.tables.wide_table import show_in_parts
+from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import loss, plural
 from gpipe_cli.verify.differences import TOLERANCE, Row
 
@@ -76,13 +73,10 @@ def write_check(folder: Path, report: CheckReport) -> Path:
 
 def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     """Shows the table, what is wrong in full, and the verdict."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("partitions", "schedule", "recompute", "executor", "result"):
-        table.add_column(heading, overflow="fold", no_wrap=heading != "result")
-    for rows in _folded([row for row in report.rows if row.micro_batches == report.rows[0].micro_batches]):
-        table.add_row(*(Text(cell) for cell in _cells(rows)))
+    headings = ("partitions", "schedule", "recompute", "executor", "result")
+    folded = _folded([row for row in report.rows if row.micro_batches == report.rows[0].micro_batches])
     console.print()
-    show_in_parts(console, table)
+    show_table(console, Table.of_rows("", map(Column, headings), map(_cells, folded)), gap=3)
     console.print()
     usual = report.rows[0].micro_batches
     others = [row for row in report.rows if row.micro_batches != usual]

@@ -1,17 +1,14 @@
 """What became of the runs of a sweep, as a table: settings that differ, and what the runs reached."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.reporting.run.summary import show_line
-from gpipe_cli.reporting.tables.wide_table import show_in_parts
+from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import duration, percent, perplexity, rate
 
 INTERRUPTED = 130
@@ -47,28 +44,22 @@ def top1(result: dict[str, object]) -> float | None:
     return _of_test(result, "top1")
 
 
-def show_table(runs: Sequence[Run]) -> None:
+def show_sweep(runs: Sequence[Run]) -> None:
     """Prints what became of the runs, and why those failed that did."""
     runs = sorted(runs, key=lambda run: run.number)
-    table = plain_table()
-    table.add_column("run", justify="right")
-    table.add_column("what differs", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    columns = _columns([run.result for run in runs])
-    for heading in (*(heading for heading, _ in columns), "step", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for run in runs:
-        table.add_row(
-            str(run.number),
-            escape(run.differs),
-            f"[red]{run.status}[/red]" if run.failed else run.status,
-            *(cell(run.result) for _, cell in columns),
-            "-" if (step := number_of(run.result.get("step_seconds"))) is None else duration(step),
-            duration(run.seconds),
-        )
+    results = [run.result for run in runs]
+    steps = (number_of(result.get("step_seconds")) for result in results)
+    columns = (
+        Column("run", cells=[str(run.number) for run in runs], number=True),
+        Column("what differs", cells=[run.differs for run in runs]),
+        Column("status", cells=[run.status for run in runs]),
+        *_scores_and_speeds(results),
+        Column("step", cells=["-" if step is None else duration(step) for step in steps], number=True),
+        Column("time", cells=[duration(run.seconds) for run in runs], number=True),
+    )
     console = Console()
     console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
-    show_in_parts(console, table)
+    show_table(console, Table("", columns))
     for run in runs:
         if run.failed and run.error:
             show_line(console, f"run {run.number}: {run.error}")
@@ -82,28 +73,23 @@ def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
         Console().print(Text(f"{rest}go on with  {go_on_with}"), soft_wrap=True)
 
 
-def plain_table() -> Table:
-    """As the banner's: no lines between columns, so that names stay whole at 80 columns."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-
-
 def number_of(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _columns(results: Sequence[dict[str, object]]) -> list[tuple[str, Callable[[dict[str, object]], str]]]:
-    """What runs are compared by: headings, and the cell of a result. A sweep over images and text has those of both."""
-    text = {result.get("task", "classification") != "classification" for result in results if result}
-    columns: list[tuple[str, Callable[[dict[str, object]], str]]] = []
-    if text != {True}:
-        columns.append(("top-1", lambda result: percent(top1(result))))
-    if True in text:
-        columns.append(("perplexity", lambda result: perplexity(_of_test(result, "perplexity"))))
-    if text != {True}:
-        columns.append(("samples/s", lambda result: rate(number_of(result.get("samples_per_second")))))
-    if True in text:
-        columns.append(("tokens/s", lambda result: rate(number_of(result.get("tokens_per_second")))))
-    return columns
+def _scores_and_speeds(results: Sequence[dict[str, object]]) -> Iterator[Column]:
+    """What runs are compared by. A sweep over images and text has the columns of both."""
+    kinds = {result.get("task", "classification") != "classification" for result in results if result}
+    images, text = kinds != {True}, True in kinds
+    columns: tuple[tuple[bool, str, Callable[[dict[str, object]], str]], ...] = (
+        (images, "top-1", lambda result: percent(top1(result))),
+        (text, "perplexity", lambda result: perplexity(_of_test(result, "perplexity"))),
+        (images, "samples/s", lambda result: rate(number_of(result.get("samples_per_second")))),
+        (text, "tokens/s", lambda result: rate(number_of(result.get("tokens_per_second")))),
+    )
+    for shown, heading, cell in columns:
+        if shown:
+            yield Column(heading, cells=[cell(result) for result in results], number=True)
 
 
 def _of_test(result: dict[str, object], score: str) -> float | None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.reporting.tables.recipe import Column, Reproduction, Table, show_reproduction
+from gpipe_cli.reporting.tables.recipe import Reproduction, show_reproduction
+from gpipe_cli.reporting.tables.table import Column, Table
 
 COLUMNS = (
     Column("K"),
@@ -19,7 +20,7 @@ COLUMNS = (
 )
 ROWS = tuple((k, *(f"{value}.00" for value in range(6)), "+0.10") for k in ("1", "16"))
 REPRODUCTION = Reproduction(
-    "table9", "A table", "section 9", "desk", "2 cores of a CPU", (Table("Speed over K", COLUMNS, ROWS),),
+    "table9", "A table", "section 9", "desk", "2 cores of a CPU", (Table.of_rows("Speed over K", COLUMNS, ROWS),),
     (("scaled down", "all of it"),), ("gpipe bench",), (), 61.0,
 )  # fmt: skip
 
