@@ -11,17 +11,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from gpipe_cli.planner.search import Comparison
 from gpipe_cli.reporting.plan_view import LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import ideal_bubble_line, share_lines
 from gpipe_cli.reporting.run.summary import show_facts, show_line
-from gpipe_cli.reporting.tables.wide_table import show_in_parts
+from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
 
 PLAN = "plan.json"
@@ -102,7 +99,7 @@ def _outcome(view: PlanView) -> Iterable[tuple[str, str]]:
 
 
 def _show_layers(console: Console, layers: Sequence[LayerView]) -> None:
-    table = _table("layers", "params", "FLOPs", "saved", "sends", "forward", "backward", left=1)
+    columns = [Column("layers"), *_of_numbers("params", "FLOPs", "saved", "sends", "forward", "backward")]
     rows = []
     for _, group in groupby(layers, key=lambda v: (v.parameters, v.forward_flops, v.saved_bytes, v.boundary_bytes)):
         same = list(group)
@@ -113,13 +110,13 @@ def _show_layers(console: Console, layers: Sequence[LayerView]) -> None:
         cells.append(duration(sum(layer.forward_seconds for layer in same) / len(same)))
         cells.append(duration(sum(layer.backward_seconds for layer in same) / len(same)))
         rows.append(cells)
-    show_line(console, "layers: each, for one micro-batch; FLOPs are those of the forward", "bold")
-    _print(console, table, rows)
+    _print(console, "layers: each, for one micro-batch; FLOPs are those of the forward", columns, rows)
 
 
 def _show_stages(console: Console, view: PlanView) -> None:
     uneven = len({stage.recomputed for stage in view.stages}) > 1
-    columns = ["params", "FLOPs", "forward", "backward", "sends", *([f"R of {view.micro_batches}"] if uneven else [])]
+    columns = [Column("stage"), Column("layers"), *_of_numbers("params", "FLOPs", "forward", "backward", "sends")]
+    columns += _of_numbers(f"R of {view.micro_batches}") if uneven else []
 
     def cells(stage: StageView) -> list[str]:
         sends = "-" if stage.boundary_bytes is None else size(stage.boundary_bytes)
@@ -131,15 +128,15 @@ def _show_stages(console: Console, view: PlanView) -> None:
         [_numbers(same), _layers([view.stages[k] for k in same]), *cells(view.stages[same[0]])]
         for same in _alike(view.stages, lambda stage: (len(stage.layers), cells(stage)))
     ]
-    show_line(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", "bold")
-    _print(console, _table("stage", "layers", *columns, left=2), rows)
+    _print(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", columns, rows)
 
 
 def _show_memory(console: Console, view: PlanView) -> None:
     limit = view.hardware.memory_bytes
     largest = max(stage.memory.total_bytes for stage in view.stages)
     unit, name = (GIB, "GiB") if largest >= 10 * GIB else (MIB, "MiB")
-    headings = ["weights", "gradients", "optimizer", "activations", "workspace", "total"]
+    columns = [Column("stage"), *_of_numbers("weights", "gradients", "optimizer", "activations", "workspace", "total")]
+    columns += [] if limit is None else _of_numbers("of limit")
 
     def cells(stage: StageView) -> list[str]:
         parts = rounded({part: value / unit for part, value in asdict(stage.memory).items()})
@@ -148,22 +145,19 @@ def _show_memory(console: Console, view: PlanView) -> None:
         return [f"{value:,.1f}" for value in values] + shares
 
     rows = [[_numbers(same), *cells(view.stages[same[0]])] for same in _alike(view.stages, cells)]
-    table = _table("stage", *headings, *([] if limit is None else ["of limit"]), left=1)
-    show_line(console, f"memory: predicted, {name} at each stage's fullest moment, without libraries", "bold")
-    _print(console, table, rows)
+    title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
+    _print(console, title, columns, rows)
 
 
 def _show_comparison(console: Console, comparison: Comparison) -> None:
-    table = _table(comparison.setting, "step", "fullest stage", left=0)
-    table.add_column("", justify="left", overflow="fold")
+    columns = [*_of_numbers(comparison.setting, "step", "fullest stage"), Column("")]
     rows = []
     for candidate in comparison.candidates:
         step = "-" if candidate.step_seconds is None else _step(candidate.step_seconds)
         memory = "-" if candidate.memory_bytes is None else size(candidate.memory_bytes)
         verdict = ", ".join(["chosen"] * candidate.chosen + [candidate.reason] * bool(candidate.reason))
         rows.append([candidate.value, step, memory, verdict])
-    show_line(console, f"{comparison.setting} compared, predicted: {comparison.rule}", "bold")
-    _print(console, table, rows)
+    _print(console, f"{comparison.setting} compared, predicted: {comparison.rule}", columns, rows)
 
 
 def _show_grid(console: Console, view: PlanView) -> None:
@@ -180,26 +174,19 @@ def _show_grid(console: Console, view: PlanView) -> None:
     console.print()
 
 
-def _table(*headings: str, left: int) -> Table:
-    """A table whose first ``left`` columns hold text, the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        if number < left:
-            table.add_column(Text(heading), justify="left", overflow="fold")
-        else:
-            table.add_column(Text(heading), justify="right", no_wrap=True)
-    return table
-
-
-def _print(console: Console, table: Table, rows: Sequence[Sequence[str]]) -> None:
+def _print(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Of many rows the first and the last."""
     half = MOST_ROWS // 2
-    for number, row in enumerate(rows):
-        if len(rows) <= MOST_ROWS or number < half or number >= len(rows) - half:
-            table.add_row(*map(Text, row))
-        elif number == half:
-            table.add_row(*map(Text, ["...", f"{len(rows) - 2 * half} more in {PLAN}"][: len(row)]))
-    show_in_parts(console, table)
+    if len(rows) > MOST_ROWS:
+        left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(columns) - 2)
+        rows = [*rows[:half], left_out, *rows[-half:]]
+    show_line(console, title, "bold")
+    show_table(console, Table.of_rows(title, columns, rows))
     console.print()
+
+
+def _of_numbers(*headings: str) -> list[Column]:
+    return [Column(heading, number=True) for heading in headings]
 
 
 def _alike(stages: Sequence[StageView], look: Callable[[StageView], Any]) -> Iterable[list[int]]:
