@@ -143,18 +143,26 @@ def _parts(first: list[Column], others: Sequence[Column], width: int, gap: int) 
 
 def _rich(columns: Sequence[Column], width: int, gap: int) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
-    room = width - sum(_least(column) + gap for column in columns) + gap
+    widths = _widths(columns, width - gap * (len(columns) - 1))
     origins = any(column.origin_line for column in columns)
-    for column in columns:
-        more = max(0, min(room, _most(column) - _least(column)))
-        room -= more
+    for column, own in zip(columns, widths, strict=True):
         heading = f"{column.heading}\n{column.origin_line}" if origins else column.heading
-        side: Literal["left", "right"] = "right" if column.right else "left"
-        shown.add_column(Text(heading), justify=side, overflow="fold", width=_least(column) + more)
+        shown.add_column(Text(heading), justify="right" if column.right else "left", overflow="fold", width=own)
     for cells in Table("", columns).rows:
         styles = ("red" if _is_failure(column, cell) else "" for column, cell in zip(columns, cells, strict=True))
         shown.add_row(*map(Text, cells, styles))
     return shown
+
+
+def _widths(columns: Sequence[Column], room: int) -> list[int]:
+    """What each column needs; what is left of the room goes to headings of numbers first, then to texts."""
+    widths = [_least(column) for column in columns]
+    room -= sum(widths)
+    for at in sorted(range(len(columns)), key=lambda at: not columns[at].right):
+        more = max(0, min(room, _most(columns[at]) - widths[at]))
+        widths[at] += more
+        room -= more
+    return widths
 
 
 def _least(column: Column) -> int:
