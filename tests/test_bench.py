@@ -16,7 +16,7 @@ from gpipe_cli.config.settings import load, to_yaml
 from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.reporting.run.measurement import Throughput
+from gpipe_cli.reporting.run.measurement import StepSpeeds
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, show_bench, write_bench
 from gpipe_cli.reporting.tables.sweep import Run
@@ -278,11 +278,12 @@ def test_ends_of_a_cell(exit_code: int, error: str, status: str, tmp_path: Path)
 
 
 def test_quartiles_are_over_counted_steps() -> None:
-    speed = Throughput(warm_up_steps=1)
+    speed = StepSpeeds(warm_up_steps=1)
     for samples in (100, 1, 2, 3, 4, 5):
         speed.add(samples, 1.0)
-    assert (speed.counted_steps, speed.samples_per_second, speed.samples_per_second_quartiles) == (5, 3, [2, 4])
-    assert speed.tokens_per_second_quartiles is None
+    assert (speed.counted_steps, speed.median("samples_per_second")) == (5, 3)
+    assert speed.quartiles("samples_per_second") == [2, 4]
+    assert speed.quartiles("tokens_per_second") is None
 
 
 def test_the_peak_is_that_of_what_it_ran_on() -> None:

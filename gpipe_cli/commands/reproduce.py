@@ -17,8 +17,8 @@ from gpipe_cli.commands.child import INTERRUPTED, run_process
 from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.progress_bar import following
-from gpipe_cli.reporting.run.summary import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce

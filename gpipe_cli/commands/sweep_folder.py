@@ -16,8 +16,8 @@ from gpipe_cli.commands.sweep_record import SWEEP, Attempt, read_sweep
 from gpipe_cli.config.typed import quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.reporting.compare.run_record import CONFIG
+from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import read_result, write_result
-from gpipe_cli.reporting.run.summary import override
 from gpipe_cli.system.files import FolderInUseError, FolderLock
 
 HYDRAS = "multirun.yaml"  # Hydra writes it before it has looked at the settings

@@ -18,7 +18,7 @@ from gpipe_cli.planner.placement import memory_limit, place
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.reporting.plan_view import plan_view, predicted_view
 from gpipe_cli.reporting.plots.timeline import draw, write_picture
-from gpipe_cli.reporting.run.summary import show_line
+from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.system.files import write_whole
 

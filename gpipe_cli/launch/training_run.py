@@ -19,7 +19,7 @@ from gpipe_cli.launch.run_report import EvaluationReport, NoReport, RunReport, s
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.reporting.run.summary import show_error, show_line
+from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.training.checkpoint.restore import check_restorable, refuse_other_optimizer

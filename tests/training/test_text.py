@@ -101,9 +101,9 @@ def test_what_is_compared_has_everything_in_it(whole: tuple[list[str], Path, lis
     if "dataset=parallel_text" in settings:
         assert len({step.samples for step in steps}) > 1, "batches by tokens have as many sentences as fit"
     else:
-        assert steps[0]["samples"] == 8
+        assert steps[0].samples == 8
         assert any(step.tokens < 12 * step.samples for step in steps), "a window of the text was padded"
-    assert all(step["loss"] != step["cross_entropy"] for step in steps), "label smoothing never acted"
+    assert all(step.loss != step.cross_entropy for step in steps), "label smoothing never acted"
     assert any(step.gradient_norm > 0.5 for step in steps), "clipping never acted"
     assert all(tensor.isfinite().all() for tensor in final_tensors(folder).values())
     tests = of_type(heard, Evaluated)

@@ -241,6 +241,6 @@ def test_evaluate_gives_the_numbers_of_the_training(cut: str, distributed: Path)
     assert program("evaluate", f"run={distributed}", "checkpoint=last", *cut.split()) == 0
     evaluated = json.loads((distributed / "evaluate.json").read_text())
     test = read_result(distributed)["test"]
-    assert evaluated.samples == 10
+    assert evaluated["samples"] == 10
     for key in ("loss", "top1", "top5", "averaged"):
         assert evaluated[key] == test[key], key

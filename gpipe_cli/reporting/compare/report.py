@@ -18,7 +18,7 @@ from gpipe_cli.reporting.compare.comparison import Column, Comparison
 from gpipe_cli.reporting.compare.notes import TRAINED, notes, same_curve_notes
 from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.run_names import listed
-from gpipe_cli.reporting.run.summary import LABEL_WIDTH, show_facts, show_line
+from gpipe_cli.reporting.run.lines import LABEL_WIDTH, show_facts, show_line
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 

@@ -1,4 +1,4 @@
-"""How a run shows that it goes on: a bar in a terminal, and one line per epoch that stays.
+"""How a run shows that it goes on: a bar in a terminal, and of a training one line per epoch that stays.
 
 Where the output is not a terminal (a pipe, CI, a run of a sweep) there is no bar and no escape code; long epochs show
 a line now and then. Loss and accuracy of training are means over the epoch so far. The loss is the cross-entropy: what
@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.reporting.run.measurement import EpochMeans
+from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
-from gpipe_cli.reporting.run.summary import show_banner, show_facts, show_line
 from gpipe_cli.reporting.run.task import scores, words_of
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
@@ -46,15 +46,17 @@ class RunConsole:
 
     def start(self) -> None:
         """Shows the bar, in a terminal."""
-        self._bar = progress_bar(self.console, "epoch {task.fields[epoch]}")
+        run = self._run
+        by_steps = "step {task.completed:.0f}/{task.total:.0f}"
+        self._bar = progress_bar(self.console, by_steps if run.command == "bench" else "epoch {task.fields[epoch]}")
         if self._bar is None:
             return
-        assert self._run.steps_per_epoch is not None
-        epoch = min(self._run.first_step // self._run.steps_per_epoch + 1, self._run.epochs)
+        assert run.steps_per_epoch is not None
+        epoch = min(run.first_step // run.steps_per_epoch + 1, run.epochs)
         self._bar.add_task(
             "",
-            total=self._run.total_steps,
-            completed=self._run.first_step,
+            total=run.total_steps,
+            completed=run.first_step,
             epoch=self._of_epochs(epoch),
             state=("waiting", "for the first step"),
         )
@@ -62,6 +64,9 @@ class RunConsole:
 
     def step(self, message: StepDone, speed: float | None) -> None:
         """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
+        if self._run.command == "bench":
+            self._measured(message, speed)
+            return
         self._turn_to(message.epoch)
         elements = message.tokens if self._words.text else message.samples
         assert elements is not None, "a step of text without its tokens"
@@ -73,6 +78,14 @@ class RunConsole:
         elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
             share = 100 * message.position // (self._run.steps_per_epoch or 1)
             self._line(f"{self._of_epochs(self._epoch)} {share}%")
+
+    def _measured(self, message: StepDone, speed: float | None) -> None:
+        state = f"{rate(speed)} {self._words.speed}" if message.step > self._run.warm_up_steps else "warm-up"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=message.step, state=(state,))
+        elif time.monotonic() - self._last_line >= self._line_seconds:
+            show_line(self.console, f"step {message.step:,} of {self._run.total_steps:,}, {state}")
+            self._last_line = time.monotonic()
 
     def evaluated(self, message: Evaluated) -> None:
         """The line of the epoch, with the test set."""
@@ -147,3 +160,29 @@ class RunConsole:
             end += widths[at]
             line += f" {cells[at]}".rjust(end - len(line))
         return line
+
+
+class EpochMeans:
+    """Loss and accuracy of the epoch so far: means over its elements, whatever the sizes of its mini-batches.
+
+    Elements are what the means of a mini-batch are over: samples, or for text tokens.
+    """
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self._loss = 0.0
+        self._top1 = 0.0
+
+    def add(self, elements: int, loss: float, top1: float) -> None:
+        self.elements += elements
+        self._loss += elements * loss
+        self._top1 += elements * top1
+
+    @property
+    def loss(self) -> float | None:
+        return self._loss / self.elements if self.elements else None
+
+    @property
+    def top1(self) -> float | None:
+        """Share, 0 to 1."""
+        return self._top1 / self.elements if self.elements else None

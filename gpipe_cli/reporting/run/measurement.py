@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gpipe_cli.reporting.run.description import PartitionDescription, SpeedKind
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
@@ -21,10 +21,13 @@ if TYPE_CHECKING:  # it imports torch
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
+# Of each step; without_core: the share of its computing time in which the stage that was worst off had no core, as
+# others had them all.
+Quantity = Literal["step_seconds", "samples_per_second", "tokens_per_second", "without_core"]
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
 
 
-class Throughput:
+class StepSpeeds:
     """The speed of a run: medians over its steps, because single steps wait for data, disks and other programs.
 
     The first ``warm_up_steps`` do not count: they allocate memory and choose algorithms. While there are no others,
@@ -33,10 +36,7 @@ class Throughput:
 
     def __init__(self, warm_up_steps: int = 3) -> None:
         self.warm_up_steps = warm_up_steps
-        self._seconds = array("d")
-        self._samples = array("d")  # a second, in each step
-        self._tokens = array("d")  # a second, in each step; empty for images
-        self._without_core = array("d")  # in each step, of the stage that was worst off
+        self._values: dict[Quantity, array[float]] = {name: array("d") for name in get_args(Quantity)}
 
     def add(
         self, samples: int, seconds: float, tokens: int | None = None, without_core: Sequence[float] = (0.0,)
@@ -45,16 +45,16 @@ class Throughput:
         ``without_core`` is the share of its computing time in which each stage had no core."""
         assert samples > 0, samples
         assert seconds > 0, seconds
-        assert tokens is None or len(self._tokens) == self.steps, "some steps had no tokens"
-        self._seconds.append(seconds)
-        self._samples.append(samples / seconds)
-        self._without_core.append(max(without_core))
+        assert tokens is None or len(self._values["tokens_per_second"]) == self.steps, "some steps had no tokens"
+        self._values["step_seconds"].append(seconds)
+        self._values["samples_per_second"].append(samples / seconds)
+        self._values["without_core"].append(max(without_core))
         if tokens is not None:
-            self._tokens.append(tokens / seconds)
+            self._values["tokens_per_second"].append(tokens / seconds)
 
     @property
     def steps(self) -> int:
-        return len(self._seconds)
+        return len(self._values["step_seconds"])
 
     @property
     def includes_warm_up(self) -> bool:
@@ -64,66 +64,45 @@ class Throughput:
     @property
     def counted_steps(self) -> int:
         """Steps that the medians are over."""
-        return len(self._counted(self._seconds))
+        return len(self._counted("step_seconds"))
 
-    @property
-    def samples_per_second(self) -> float | None:
-        """Median over steps; None without any."""
-        return _median(self._counted(self._samples))
+    def median(self, quantity: Quantity) -> float | None:
+        """Over steps; None without any, as for the tokens of images."""
+        return _median(self._counted(quantity))
 
-    @property
-    def samples_per_second_quartiles(self) -> list[float] | None:
-        """First and third quartile over steps; None without any."""
-        return _quartiles(self._counted(self._samples))
+    def quartiles(self, quantity: Quantity) -> list[float] | None:
+        """The first and the third over steps; None without any."""
+        values = self._counted(quantity)
+        if len(values) < 2:
+            return [values[0], values[0]] if values else None
+        first, _, third = quantiles(values, n=4, method="inclusive")
+        return [first, third]
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Median over steps, padding not counted; None without any, as for images."""
-        return _median(self._counted(self._tokens))
-
-    @property
-    def tokens_per_second_quartiles(self) -> list[float] | None:
-        """As ``samples_per_second_quartiles``."""
-        return _quartiles(self._counted(self._tokens))
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Median over steps; None without any."""
-        return _median(self._counted(self._seconds))
-
-    @property
-    def without_core(self) -> float | None:
-        """The share of its computing time in which a stage had no core, as others had them: of the stage that was worst
-        off, median over steps; None without any."""
-        return _median(self._counted(self._without_core))
+    def recent(self, quantity: Quantity, steps: int = 20) -> float | None:
+        """Median over the last few steps that count, for a display; None without any."""
+        return _median(self._counted(quantity, steps + self.warm_up_steps)[-steps:])
 
     def kind(self, expected: SpeedKind) -> SpeedKind | None:
-        """What kind of a number the speed is; ``expected`` if nobody took the cores. None without any steps."""
-        share = self.without_core
+        """What kind of a number the speed is; ``expected`` if no other program had the cores. None without steps."""
+        share = self.median("without_core")
         contended = expected == "measured" and share is not None and share > CONTENDED
         return None if share is None else "measured_contended" if contended else expected
 
-    def recent_samples_per_second(self, steps: int = 20) -> float | None:
-        """Median over the last few steps that count, for a display; None without any."""
-        return self._recent(self._samples, steps)
-
-    def recent_tokens_per_second(self, steps: int = 20) -> float | None:
-        """As ``recent_samples_per_second``."""
-        return self._recent(self._tokens, steps)
-
-    def _recent(self, rates: Sequence[float], steps: int) -> float | None:
-        return _median(self._counted(rates[-(steps + self.warm_up_steps) :])[-steps:])
-
-    def _counted(self, values: Sequence[float]) -> Sequence[float]:
+    def _counted(self, quantity: Quantity, last: int = 0) -> Sequence[float]:
+        values = self._values[quantity][-last:]
         return values if self.includes_warm_up else values[min(self.warm_up_steps, len(values)) :]
 
 
-def flops_result(flops: "StepFlops | None", speed: Throughput) -> dict[str, Any]:
+def flops_result(flops: "StepFlops | None", speed: StepSpeeds) -> dict[str, Any]:
     """The entries of result.json that say how much of a device's peak the model's own operations reach.
 
     The share is that of PaLM's authors (model FLOPs utilization, MFU): recomputation does not count as work.
     """
-    per_second = None if flops is None else flops.per_second(speed.samples_per_second, speed.tokens_per_second)
+    per_second = (
+        None
+        if flops is None
+        else flops.per_second(speed.median("samples_per_second"), speed.median("tokens_per_second"))
+    )
     peak = None if flops is None else flops.peak_per_second
     return {
         "model_flops": None if flops is None else flops.step,
@@ -180,32 +159,6 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-class EpochMeans:
-    """Loss and accuracy of the epoch so far: means over its elements, whatever the sizes of its mini-batches.
-
-    Elements are what the means of a mini-batch are over: samples, or for text tokens.
-    """
-
-    def __init__(self) -> None:
-        self.elements = 0
-        self._loss = 0.0
-        self._top1 = 0.0
-
-    def add(self, elements: int, loss: float, top1: float) -> None:
-        self.elements += elements
-        self._loss += elements * loss
-        self._top1 += elements * top1
-
-    @property
-    def loss(self) -> float | None:
-        return self._loss / self.elements if self.elements else None
-
-    @property
-    def top1(self) -> float | None:
-        """Share, 0 to 1."""
-        return self._top1 / self.elements if self.elements else None
-
-
 def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
     """The machine, as far as it tells without being touched.
 
@@ -234,13 +187,6 @@ def versions(text: bool = False) -> dict[str, str | None]:
 
 def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
-
-
-def _quartiles(values: Sequence[float]) -> list[float] | None:
-    if len(values) < 2:
-        return [values[0], values[0]] if values else None
-    first, _, third = quantiles(values, n=4, method="inclusive")
-    return [first, third]
 
 
 def _cpu_model() -> str:

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
-from gpipe_cli.reporting.run.bench import BenchConsole, show_measurement
+from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import RunDescription, Status
+from gpipe_cli.reporting.run.lines import show_error
 from gpipe_cli.reporting.run.measurement import (
-    Throughput,
+    StepSpeeds,
     flops_result,
     hardware,
     memory_result,
@@ -28,7 +29,7 @@ from gpipe_cli.reporting.run.measurement import (
 )
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
-from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_banner, show_error, show_summary, speed_kind
+from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_measurement, show_summary, speed_kind
 from gpipe_cli.reporting.run.task import Task, scores, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.reporting.timeline_view import StepPicture
@@ -56,7 +57,7 @@ class Reporter:
         self._steps = description.first_step
         self._memory_bytes: list[int] = []
         self._checkpoint: str | None = None
-        self._throughput = Throughput(description.warm_up_steps)
+        self._speed = StepSpeeds(description.warm_up_steps)
         self._shares = MeasuredShares()
         self._activation_bytes: tuple[int, ...] | None = None
         self._library_bytes: tuple[int, ...] | None = None
@@ -69,8 +70,7 @@ class Reporter:
             "hardware": hardware(description.gpu_names, description.threads),
         }
         self._test, self._best = _earlier(description)
-        shows = BenchConsole if description.command == "bench" else RunConsole
-        self._console = shows(console or Console(), description)
+        self._console = RunConsole(console or Console(), description)
         self._incomplete = False  # something that the run can do without could not be written
         self._write()
         self._dashboard = Dashboard(folder, description.first_step, description.task)
@@ -96,7 +96,7 @@ class Reporter:
             return
         self._steps = message.step
         self._memory_bytes = list(message.memory_bytes)
-        speed = self._throughput
+        speed = self._speed
         tokens = message.tokens if self._text else None
         speed.add(message.samples, message.seconds, tokens, message.without_core)
         if message.activation_bytes is not None:
@@ -104,7 +104,7 @@ class Reporter:
             self._predicted_activation_bytes = predicted_activation_bytes
         with self.optional():
             self._dashboard.step(message)
-        recent = speed.recent_tokens_per_second() if self._text else speed.recent_samples_per_second()
+        recent = speed.recent("tokens_per_second" if self._text else "samples_per_second")
         self._console.step(message, recent)
         if speed.steps >= COMPARED_STEPS:
             self._compare()
@@ -114,7 +114,7 @@ class Reporter:
         if self._status != "running":
             return
         done = step - self._run.first_step
-        self._shares.add(breakdown, done <= self._throughput.warm_up_steps)
+        self._shares.add(breakdown, done <= self._speed.warm_up_steps)
         with self.optional():
             self._dashboard.recorded(step, breakdown)
 
@@ -197,7 +197,7 @@ class Reporter:
         with self.optional():
             self._dashboard.end(status, self._steps, self._result())
         self._console.stop()
-        if not self._throughput.includes_warm_up:
+        if not self._speed.includes_warm_up:
             self._compare()
         if self._run.command == "bench":
             note = "" if self._run.flops is None else self._run.flops.peak_source
@@ -217,12 +217,12 @@ class Reporter:
 
     def _compare(self) -> None:
         """Says once what became of the prediction."""
-        prediction, seconds = self._run.prediction, self._throughput.step_seconds
+        prediction, seconds = self._run.prediction, self._speed.median("step_seconds")
         if self._compared or prediction is None or seconds is None:
             return
         self._compared = True
         self._console.facts(comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
-        kind, share = self._throughput.kind(self._run.speed_kind), self._throughput.without_core
+        kind, share = self._speed.kind(self._run.speed_kind), self._speed.median("without_core")
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             self._console.facts([("", speed_kind(kind, share))])
 
@@ -230,7 +230,7 @@ class Reporter:
         write_result(self._folder, self._result())
 
     def _result(self) -> dict[str, Any]:
-        run, speed = self._run, self._throughput
+        run, speed = self._run, self._speed
         return {
             "command": run.command,
             "status": self._status,
@@ -245,11 +245,11 @@ class Reporter:
             "seconds": time.monotonic() - self._begin,  # of this process, from its first moment on
             "test": self._test,
             "best": self._best,
-            "samples_per_second": speed.samples_per_second,
-            "samples_per_second_quartiles": speed.samples_per_second_quartiles,
+            "samples_per_second": speed.median("samples_per_second"),
+            "samples_per_second_quartiles": speed.quartiles("samples_per_second"),
             "samples_per_second_kind": speed.kind(run.speed_kind),
-            "without_core": speed.without_core,
-            "step_seconds": speed.step_seconds,
+            "without_core": speed.median("without_core"),
+            "step_seconds": speed.median("step_seconds"),
             "speed_includes_warm_up": speed.includes_warm_up,
             "speed_steps": speed.counted_steps,
             "warm_up_steps": speed.warm_up_steps,
@@ -285,8 +285,8 @@ class Reporter:
 
     def _result_of_text(self) -> dict[str, Any]:
         return {
-            "tokens_per_second": self._throughput.tokens_per_second,
-            "tokens_per_second_quartiles": self._throughput.tokens_per_second_quartiles,
+            "tokens_per_second": self._speed.median("tokens_per_second"),
+            "tokens_per_second_quartiles": self._speed.quartiles("tokens_per_second"),
             "unigram_perplexity": self._run.unigram_perplexity,
             "global_batch_tokens": self._run.global_batch_tokens,
         }

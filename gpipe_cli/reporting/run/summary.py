@@ -1,85 +1,28 @@
-"""The words around a run: the banner before it, the summary after it, the answer of an evaluation.
+"""What became of a run: the summary of a training, of a measurement (`gpipe bench`) and of `gpipe evaluate`.
 
-The banner names what the paper calls a run by: K, M, partitions and the ideal bubble (section 2.3), and writes the
-mini-batch as the product it is. Labelled lines, readable at 80 columns. The words are ASCII: logs are read in places
-without UTF-8, where the sentences of a translation are shown as escapes.
+Of a measurement it has the numbers of the paper's tables 2 and 3; of the others the accuracies of its section 3.
 """
 
 import re
 import shlex
-import sys
-import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.run.lines import override, show_facts, show_line
+from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_facts
-from gpipe_cli.reporting.run.task import words_of
-from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.training.events import TranslationScores
-from gpipe_cli.units import (
-    count,
-    duration,
-    learning_rate,
-    loss,
-    percent,
-    perplexity,
-    plural,
-    rate,
-    rounded,
-    size,
-)
+from gpipe_cli.reporting.run.task import Task, scores, words_of
+from gpipe_cli.training.events import EvaluationDone, TranslationScores
+from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded, size
 
-LABEL_WIDTH = 12  # of the longest label, `ideal bubble`
 MEMORY_PER_LINE = 3
 TIMELINE_PAGE = "timeline.html"
-COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
+EVALUATION = "evaluate.json"
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
-
-
-def show_line(console: Console, text: str, style: str = "") -> None:
-    """Prints one line as it is; long ones are not broken, so that paths and commands can be copied."""
-    writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
-    console.print(Text(writable, style), soft_wrap=True)
-
-
-def show_error(text: str) -> None:
-    """Says in one line on stderr what went wrong."""
-    sys.stderr.write(f"{' '.join(text.split())}\n")
-    sys.stderr.flush()
-
-
-def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
-    """Prints labelled lines; in a terminal that is narrower than one, it goes on below the fact, at a blank."""
-    for label, fact in facts:
-        lines = [f"{label:<{LABEL_WIDTH}} {fact}"]
-        if console.is_terminal and not fact.startswith(COMMANDS):
-            indent = " " * (LABEL_WIDTH + 1)
-            lines = textwrap.wrap(
-                lines[0], console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-        for line in lines:
-            show_line(console, line)
-
-
-def show_banner(console: Console, description: RunDescription, folder: Path) -> None:
-    """Shows what a run is: facts, then its partitions."""
-    show_facts(console, _banner(description, folder))
-    stages = description.partitions
-    columns = (
-        Column("stage", cells=[str(stage) for stage in range(len(stages))], number=True),
-        Column("device", cells=[partition.device for partition in stages]),
-        Column("layers", cells=[_layers(partition) for partition in stages]),
-        Column("parameters", cells=[count(partition.parameters) for partition in stages], number=True),
-        Column("cost", cells=[percent(partition.cost_share) for partition in stages], number=True),
-    )
-    console.print()
-    show_table(console, Table("", columns), gap=3)
-    console.print()
 
 
 def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpoint: str, resume: str | None) -> None:
@@ -116,6 +59,61 @@ def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpo
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
 
 
+def show_measurement(console: Console, result: dict[str, Any], flops_note: str, folder: Path) -> None:
+    """Shows what was measured.
+
+    Args:
+        result: what result.json holds.
+        flops_note: where the peak comes from, or why it is not known.
+    """
+    done = f"{plural(result['steps'], 'step')} done"
+    console.print()
+    match result["status"]:
+        case "completed":
+            line = f"measured {plural(result['speed_steps'], 'step')} after {result['warm_up_steps']} of warm-up"
+            show_line(console, f"{line}, in {duration(result['seconds'])}", "bold green")
+        case "interrupted":
+            show_line(console, f"interrupted after {duration(result['seconds'])}: {done}", "bold yellow")
+        case status:
+            show_line(console, f"{status} after {duration(result['seconds'])}: {done}", "bold red")
+    if result["error"]:
+        show_facts(console, [("error", result["error"])])
+    show_facts(console, _measured_speed(result))
+    show_facts(console, share_facts(result))
+    show_facts(console, memory_table(result))
+    show_facts(console, _flops(result, flops_note))
+    show_facts(console, [("run folder", str(folder))])
+    if (folder / TIMELINE_PAGE).exists():
+        show_facts(console, [("timeline", str(folder / TIMELINE_PAGE))])
+
+
+def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
+    """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
+    words, translation = words_of(task), message.translation
+    found: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "task": task,
+        "samples": message.samples,
+        **scores(task, message.loss, message.top1, message.top5),
+        "averaged": message.averaged,
+        "seconds": message.seconds,
+    }
+    if words.text:
+        found |= {"tokens": message.tokens, "unigram_perplexity": message.unigram_perplexity}
+    if task == "translation":
+        found["translation"] = None if translation is None else asdict(translation)
+    try:
+        write_result(folder, found, EVALUATION)
+    finally:  # what cannot be written is shown all the same
+        tokens = "" if message.tokens is None else f" with {plural(message.tokens, 'token')}"
+        seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
+        facts = [("checkpoint", checkpoint), ("test", outcome_of_test(found, message.unigram_perplexity))]
+        facts.append((f"{words.sample}s", seen))
+        if translation is not None:
+            facts += outcome_of_translation(translation)
+        show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
+
+
 def outcome_of_test(test: dict[str, Any], unigram_perplexity: float | None = None) -> str:
     """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`, or `perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %,
     loss 3.7210 nats per token`.
@@ -146,81 +144,6 @@ def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str
         yield example.pair, _one_line(example.source)
         yield "  reference", _one_line(example.reference)
         yield "  decoded", _one_line(example.translation)
-
-
-def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
-    layers = sum(len(partition.layers) for partition in run.partitions)
-    partitions, micro_batches = len(run.partitions), plural(run.micro_batch_count, "micro-batch")
-    yield "model", f"{run.model_name}: {plural(layers, 'layer')}, {count(run.parameters)} parameters"
-    yield "dataset", run.dataset_name + _samples_of_data(run)
-    if run.vocabulary is not None:
-        yield "vocabulary", plural(run.vocabulary, "token")
-    if run.preset is not None:
-        yield "preset", f"{run.preset}: settings that suit this model and data set; what is given wins"
-    yield "pipeline", f"K = {plural(partitions, 'partition')}, M = {micro_batches}"
-    yield "schedule", f"{run.schedule}, recompute {run.recompute}"
-    yield "executor", f"{run.executor}, {plural(run.threads, 'thread')} for each process"
-    yield "ideal bubble", f"{percent(run.ideal_bubble)} of the stages' time"
-    yield "mini-batch", _global_batch(run, micro_batches)
-    if run.command == "bench":
-        assert run.max_steps is not None
-        yield "measuring", f"{plural(run.max_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
-    else:
-        yield "training", _training(run)
-        yield "", f"learning rate {_learning_rate(run)}"
-    yield from run.notes
-    yield "run folder", str(folder)
-    if run.resumed_from is not None:
-        yield "resumed from", f"{run.resumed_from}, {plural(run.first_step, 'step')} done"
-
-
-def _training(run: RunDescription) -> str:
-    training = plural(run.epochs, "epoch")
-    if run.steps_per_epoch is not None:
-        training += f" of {plural(run.steps_per_epoch, 'step')}"
-    if run.max_steps is not None and run.steps_per_epoch is not None:
-        training += f", stopping after {plural(run.total_steps, 'step')}"
-    return training
-
-
-def _learning_rate(run: RunDescription) -> str:
-    """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
-    if run.warm_up is None:
-        return learning_rate(run.learning_rate)
-    steps, rate = run.warm_up
-    return f"{learning_rate(rate)}, after a warm-up of {plural(steps, 'step')} from {learning_rate(run.learning_rate)}"
-
-
-def _samples_of_data(run: RunDescription) -> str:
-    """`: 412 training and 46 test sequences of 128 tokens`; nothing in a dry run."""
-    if not run.train_samples:
-        return ""
-    samples = f": {run.train_samples:,} training and {run.test_samples:,} test {words_of(run.task).sample}s"
-    if run.task == "language_model" and run.length is not None:
-        samples += f" of {plural(run.length, 'token')}"
-    return samples if run.languages is None else f"{samples}, {plural(run.languages, 'language')}"
-
-
-def _global_batch(run: RunDescription, micro_batches: str) -> str:
-    """`32 = 1 replica x 4 micro-batches x 8 samples`, or `4,096 tokens = 1 replica x 4 micro-batches`."""
-    factors = f"{plural(run.replicas, 'replica')} x {micro_batches}"
-    if run.global_batch is None:
-        return f"{run.global_batch_tokens:,} tokens = {factors}"
-    return f"{run.global_batch:,} = {factors} x {_micro_batch(run)}"
-
-
-def _micro_batch(run: RunDescription) -> str:
-    """`8 samples`, or `6 or 5 samples` where micro-batches are uneven."""
-    sizes, sample = sorted(set(run.micro_batch_sizes), reverse=True), words_of(run.task).sample
-    return " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
-
-
-def _layers(partition: PartitionDescription) -> str:
-    """`8: stem ... normal_5`."""
-    names = partition.layers
-    if len(names) <= 2:
-        return f"{len(names)}: {', '.join(names)}"
-    return f"{len(names)}: {names[0]} ... {names[-1]}"
 
 
 def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -290,14 +213,30 @@ def _speed(result: dict[str, Any]) -> str:
     return f"{rate(result['tokens_per_second'])} tokens/s, {samples}" if words.text else samples
 
 
+def _measured_speed(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    if result["samples_per_second"] is None:
+        return
+    words = words_of(result["task"])
+    label = "speed"
+    for unit, key in (("tokens", "tokens_per_second"), (f"{words.sample}s", "samples_per_second")):
+        if result.get(key) is not None:
+            first, third = result[f"{key}_quartiles"]
+            spread = f"quartiles {rate(first)} and {rate(third)}, {plural(result['speed_steps'], 'step')}"
+            yield label, f"{rate(result[key])} {unit}/s (median; {spread})"
+            label = ""
+    warm_up = ", warm-up included" if result["speed_includes_warm_up"] else ""
+    yield "", f"{duration(result['step_seconds'])} per step{warm_up}"
+    yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
+
+
+def _flops(result: dict[str, Any], note: str) -> Iterable[tuple[str, str]]:
+    if result["model_flops_per_second"] is None:
+        return
+    step = f"{operations(result['model_flops'])}FLOP of a full step, recomputation not counted"
+    yield "model", f"{operations(result['model_flops_per_second'])}FLOP/s ({step})"
+    yield "MFU", f"{percent(result['mfu'])} of {note}" if result["mfu"] is not None else f"not known: {note}"
+
+
 def _one_line(text: str) -> str:
     """``text`` without line breaks and without what would move a terminal's cursor."""
     return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())
-
-
-def override(key: str, value: str) -> str:
-    """`key=value` as one types it: Hydra takes commas and brackets for its own, the shell takes blanks."""
-    if re.fullmatch(r"[\w./-]+", value):
-        return f"{key}={value}"
-    override = f"{key}='" + value.replace("'", "\\'") + "'"
-    return shlex.quote(override) if re.search(r'["$`!\\]', override) else f'"{override}"'

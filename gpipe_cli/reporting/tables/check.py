@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.pipeline.profile.layer_probes import Finding
+from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.run.summary import show_facts, show_line
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import loss, plural
 from gpipe_cli.verify.differences import TOLERANCE, Row

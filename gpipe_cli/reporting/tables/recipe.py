@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.run.summary import show_facts, show_line
 from gpipe_cli.reporting.tables.table import Table, show_table, to_markdown
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.reporting.run.summary import show_line
+from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import duration, percent, perplexity, rate
 

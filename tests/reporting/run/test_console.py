@@ -19,10 +19,12 @@ from reporting_runs import (
 )
 from rich.console import Console
 
+from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import PartitionDescription
+from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.progress_bar import following
-from gpipe_cli.reporting.run.summary import show_banner, show_line, show_summary
+from gpipe_cli.reporting.run.summary import show_summary
 
 SUMMARY = {
     "status": "completed",

@@ -6,70 +6,64 @@ import pytest
 from reporting_runs import description
 
 from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.reporting.run.measurement import (
-    EpochMeans,
-    Throughput,
-    hardware,
-    memory_result,
-    process_seconds,
-    versions,
-)
+from gpipe_cli.reporting.run.console import EpochMeans
+from gpipe_cli.reporting.run.measurement import StepSpeeds, hardware, memory_result, process_seconds, versions
 
 
 def test_the_median_leaves_out_the_warm_up() -> None:
-    speed = Throughput(warm_up_steps=3)
+    speed = StepSpeeds(warm_up_steps=3)
     for seconds in (10.0, 10.0, 10.0, 1.0, 2.0, 4.0):
         speed.add(8, seconds)
-    assert speed.samples_per_second == 4.0
-    assert speed.step_seconds == 2.0
+    assert speed.median("samples_per_second") == 4.0
+    assert speed.median("step_seconds") == 2.0
     assert not speed.includes_warm_up
 
 
 def test_the_rate_is_a_median_of_rates_not_the_rate_of_a_median() -> None:
-    speed = Throughput(warm_up_steps=0)
+    speed = StepSpeeds(warm_up_steps=0)
     for samples, seconds in ((32, 1.0), (4, 0.5), (32, 4.0)):
         speed.add(samples, seconds)
-    assert speed.samples_per_second == 8.0
-    assert speed.step_seconds == 1.0
+    assert speed.median("samples_per_second") == 8.0
+    assert speed.median("step_seconds") == 1.0
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_with_nothing_else_the_warm_up_counts_and_this_is_said(steps: int) -> None:
-    speed = Throughput(warm_up_steps=3)
-    assert speed.samples_per_second is None
-    assert speed.step_seconds is None
+    speed = StepSpeeds(warm_up_steps=3)
+    assert speed.median("samples_per_second") is None
+    assert speed.median("step_seconds") is None
     assert not speed.includes_warm_up
     for _ in range(steps):
         speed.add(8, 2.0)
     assert speed.includes_warm_up
-    assert speed.samples_per_second == 4.0
+    assert speed.median("samples_per_second") == 4.0
 
 
 def test_the_recent_rate_forgets_old_steps_and_never_counts_the_warm_up() -> None:
-    speed = Throughput(warm_up_steps=1)
+    speed = StepSpeeds(warm_up_steps=1)
     for seconds in (100.0, 1.0):
         speed.add(8, seconds)
-    assert speed.recent_samples_per_second(2) == 8.0
+    assert speed.recent("samples_per_second", 2) == 8.0
     for _ in range(3):
         speed.add(8, 4.0)
-    assert speed.recent_samples_per_second(2) == 2.0
+    assert speed.recent("samples_per_second", 2) == 2.0
 
 
 def test_tokens_have_a_speed_of_their_own() -> None:
-    speed = Throughput(warm_up_steps=1)
+    speed = StepSpeeds(warm_up_steps=1)
     for tokens, seconds in ((5, 100.0), (1000, 1.0), (600, 2.0), (1200, 2.0)):
         speed.add(8, seconds, tokens)
-    assert speed.tokens_per_second == 600.0  # of 1000, 300, 600
-    assert speed.samples_per_second == 4.0  # of 8, 4, 4
-    assert speed.recent_tokens_per_second(2) == 450.0
-    assert speed.recent_samples_per_second(2) == 4.0
+    assert speed.median("tokens_per_second") == 600.0  # of 1000, 300, 600
+    assert speed.median("samples_per_second") == 4.0  # of 8, 4, 4
+    assert speed.recent("tokens_per_second", 2) == 450.0
+    assert speed.recent("samples_per_second", 2) == 4.0
 
 
 def test_images_have_no_speed_in_tokens() -> None:
-    speed = Throughput(warm_up_steps=0)
+    speed = StepSpeeds(warm_up_steps=0)
     speed.add(8, 1.0)
-    assert speed.tokens_per_second is None
-    assert speed.recent_tokens_per_second() is None
+    assert speed.median("tokens_per_second") is None
+    assert speed.recent("tokens_per_second") is None
 
 
 def test_means_weigh_samples_not_mini_batches() -> None:
@@ -105,15 +99,15 @@ def test_versions_are_read_without_importing_anything() -> None:
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
     """Of each step the stage counts that was worst off; of all steps the median, as of the speed beside it."""
-    speed = Throughput(warm_up_steps=1)
+    speed = StepSpeeds(warm_up_steps=1)
     assert speed.kind("measured") is None
     for one, other in ((0.9, 0.9), (0.01, 0.04), (0.02, 0.0), (0.5, 0.0)):
         speed.add(8, 1.0, without_core=[one, other])
-    assert speed.without_core == 0.04
+    assert speed.median("without_core") == 0.04
     assert speed.kind("measured") == "measured"
     for _ in range(3):
         speed.add(8, 1.0, without_core=[0.0, 0.3])
-    assert (speed.without_core, speed.kind("measured")) == (0.3, "measured_contended")
+    assert (speed.median("without_core"), speed.kind("measured")) == (0.3, "measured_contended")
     assert speed.kind("measured_one_device") == "measured_one_device"
 
 

@@ -21,9 +21,9 @@ from reporting_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpipe_cli.reporting.run.evaluation import show_evaluation
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.reporting.run.task import Task
 from gpipe_cli.reporting.timeline_view import StepPicture
 from gpipe_cli.training.events import EvaluationDone, Translation, TranslationScores
