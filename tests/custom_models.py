@@ -34,7 +34,7 @@ def small(width: int = 6) -> nn.Sequential:
 
 
 def flattens(width: int = 4) -> nn.Sequential:
-    """The README's own, for images of 16 pixels: what it flattens is a copy, if images are channels last."""
+    """Two convolutions and a classifier, for 16 pixels; what it flattens is a copy if images are channels last."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2),
         nn.BatchNorm2d(width),

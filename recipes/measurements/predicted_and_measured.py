@@ -1,6 +1,6 @@
 """Predicted against measured: the step time, and the activations that stages save.
 
-Step times of the default job, the README's own model, ResNet-18 at 64 px and a small Transformer, and of AmoebaNet-D
+Step times of the default job, a model of one's own, ResNet-18 at 64 px and a small Transformer, and of AmoebaNet-D
 (6, 64) at 128 px for several K and M. One command predicts, from what this machine was timed at (hardware=auto), and
 trains; another one, with cost=measured_anew, times the layers first. All within seconds, because the speed of a shared
 machine changes within minutes. Of each job the median of the differences over all rounds counts. Then, for every way to
@@ -42,7 +42,7 @@ TRANSFORMER = [
 CELLS = list(product((1, 2), (1, 4, 8)))
 JOBS = {
     "default": [],
-    "README's own model": ["model=custom", "model.target=mymodel:digits"],
+    "a model of one's own": ["model=custom", "model.target=mymodel:digits"],
     "ResNet-18, 64 px": ["model=resnet", "model.depth=18", "dataset=synthetic_images", "dataset.image_size=64"],
     "Transformer, 4 layers of width 128": TRANSFORMER,
 } | {
