@@ -24,7 +24,7 @@ from gpipe_cli.data.text import open_text
 from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
-from gpipe_cli.models.timm_models import build_timm, resnet
+from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
@@ -78,23 +78,15 @@ def _sees_images(model: ModelConfig, dataset: ImagesConfig, *, weights: bool) ->
                 batch_norm_momentum=model.batch_norm_momentum,
                 stem=model.stem,
             )
-        case ResNetConfig():
-            return resnet(
-                model.depth,
-                num_classes=dataset.model_classes,
-                image_size=dataset.image_size,
-                dropout=model.dropout,
-                drop_path=model.drop_path,
-            )
-        case TimmConfig():
+        case ResNetConfig() | TimmConfig():
             return build_timm(
-                model.name,
+                model.name if isinstance(model, TimmConfig) else f"resnet{model.depth}",
                 num_classes=dataset.model_classes,
                 image_size=dataset.image_size,
                 dropout=model.dropout,
                 drop_path=model.drop_path,
-                pretrained=model.pretrained and weights,
-                weights=model.weights if weights else None,
+                pretrained=isinstance(model, TimmConfig) and model.pretrained and weights,
+                weights=model.weights if isinstance(model, TimmConfig) and weights else None,
             )
     raise AssertionError(f"{model.name} was let through to images")
 

@@ -16,10 +16,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.models.cell import Cell, FeatureMap
-from gpipe_cli.models.genotype import CellGenotype, Variant, genotype
-from gpipe_cli.models.initialization import Convolution, Linear
-from gpipe_cli.models.operations import Norm, SameConvolution, relu_after_norm
+from gpipe_cli.models.cell import GENOTYPES, Cell, CellGenotype, FeatureMap, Variant
+from gpipe_cli.models.operations import Convolution, Linear, Norm, SameConvolution, relu_after_norm
 
 StemKind = Literal["auto", "imagenet", "small"]
 
@@ -111,13 +109,17 @@ def amoebanet(
             for images of at most 64 pixels.
 
     Raises:
-        ValueError: a setting out of range, filters that do not divide, or a map too small for the auxiliary head.
+        ValueError: filters that do not divide, or a map too small for the auxiliary head.
     """
-    cells = genotype(variant)
+    cells = GENOTYPES[variant]
     small = image_size <= SMALL_IMAGE if stem == "auto" else stem == "small"
-    if stem not in ("auto", "imagenet", "small"):
-        raise ValueError(f"model.stem={stem}: use auto, imagenet or small")
-    _check(normal_cells, filters, image_size, num_classes, dropout, drop_path, small=small)
+    # Narrowest cell: F = D / 4 in the ImageNet stem, else D. It needs F / 4 channels for its bottlenecks.
+    divisor = 4 if small else 16
+    if filters % divisor:
+        below = max(filters // divisor, 1) * divisor
+        raise ValueError(
+            f"model.filters={filters}: the bottlenecks need a multiple of {divisor}; use {below} or {below + divisor}"
+        )
     norm = partial(nn.BatchNorm2d, eps=batch_norm_epsilon, momentum=batch_norm_momentum)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["stem"], current = _stem(image_size, norm, small=small)
@@ -129,7 +131,7 @@ def amoebanet(
             kind, filters=width, stride=stride, current=current, previous=previous, norm=norm, drop_path=drop_path
         )
         layers[name] = cell
-        # The first cell's predecessor is the stem, which its successor reads as any other.
+        # the first cell's predecessor is the stem, which its successor reads as any other
         current, previous = cell.output, current
 
     if not small:
@@ -165,33 +167,3 @@ def _stem(image_size: int, norm: Norm, *, small: bool) -> tuple[nn.Module, Featu
     else:
         convolution, size = Convolution(3, STEM_CHANNELS, (3, 3), (2, 2)), (image_size - 3) // 2 + 1
     return nn.Sequential(convolution, norm(STEM_CHANNELS)), FeatureMap(STEM_CHANNELS, size)
-
-
-def _check(
-    normal_cells: int,
-    filters: int,
-    image_size: int,
-    num_classes: int,
-    dropout: float,
-    drop_path: float,
-    *,
-    small: bool,
-) -> None:
-    """Raise ValueError for what cannot be built."""
-    if normal_cells < 3:
-        raise ValueError(f"model.normal_cells={normal_cells}: the network has three stacks; use 3 or more")
-    # Narrowest cell: F = D / 4 in the ImageNet stem, else D. It needs F / 4 channels for its bottlenecks.
-    divisor = 4 if small else 16
-    if filters < divisor or filters % divisor:
-        below = max(filters // divisor, 1) * divisor
-        raise ValueError(
-            f"model.filters={filters}: the bottlenecks need a multiple of {divisor}; use {below} or {below + divisor}"
-        )
-    if image_size < 3:
-        raise ValueError(f"dataset.image_size={image_size}: the first convolution is 3x3; use 3 or more")
-    if num_classes < 1:
-        raise ValueError(f"num_classes={num_classes}: use 1 or more")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"model.dropout={dropout}: a probability to drop; use 0 or more and less than 1")
-    if not 0 <= drop_path < 1:
-        raise ValueError(f"model.drop_path={drop_path}: a probability to drop; use 0 or more and less than 1")

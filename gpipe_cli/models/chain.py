@@ -10,14 +10,12 @@ Inside a layer every module keeps the path that it has in timm's model: the tens
 the chain is timm's `layer1.0.conv1.weight`, and files of weights fit in both directions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-FAMILIES = "ResNet, ConvNeXt, VisionTransformer, EfficientNet, MobileNetV3, RegNet, VGG, MlpMixer"
 
 Layers = dict[str, nn.Module]
 
@@ -69,22 +67,15 @@ class TokenStem(Piece):
         return x
 
 
-class TokenHead(Piece):
-    """The end of a vision Transformer or an MLP-Mixer: tokens (N, S, width) -> logits (N, classes).
+class Pool(nn.Module):
+    """From all tokens to one vector, (N, S, width) -> (N, width), by a function without tensors."""
 
-    pool: from all tokens to one vector, (N, S, width) -> (N, width), behind the first of the steps.
-    """
-
-    def __init__(self, model: nn.Module, *steps: str, pool: Any) -> None:
-        super().__init__(model, *steps)
-        self.pool = pool
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *others = (self.get_submodule(step) for step in self.steps)
-        x = self.pool(first(x))
-        for module in others:
-            x = module(x)
-        return x
+        return self.function(x)
 
 
 def chain(model: nn.Module) -> nn.Sequential:
@@ -95,42 +86,30 @@ def chain(model: nn.Module) -> nn.Sequential:
     """
     from timm import models
 
-    layers: Layers
+    families: dict[type[nn.Module], Callable[[Any], Layers]] = {
+        models.ResNet: _resnet,
+        models.ConvNeXt: _convnext,
+        models.VisionTransformer: _vision_transformer,
+        models.EfficientNet: _efficientnet,
+        models.MobileNetV3: _mobilenet_v3,
+        models.RegNet: _regnet,
+        models.VGG: _vgg,
+        models.MlpMixer: _mixer,
+    }
     # A class by itself and not its subclasses: what these change is not known here.
-    match type(model):
-        case models.ResNet:
-            layers = _resnet(model)
-        case models.ConvNeXt:
-            layers = _convnext(model)
-        case models.VisionTransformer:
-            layers = _vision_transformer(model)
-        case models.EfficientNet:
-            layers = _efficientnet(model)
-        case models.MobileNetV3:
-            layers = _mobilenet_v3(model)
-        case models.RegNet:
-            layers = _regnet(model)
-        case models.VGG:
-            layers = _vgg(model)
-        case models.MlpMixer:
-            layers = _mixer(model)
-        case other:
-            raise ValueError(f"model.name: timm's class {other.__name__} has no chain of layers; use one of {FAMILIES}")
+    kind = type(model)
+    if kind not in families:
+        names = ", ".join(family.__name__ for family in families)
+        raise ValueError(f"model.name: timm's class {kind.__name__} has no chain of layers; use one of {names}")
     sequence = nn.Sequential()
-    for name, layer in layers.items():
+    for name, layer in families[kind](model).items():
         sequence.add_module(name.replace(".", "_"), layer)
-    forgotten = {*_tensors(model)} ^ {name.partition(".")[2] for name in _tensors(sequence)}
-    if forgotten:
+    if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
         raise ValueError(
-            f"model.name: this {type(model).__name__} has tensors that its chain of layers does not know, such as "
+            f"model.name: this {kind.__name__} has tensors that its chain of layers does not know, such as "
             f"{min(forgotten)}; use another member of the family"
         )
     return sequence.train(model.training)
-
-
-def timm_state_dict(sequence: nn.Sequential) -> dict[str, Tensor]:
-    """The tensors of a chain, or of some of its layers, under the names that timm gives them."""
-    return {name.partition(".")[2]: tensor for name, tensor in sequence.state_dict().items()}
 
 
 def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
@@ -143,20 +122,18 @@ def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
     owner.add_module(last, module)
 
 
-def _tensors(model: nn.Module) -> Iterable[str]:
+def _tensors(model: nn.Module) -> set[str]:
     """The names of all parameters and buffers, of those too that no file of weights holds."""
-    yield from (name for name, _ in model.named_parameters())
-    yield from (name for name, _ in model.named_buffers())
-
-
-def _blocks(model: nn.Module, *stages: str) -> Layers:
-    """Every child of every stage as a layer of its own."""
-    paths = [f"{stage}.{name}" for stage in stages for name, _ in model.get_submodule(stage).named_children()]
-    return {path: Piece(model, path) for path in paths}
+    return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
 
 
 def _children(model: nn.Module, path: str) -> list[str]:
     return [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
+
+
+def _blocks(model: nn.Module, *stages: str) -> Layers:
+    """Every child of every stage as a layer of its own."""
+    return {path: Piece(model, path) for stage in stages for path in _children(model, stage)}
 
 
 def _resnet(model: Any) -> Layers:
@@ -195,21 +172,28 @@ def _vision_transformer(model: Any) -> Layers:
     return {
         "stem": TokenStem(model),
         **_blocks(model, "blocks"),
-        "head": TokenHead(model, "norm", "fc_norm", "head_drop", "head", pool=pool),
+        "head": Piece(model, "norm", "pool", "fc_norm", "head_drop", "head", pool=Pool(pool)),
+    }
+
+
+def _mixer(model: Any) -> Layers:
+    pool = Pool(partial(torch.mean, dim=1)) if model.global_pool == "avg" else nn.Identity()
+    return {
+        "stem": Piece(model, "stem"),
+        **_blocks(model, "blocks"),
+        "head": Piece(model, "norm", "pool", "head_drop", "head", pool=pool),
     }
 
 
 def _efficientnet(model: Any) -> Layers:
-    head = ("conv_head", "bn2", "global_pool", "dropout", "classifier")
-    return {
-        "stem": Piece(model, "conv_stem", "bn1"),
-        **_blocks(model, *_children(model, "blocks")),
-        "head": Piece(model, *head, dropout=nn.Dropout(model.drop_rate)),
-    }
+    return _mobile(model, "conv_head", "bn2", "global_pool", "dropout", "classifier")
 
 
 def _mobilenet_v3(model: Any) -> Layers:
-    head = ("global_pool", "conv_head", "norm_head", "act2", "flatten", "dropout", "classifier")
+    return _mobile(model, "global_pool", "conv_head", "norm_head", "act2", "flatten", "dropout", "classifier")
+
+
+def _mobile(model: Any, *head: str) -> Layers:
     return {
         "stem": Piece(model, "conv_stem", "bn1"),
         **_blocks(model, *_children(model, "blocks")),
@@ -236,12 +220,3 @@ def _vgg(model: Any) -> Layers:
         layers.setdefault(name, []).append(path)
     pieces: Layers = {name: Piece(model, *paths) for name, paths in layers.items()}
     return {**pieces, "head": Piece(model, "pre_logits", "head")}
-
-
-def _mixer(model: Any) -> Layers:
-    pool = partial(torch.mean, dim=1) if model.global_pool == "avg" else nn.Identity()
-    return {
-        "stem": Piece(model, "stem"),
-        **_blocks(model, "blocks"),
-        "head": TokenHead(model, "norm", "head_drop", "head", pool=pool),
-    }

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gpipe_cli.config.typed import one_line
+
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -34,7 +36,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     module = _import(target, module_name)
     if not hasattr(module, name):
         raise ValueError(
-            f"model.target={target}: {module_name} ({_place(module)}) has no {name}; name a function that it defines"
+            f"model.target={target}: {module_name} ({module.__file__ or 'a folder without a file of its own'}) has no "
+            f"{name}; name a function that it defines"
         )
     function = getattr(module, name)
     if not callable(function):
@@ -48,10 +51,9 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"model.target={target}: fails when it is called on the meta device, where tensors have no values "
-            f"({reason}); no .item(), no tolist() and no loading of files there"
+            f"({type(error).__name__}: {one_line(error)}); no .item(), no tolist() and no loading of files there"
         ) from error
     if not isinstance(model, nn.Sequential):
         raise ValueError(
@@ -107,9 +109,8 @@ def _import(target: str, module_name: str) -> ModuleType:
             f"model.target={target}: {module_name} imports {error.name}, which is not installed; install it"
         ) from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"model.target={target}: {module_name} cannot be imported ({type(error).__name__}: {reason}); "
+            f"model.target={target}: {module_name} cannot be imported ({type(error).__name__}: {one_line(error)}); "
             f"see what `python -c 'import {module_name}'` says"
         ) from error
 
@@ -127,7 +128,3 @@ def _check_arguments(target: str, function: Any, arguments: Mapping[str, object]
             f"model.target={target}: the arguments do not fit, {error}; it takes "
             f"({', '.join(map(str, signature.parameters.values()))})"
         ) from error
-
-
-def _place(module: ModuleType) -> str:
-    return module.__file__ or "a folder without a file of its own"

@@ -1,6 +1,6 @@
 """Scheduled drop-path, the regulariser of the ImageNet run (Section 4), as in the TPU reference.
 
-Whole results of an operation are dropped, separately for each example, the more often the longer the training has run.
+Whole results of an operation are dropped, separately for each example, more often as the training goes on.
 """
 
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class ScheduledDropPath(nn.Module):
 
 
 def set_progress(module: nn.Module, progress: float) -> None:
-    """Tell every `ScheduledDropPath` in `module` the share of all training steps that is done, 0 to 1."""
+    """Set the share of all training steps that is done, 0 to 1, in every `ScheduledDropPath` of `module`."""
     assert 0 <= progress <= 1, progress
     for child in module.modules():
         if isinstance(child, ScheduledDropPath):

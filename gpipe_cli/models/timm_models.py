@@ -14,33 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.models.chain import chain
-from gpipe_cli.models.checks import check_probabilities
-
-RESNET_DEPTHS = (18, 34, 50, 101, 152)
-
-
-def resnet(
-    depth: int,
-    *,
-    num_classes: int,
-    image_size: int,
-    dropout: float,
-    drop_path: float,
-    pretrained: bool = False,
-    weights: str | None = None,
-) -> nn.Sequential:
-    """A ResNet of 18, 34, 50, 101 or 152 layers, otherwise as `build_timm`. Raises ValueError for another depth."""
-    if depth not in RESNET_DEPTHS:
-        raise ValueError(f"model.depth={depth}: use {', '.join(map(str, RESNET_DEPTHS[:-1]))} or {RESNET_DEPTHS[-1]}")
-    return build_timm(
-        f"resnet{depth}",
-        num_classes=num_classes,
-        image_size=image_size,
-        dropout=dropout,
-        drop_path=drop_path,
-        pretrained=pretrained,
-        weights=weights,
-    )
 
 
 def build_timm(
@@ -68,12 +41,9 @@ def build_timm(
         weights: a file with tensors under timm's names, .safetensors or what torch.save writes.
 
     Raises:
-        ValueError: an unknown name, a family without a chain, a setting out of range, or weights that do not fit or
-            cannot be had.
+        ValueError: an unknown name, a family without a chain, a setting that the model does not have, or weights that
+            do not fit or cannot be had.
     """
-    check_probabilities(dropout=dropout, drop_path=drop_path)
-    if num_classes < 1:
-        raise ValueError(f"num_classes={num_classes}: use 1 or more")
     _check_name(name)
     settings = _settings(name, num_classes, image_size, dropout, drop_path)
     model = _create(name, settings, pretrained=pretrained and weights is None)
@@ -119,7 +89,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
     if "img_size" in accepted:
         settings["img_size"] = image_size
         patch = max(getattr(model, "patch_embed", getattr(model, "stem", None)).patch_size)  # type: ignore[union-attr]
-        if image_size < 1 or image_size % patch:
+        if image_size % patch:
             below = max(image_size // patch, 1) * patch
             raise ValueError(
                 f"dataset.image_size={image_size}: {name} cuts images into patches of {patch} pixels; "
@@ -148,19 +118,15 @@ def _load(model: Any, file: Path) -> None:
 
     Raises ValueError for a file that cannot be read or whose tensors are not those of the model.
     """
-    tensors = _read(file)
-    classifier = model.pretrained_cfg["classifier"]
-    own = model.state_dict()
+    tensors, own = _read(file), model.state_dict()
     _fit_positions(model, tensors)
-    # One matrix or vector of another number of classes tells that both are.
-    if any(
-        name in own and tensor.shape[:1] != own[name].shape[:1]
-        for name, tensor in tensors.items()
-        if name.startswith(f"{classifier}.")
-    ):
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{classifier}.")}
-        own = {name: tensor for name, tensor in own.items() if not name.startswith(f"{classifier}.")}
-    # Batch norm of old counts no mini-batches, and only an average over all of them would need the number.
+    # A classifier is left out whole: one tensor for another number of classes tells that all are.
+    classifier = f"{model.pretrained_cfg['classifier']}."
+    shared = [name for name in own if name.startswith(classifier) and name in tensors]
+    if any(tensors[name].shape[:1] != own[name].shape[:1] for name in shared):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(classifier)}
+        own = {name: tensor for name, tensor in own.items() if not name.startswith(classifier)}
+    # Old files have no batch norm's count of mini-batches; only an average over all of them would need the number.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
     unknown = [name for name in tensors if name not in own]
     other = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]

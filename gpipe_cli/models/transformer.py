@@ -4,7 +4,7 @@ The paper describes no more than the sizes; the rest follows Lingvo, its code ba
 dropout only on the attention weights and on what a part adds to its input, sinusoidal positions, an embedding drawn
 from N(0, 1 / width) and multiplied by sqrt(width). Weights start after Glorot, biases at zero.
 
-No module owns a buffer and all that own parameters fill them in alone, as every process builds its own layers only.
+No module owns a buffer, and all that own parameters can fill them in alone, as a process builds its own layers only.
 """
 
 import math
@@ -42,9 +42,14 @@ class Embedding(nn.Embedding):
         vocabulary: tokens are 0 to vocabulary - 1.
         width: entries of a vector.
         length: the longest sequence, tokens. Positions have no parameters, so this is a check and no size.
+
+    Raises:
+        ValueError: an odd width, which has no two halves for sines and cosines.
     """
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
+        if width % 2:
+            raise ValueError(f"model.width={width}: half of it are sines, half cosines; use {width - 1} or {width + 1}")
         self.length = length
         super().__init__(vocabulary, width)
 
@@ -181,9 +186,3 @@ class Softmax(nn.Module):
 
     def extra_repr(self) -> str:
         return f"clip={self.clip:g}" if self.clip else ""
-
-
-def check_width(width: int) -> None:
-    """Raise ValueError for an odd width, which has no two halves for sines and cosines."""
-    if width % 2:
-        raise ValueError(f"model.width={width}: half of it are sines, half cosines; use {width - 1} or {width + 1}")

@@ -11,8 +11,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from gpipe_cli.models.checks import check_probabilities, check_sizes
-from gpipe_cli.models.transformer import Embedding, SelfAttentionLayer, Softmax, check_width
+from gpipe_cli.models.transformer import Embedding, SelfAttentionLayer, Softmax
 
 
 def transformer_lm(
@@ -41,11 +40,8 @@ def transformer_lm(
         attention_dropout: probability to drop an attention weight.
 
     Raises:
-        ValueError: a setting out of range, or heads that do not divide the width.
+        ValueError: an odd width, or heads that do not divide it.
     """
-    check_sizes(layers=layers, width=width, hidden=hidden, heads=heads, vocabulary=vocabulary, length=length)
-    check_width(width)
-    check_probabilities(dropout=dropout, attention_dropout=attention_dropout)
     if width % heads:
         raise ValueError(
             f"model.width={width} does not divide among model.heads={heads}; use a multiple of {heads} as the width"

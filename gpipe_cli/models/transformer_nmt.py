@@ -2,8 +2,8 @@
 
     embedding  encoder_00 ... encoder_norm [target_embedding]  decoder_00 ... softmax
 
-A pipeline runs its stages one after the other, so what the decoder needs travels through the encoder: the target. And
-what every decoder layer needs travels along behind it: the encoded source. Between layers is always the tuple
+A pipeline runs its stages one after the other, so the target passes through the encoder, as the decoder needs it, and
+the encoded source through the decoder, as every layer of it does. Between layers is always the tuple
 
     source (N, S, width), source mask (N, S) bool, target (N, T, width) -- or (N, T) int64 while it is not yet embedded
 
@@ -20,15 +20,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.models.checks import check_probabilities, check_sizes
-from gpipe_cli.models.transformer import (
-    Attention,
-    Embedding,
-    FeedForward,
-    SelfAttentionLayer,
-    Softmax,
-    check_width,
-)
+from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, SelfAttentionLayer, Softmax
 
 
 class SourceEmbedding(Embedding):
@@ -38,7 +30,7 @@ class SourceEmbedding(Embedding):
         super().__init__(vocabulary, width, length)
         self.pad = pad
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
         source, target = inputs
         return super().forward(source), source != self.pad, target
 
@@ -46,7 +38,7 @@ class SourceEmbedding(Embedding):
 class SharedEmbedding(SourceEmbedding):
     """Takes (source (N, S), target (N, T)) and embeds both with one matrix."""
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
         source, target = inputs
         # One look-up for both: two would each bring a gradient as large as the matrix.
         vectors = nn.Embedding.forward(self, torch.cat([source, target], dim=1))
@@ -57,15 +49,15 @@ class SharedEmbedding(SourceEmbedding):
 class TargetEmbedding(Embedding):
     """Takes (source, mask, target (N, T) int64) and embeds the target."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
         source, mask, target = inputs
         return source, mask, super().forward(target)
 
 
 class EncoderLayer(SelfAttentionLayer):
-    """Self-attention over the real tokens of the source, and feed-forward; the target passes by."""
+    """Self-attention over the real tokens of the source, and feed-forward; the target is passed on."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
         source, mask, target = inputs
         return super().forward(source, mask), mask, target
 
@@ -73,16 +65,16 @@ class EncoderLayer(SelfAttentionLayer):
 class EncoderNorm(nn.LayerNorm):
     """Normalises the encoded source once for all decoder layers."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # tuples travel here
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
         source, mask, target = inputs
         return super().forward(source), mask, target
 
 
 class DecoderLayer(nn.Module):
-    """The target attends to what is before it, then to the source, then feed-forward; the source passes by.
+    """The target attends to what is before it, then to the source, then feed-forward; the source is passed on.
 
     Padding at the end of a target needs no mask: no real token comes after it. The last layer returns the target alone,
-    (N, T, width): nobody behind it asks for the source.
+    (N, T, width): no later layer needs the source.
     """
 
     def __init__(
@@ -150,24 +142,11 @@ def transformer_nmt(
             against divergence, after Fixup).
         logit_clip: the largest magnitude of a logit (its second remedy; Lingvo's `logits_abs_max`); 0 is off.
         shared_embedding: whether one matrix embeds source and target.
-        pad: the token that fills up sentences. Padded source positions are seen by nobody.
+        pad: the token that fills up sentences. Padded source positions are masked.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: an odd width.
     """
-    check_sizes(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        width=width,
-        head_width=head_width,
-        vocabulary=vocabulary,
-        length=length,
-    )
-    check_width(width)
-    check_probabilities(dropout=dropout, attention_dropout=attention_dropout)
-    if not logit_clip >= 0:
-        raise ValueError(f"model.logit_clip={logit_clip}: use a positive number, or 0 not to clip")
     scale = 1 / layers if depth_scaled else 1.0
     sizes = (width, hidden, heads, head_width, dropout, attention_dropout)
     sequence: OrderedDict[str, nn.Module] = OrderedDict()

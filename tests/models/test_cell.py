@@ -1,14 +1,62 @@
-"""A cell is wired as its genotype says, and treats its two inputs as the TPU reference does."""
+"""The wiring is that of the TPU reference's tables, a cell is wired so, and its two inputs are treated as there."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.models.cell import Cell, FeatureMap
+from gpipe_cli.models.cell import GENOTYPES, Cell, CellGenotype, FeatureMap, Variant
 from gpipe_cli.models.drop_path import set_progress
-from gpipe_cli.models.genotype import CellGenotype, Variant, genotype
 from gpipe_cli.models.operations import AfterRelu, FactorizedReduction
+
+# the reference's tables, retyped as `operation(state)` pairs
+NORMAL_B = """
+    1x1(1) + max_pool_3x3(1)
+    identity(1) + separable_3x3_2(0)
+    1x1(1) + separable_3x3_2(0)
+    1x1(2) + identity(2)
+    avg_pool_3x3(1) + 1x1(5)
+    output 0 3 4 6
+"""
+NORMAL_D = """
+    1x1(1) + max_pool_3x3(1)
+    identity(1) + 1x7_7x1(0)
+    1x1(0) + 1x7_7x1(0)
+    max_pool_3x3(2) + identity(2)
+    avg_pool_3x3(1) + 1x1(5)
+    output 0 3 4 6
+"""
+REDUCTION_B = """
+    max_pool_2x2(0) + max_pool_3x3(0)
+    identity(2) + 3x3(1)
+    separable_5x5_2(2) + max_pool_3x3(2)
+    identity(3) + separable_3x3_2(1)
+    avg_pool_3x3(4) + 1x1(3)
+    output 5 6
+"""
+REDUCTION_D = """
+    max_pool_2x2(0) + max_pool_3x3(0)
+    identity(2) + 3x3(1)
+    1x7_7x1(2) + max_pool_3x3(2)
+    identity(3) + max_pool_2x2(1)
+    avg_pool_3x3(2) + 1x1(3)
+    output 4 5 6
+"""
+
+
+def written(cell: CellGenotype) -> list[str]:
+    pairs = [" + ".join(f"{name}({state})" for name, state in pair) for pair in cell.pairs]
+    return [*pairs, "output " + " ".join(str(state) for state in cell.output)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "normal", "reduction"), [("b", NORMAL_B, REDUCTION_B), ("d", NORMAL_D, REDUCTION_D)]
+)
+def test_tables(variant: Variant, normal: str, reduction: str) -> None:
+    cells = GENOTYPES[variant]
+    assert written(cells.normal) == [line.strip() for line in normal.strip().splitlines()]
+    assert written(cells.reduction) == [line.strip() for line in reduction.strip().splitlines()]
+
 
 CURRENT = FeatureMap(12, 7)
 PREVIOUS = FeatureMap(8, 7)  # as many channels as a state, so it is state 1 as it is
@@ -36,36 +84,31 @@ def inputs(previous: FeatureMap) -> tuple[Tensor, Tensor]:
     return torch.randn(2, *CURRENT, CURRENT.size), torch.randn(2, *previous, previous.size)
 
 
-def operation_of(cell: Cell, pair: int, side: int) -> nn.Module:
-    return cell.operations[2 * pair + side]
-
-
 def by_hand(cell: Cell, current: Tensor, previous: Tensor, wiring: list[tuple[int, int]], output: list[int]) -> Tensor:
     """The cell once more, every ReLU on its own; `wiring` says which states each sum reads."""
     states = [cell.current(F.relu(current)), cell.previous(previous)]
     for pair, sources in enumerate(wiring):
         terms = []
         for side, state in enumerate(sources):
-            apply = operation_of(cell, pair, side)
+            apply = cell.operations[2 * pair + side]
             terms.append(apply(F.relu(states[state]) if isinstance(apply, AfterRelu) else states[state]))
         states.append(terms[0] + terms[1])
     return torch.cat([states[index] for index in output], dim=1)
 
 
 @pytest.mark.parametrize(
-    ("variant", "stride", "wiring", "output"),
+    ("variant", "stride", "wiring", "output", "previous"),
     [
-        ("b", 1, [(1, 1), (1, 0), (1, 0), (2, 2), (1, 5)], [0, 3, 4, 6]),
-        ("d", 1, [(1, 1), (1, 0), (0, 0), (2, 2), (1, 5)], [0, 3, 4, 6]),
-        ("b", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (4, 3)], [5, 6]),
-        ("d", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (2, 3)], [4, 5, 6]),
+        ("b", 1, [(1, 1), (1, 0), (1, 0), (2, 2), (1, 5)], [0, 3, 4, 6], PREVIOUS),
+        ("d", 1, [(1, 1), (1, 0), (0, 0), (2, 2), (1, 5)], [0, 3, 4, 6], FeatureMap(12, 7)),
+        ("b", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (4, 3)], [5, 6], FeatureMap(4, 14)),
+        ("d", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (2, 3)], [4, 5, 6], FeatureMap(4, 13)),
     ],
 )
-@pytest.mark.parametrize("previous", [PREVIOUS, FeatureMap(12, 7), FeatureMap(4, 14), FeatureMap(4, 13)])
 def test_wiring(
     variant: Variant, stride: int, wiring: list[tuple[int, int]], output: list[int], previous: FeatureMap
 ) -> None:
-    cells = genotype(variant)
+    cells = GENOTYPES[variant]
     cell = build(cells.normal if stride == 1 else cells.reduction, stride, previous)
     x, skip = inputs(previous)
     before = [x.clone(), skip.clone()]
@@ -80,7 +123,7 @@ def test_wiring(
 
 def test_one_state_is_rectified_once() -> None:
     """D reads the rectified state 0 in three operations; autograd keeps one tensor for them."""
-    cell = build(genotype("d").normal, 1)
+    cell = build(GENOTYPES["d"].normal, 1)
     seen: list[int] = []
     for apply in cell.operations:
         if isinstance(apply, AfterRelu):
@@ -94,7 +137,7 @@ def test_one_state_is_rectified_once() -> None:
 
 
 def test_predecessor() -> None:
-    kind = genotype("d").normal
+    kind = GENOTYPES["d"].normal
     assert isinstance(build(kind, 1, PREVIOUS).previous, nn.Identity)
     assert isinstance(build(kind, 1, FeatureMap(8, 14)).previous, FactorizedReduction)
     projection = build(kind, 1, FeatureMap(6, 7)).previous
@@ -103,7 +146,7 @@ def test_predecessor() -> None:
 
 
 def test_first_cell_reads_the_stem_unprojected() -> None:
-    cell = build(genotype("d").reduction, 2, previous=None)
+    cell = build(GENOTYPES["d"].reduction, 2, previous=None)
     x = torch.randn(2, 12, 7, 7)
     result, current = cell(x)
     assert current is x
@@ -113,16 +156,15 @@ def test_first_cell_reads_the_stem_unprojected() -> None:
     )
 
 
-def test_auxiliary_logits_ride_along() -> None:
+def test_auxiliary_logits_are_passed_on() -> None:
     x, skip = inputs(PREVIOUS)
     logits = torch.randn(2, 10)
-    assert build(genotype("b").normal, 1)((x, skip, logits))[2] is logits
+    assert build(GENOTYPES["b"].normal, 1)((x, skip, logits))[2] is logits
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("variant", ["b", "d"])
+@pytest.mark.parametrize(("variant", "stride"), [("b", 1), ("d", 2)])
 def test_drop_path_spares_identities_only(variant: Variant, stride: int) -> None:
-    cells = genotype(variant)
+    cells = GENOTYPES[variant]
     kind = cells.normal if stride == 1 else cells.reduction
     cell = build(kind, stride, drop_path=0.5)
     set_progress(cell, 1.0)

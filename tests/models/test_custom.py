@@ -105,8 +105,6 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
     ("target", "arguments", "message"),
     [
         ("zoo_for_tests.nets.build", {}, "not of the form package.module:function"),
-        ("zoo_for_tests.nets:", {}, "not of the form"),
-        (":build", {}, "not of the form"),
         ("zoo_for_tests/nets.py:build", {}, "not of the form"),
         ("zoo_for_tests.nets:build(3)", {}, "not of the form"),
         ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
@@ -114,7 +112,7 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
         ("lacking_for_tests:build", {}, "lacking_for_tests imports a_module_that_nobody_has, which is not installed"),
         ("broken_for_tests:build", {}, r"broken_for_tests cannot be imported \(SyntaxError: "),
         ("leaving_for_tests:build", {}, r"cannot be imported \(SystemExit: 7\)"),
-        ("raising_for_tests:build", {}, r"cannot be imported \(RuntimeError: two lines\)"),
+        ("raising_for_tests:build", {}, r"cannot be imported \(RuntimeError: two; lines\)"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no bild"),
         ("zoo_for_tests.nets:NUMBER", {}, "NUMBER is not a function but of type int"),
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),

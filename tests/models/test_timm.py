@@ -1,0 +1,334 @@
+"""timm's networks by name: a chain computes what timm's own model computes, bit for bit, from timm's initial values and
+files of weights; and what is refused."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gpipe_cli.models.chain import chain
+from gpipe_cli.models.timm_models import build_timm
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
+
+ONE_BLOCK = {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)}
+SHORT = {"depths": (1, 2, 1, 1), "dims": (16, 16, 24, 24)}
+TOKENS = {"depth": 2, "embed_dim": 24, "num_heads": 2, "img_size": 32}
+MIXED = {"img_size": 32}
+
+# Members of every family, made small where the name alone stands for millions of parameters.
+MEMBERS: list[tuple[str, dict[str, Any]]] = [
+    ("resnet18", ONE_BLOCK),
+    ("resnet26t", ONE_BLOCK),  # three convolutions in the stem, averages before the shortcuts
+    ("resnet50", {"layers": (2, 1, 1, 2), "channels": (8, 16, 16, 16)}),
+    ("seresnet50", ONE_BLOCK),
+    ("resnetblur50", ONE_BLOCK),
+    ("convnext_atto", SHORT),
+    ("convnext_atto_ols", SHORT),  # overlapping patches
+    ("convnext_atto", {**SHORT, "head_norm_first": True}),
+    ("vit_tiny_patch16_224", TOKENS),
+    ("vit_base_patch16_clip_224", TOKENS),  # a normalisation before the blocks
+    ("vit_medium_patch16_reg4_gap_256", TOKENS),  # registers, no class token, the average of all patches
+    ("deit3_small_patch16_224", TOKENS),  # no position for the class token
+    ("vit_tiny_r_s16_p8_224", {**TOKENS, "img_size": 64}),  # convolutions in the stem
+    ("test_efficientnet", {}),
+    ("efficientnet_lite0", {}),
+    ("mobilenetv2_035", {}),
+    ("mobilenetv3_small_050", {}),
+    ("mobilenetv4_conv_small_035", {}),  # a normalisation in the head
+    ("regnetx_002", {}),
+    ("regnetz_005", {}),
+    ("vgg11", {"mlp_ratio": 0.01}),
+    ("vgg11_bn", {"mlp_ratio": 0.01}),
+    ("mixer_s32_224", MIXED),
+    ("resmlp_12_224", MIXED),
+]
+IDS = [f"{index}_{name}" for index, (name, _) in enumerate(MEMBERS)]
+SMALL = "test_resnet"
+
+
+def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
+    """The tensors of a chain under the names that timm gives them."""
+    return {name.partition(".")[2]: tensor for name, tensor in sequence.state_dict().items()}
+
+
+# The chain.
+
+
+def member(name: str, settings: dict[str, Any], *, regular: bool) -> nn.Module:
+    """timm's model for seven classes; `regular` puts dropout and, where there are branches to drop, drop-path on."""
+    torch.manual_seed(1)
+    rates = {"drop_rate": 0.3} | ({} if name.startswith("vgg") else {"drop_path_rate": 0.3})
+    model = timm.create_model(name, num_classes=7, **settings, **(rates if regular else dict.fromkeys(rates, 0.0)))
+    # Zeros at the end of branches and scales of one would hide a mistake.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def images(settings: dict[str, Any]) -> Tensor:
+    torch.manual_seed(2)
+    size = settings.get("img_size", 40)
+    return torch.randn(4, 3, size, size)
+
+
+@pytest.mark.parametrize(("name", "settings"), MEMBERS, ids=IDS)
+def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
+    """Evaluation, then training with and without random parts: outputs, gradients and running statistics."""
+    for regular in (False, True):
+        model = member(name, settings, regular=regular)
+        sequence = chain(copy.deepcopy(model))
+        x = images(settings)
+        for training in (False, True):
+            results = []
+            for each in (model.train(training), sequence.train(training)):
+                torch.manual_seed(3)
+                results.append(each(x))
+            assert torch.equal(*results), (regular, training)
+        for result in results:
+            assert result.shape == (4, 7)
+            result.backward(torch.linspace(-1, 1, result.numel()).view_as(result))
+        gradients = {path.partition(".")[2]: value.grad for path, value in sequence.named_parameters()}
+        for path, parameter in model.named_parameters():
+            assert parameter.grad is not None, path
+            assert torch.equal(parameter.grad, gradients[path]), path
+        ours, theirs = timm_state(sequence), model.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, ours[path]) for path, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(("name", "settings"), MEMBERS, ids=IDS)
+def test_a_chain_of_separate_layers(name: str, settings: dict[str, Any]) -> None:
+    """One tensor passes from layer to layer, no layer changes what it gets, and costs follow from shapes."""
+    sequence = chain(member(name, settings, regular=True))
+    names = [path for path, _ in sequence.named_children()]
+    assert (names[0], names[-1]) == (("features_0" if name.startswith("vgg") else "stem"), "head")
+    assert not any("." in path for path in names)
+    x = images(settings)
+    for path, layer in sequence.named_children():
+        before = x.clone()
+        result = layer(x)
+        assert isinstance(result, Tensor), path
+        assert torch.equal(x, before), path
+        x = result.detach()
+    owners = [{id(tensor) for tensor in layer.parameters()} for layer in sequence]
+    assert len(set().union(*owners)) == sum(map(len, owners)), "no parameter belongs to two layers"
+    costs = trace_layers(sequence.to("meta"), as_boundary((images(settings)[:1],)), training=True)
+    assert [cost.name for cost in costs] == names
+    assert all(len(cost.outputs) == 1 for cost in costs)
+
+
+def test_names_of_layers() -> None:
+    with torch.device("meta"):
+        chains = {
+            name: [path for path, _ in chain(timm.create_model(name)).named_children()]
+            for name in ("resnet18", "convnext_atto", "vit_tiny_patch16_224", "mobilenetv2_100", "regnetx_002", "vgg11")
+        }
+    blocks = [f"layer{stage}_{block}" for stage in range(1, 5) for block in range(2)]
+    assert chains["resnet18"] == ["stem", *blocks, "head"]
+    blocks = [f"stages_{stage}_blocks_{block}" for stage, depth in enumerate((2, 2, 6, 2)) for block in range(depth)]
+    assert chains["convnext_atto"] == ["stem", *blocks, "head"]
+    assert chains["vit_tiny_patch16_224"] == ["stem", *[f"blocks_{block}" for block in range(12)], "head"]
+    assert chains["mobilenetv2_100"][:3] == ["stem", "blocks_0_0", "blocks_1_0"]
+    assert chains["regnetx_002"][:4] == ["stem", "s1_b1", "s2_b1", "s3_b1"]
+    assert chains["vgg11"] == [*[f"features_{index}" for index in (0, 3, 6, 8, 11, 13, 16, 18)], "head"]
+
+
+def test_modules_are_shared() -> None:
+    model = timm.create_model("test_resnet", num_classes=7).eval()
+    sequence = chain(model)
+    assert {id(tensor) for tensor in model.parameters()} == {id(tensor) for tensor in sequence.parameters()}
+    assert not any(module.training for module in sequence.modules())
+
+
+def test_a_tensor_that_no_layer_has_is_noticed() -> None:
+    model = timm.create_model("test_resnet")
+    model.register_buffer("extra", torch.zeros(1), persistent=False)
+    with pytest.raises(ValueError, match="has tensors that its chain of layers does not know, such as extra"):
+        chain(model)
+
+
+# By name.
+
+
+def build(name: str = SMALL, **settings: Any) -> nn.Sequential:
+    return build_timm(name, **{"num_classes": 7, "image_size": 32, "dropout": 0.0, "drop_path": 0.0, **settings})
+
+
+@pytest.mark.parametrize("name", [SMALL, "vit_tiny_patch16_224", "mobilenetv2_035"])
+def test_initial_values_are_those_of_timm(name: str) -> None:
+    torch.manual_seed(5)
+    ours = timm_state(build(name))
+    torch.manual_seed(5)
+    size = {"img_size": 32} if name.startswith("vit") else {}
+    theirs = timm.create_model(name, num_classes=7, **size).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert same(ours, theirs)
+
+
+def test_a_model_without_memory() -> None:
+    with torch.device("meta"):
+        model = build("resnet50.a1_in1k", num_classes=1000)  # a tag may be given
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert len(model) == 1 + 16 + 1
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+
+
+def test_settings_arrive() -> None:
+    model = build("vit_tiny_patch16_224", dropout=0.25, drop_path=0.5, image_size=48)
+    probabilities = [getattr(module, "drop_prob", None) for module in model.modules()]
+    assert max(value for value in probabilities if value) == 0.5
+    assert model.get_submodule("head.head_drop").p == 0.25
+    assert model.get_submodule("stem").pos_embed.shape == (1, 10, 192)
+    assert model.get_submodule("head.head").out_features == 7
+    assert build(dropout=0.25).get_submodule("head.dropout").p == 0.25
+
+
+# Weights.
+
+
+def save(tensors: dict[str, Tensor], file: Path) -> str:
+    """In the format of the file's ending."""
+    if file.suffix == ".safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    else:
+        torch.save(tensors, file)
+    return str(file)
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], but: str = "-") -> bool:
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items() if not name.startswith(but))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pth"])
+def test_weights_from_a_file(ending: str, tmp_path: Path) -> None:
+    other = timm.create_model(SMALL, num_classes=7).state_dict()
+    file = save(other, tmp_path / f"weights.{ending}")
+    assert same(timm_state(build(weights=file)), other)
+    # The file comes first: nothing is asked from the network.
+    assert same(timm_state(build(weights=file, pretrained=True)), other)
+
+
+@pytest.mark.parametrize(("name", "head"), [(SMALL, "fc."), ("test_convnext", "head.fc."), ("test_efficientnet", "cl")])
+def test_a_classifier_for_other_classes_is_left_out(name: str, head: str, tmp_path: Path) -> None:
+    other = timm.create_model(name, num_classes=11).state_dict()
+    file = save(other, tmp_path / "weights.safetensors")
+    torch.manual_seed(6)
+    ours = timm_state(build(name, weights=file))
+    torch.manual_seed(6)
+    fresh = timm_state(build(name))
+    left_out = [path for path in ours if path.startswith(head)]
+    assert len(left_out) == 2
+    assert same(ours, other, but=head)
+    assert all(torch.equal(ours[path], fresh[path]) for path in left_out)
+
+
+def test_positions_are_stretched_to_another_image_size(tmp_path: Path) -> None:
+    other = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=64).state_dict()
+    # A slope from left to right in every channel stays one.
+    slope = torch.arange(4.0).expand(4, 4).reshape(1, 16, 1).expand(1, 16, 192)
+    other["pos_embed"] = torch.cat([torch.full((1, 1, 192), 9.0), slope], 1)
+    model = build("vit_tiny_patch16_224", image_size=128, weights=save(other, tmp_path / "weights.safetensors"))
+    ours = timm_state(model)
+    assert same(ours, other, but="pos_embed")
+    assert ours["pos_embed"].shape == (1, 65, 192)
+    assert torch.equal(ours["pos_embed"][0, 0], torch.full((192,), 9.0))
+    rows = ours["pos_embed"][0, 1:, 0].reshape(8, 8)
+    assert torch.allclose(rows, rows[:1].expand(8, 8), atol=1e-5)
+    assert (rows[0, 1:] > rows[0, :-1]).all()
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    own = timm.create_model(SMALL, num_classes=7).state_dict()
+    lacking = {name: tensor for name, tensor in own.items() if not name.startswith("layer1.0.conv")}
+    besides = {**own, "extra": torch.zeros(1)}
+    reshaped = {**own, "conv1.0.weight": torch.zeros(1, 2, 3, 3)}
+    for tensors, message in (
+        (lacking, r"the file lacks layer1\.0\.conv1\.weight and \d more"),
+        (besides, r"the file has besides extra;"),
+        (reshaped, r"the file has in another shape conv1\.0\.weight;"),
+    ):
+        file = save(tensors, tmp_path / "weights.pth")
+        with pytest.raises(ValueError, match=message) as caught:
+            build(weights=file)
+        assert str(caught.value).startswith(f"model.weights={file}: ")
+        assert "\n" not in str(caught.value)
+
+
+class Evil:
+    """Unpickling it would write a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_files_that_are_no_weights(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    torch.save({"fc.weight": Evil(trace)}, tmp_path / "evil.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save({"fc.weight": 3}, tmp_path / "numbers.pth")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    (tmp_path / "text.pth").write_text("no tensors")
+    for name, message in (
+        ("absent.pth", "there is no such file"),
+        ("evil.pth", "cannot be read as weights"),
+        ("text.safetensors", "cannot be read as weights"),
+        ("text.pth", "cannot be read as weights"),
+        ("list.pth", "cannot be read as weights|does not hold a dictionary of tensors"),
+        ("numbers.pth", "does not hold a dictionary of tensors"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            build(weights=str(tmp_path / name))
+        assert str(caught.value).startswith(f"model.weights={tmp_path / name}: ")
+        assert "\n" not in str(caught.value)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "seresnet18"])  # the second has no weights anywhere
+def test_pretrained_weights_out_of_reach(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    caplog.set_level(logging.ERROR, logger="timm")
+    with pytest.raises(ValueError, match=f"the weights of {name} cannot be had here .*model.weights=FILE") as caught:
+        build(name, pretrained=True)
+    assert str(caught.value).startswith("model.pretrained=true: ")
+    assert "\n" not in str(caught.value)
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("resnet51", {}, r"model\.name=resnet51: timm has no model of this name; did you mean .*resnet50"),
+        ("#", {}, r"model\.name=#: timm has no model of this name; timm\.list_models"),
+        ("resnet50.a9_in1k", {}, r"model\.name=resnet50\.a9_in1k: timm has no weights a9_in1k for .*; some .*in1k"),
+        ("densenet121", {}, r"model\.name=densenet121: timm's class DenseNet has no .*; use one of ResNet, .*MlpMixer"),
+        ("deit_tiny_distilled_patch16_224", {}, r"class VisionTransformerDistilled has no chain"),
+        ("test_vit3", {}, r"VisionTransformer pools by attention"),
+        ("test_vit", {}, r"VisionTransformer takes images of any size"),
+        ("vgg11", {"drop_path": 0.1}, r"model\.drop_path=0\.1: vgg11 has no branches to drop; use 0"),
+        ("vit_tiny_patch16_224", {"image_size": 40}, r"dataset\.image_size=40: .* patches of 16 pixels; use 32 or 48"),
+        ("vit_tiny_patch16_224", {"image_size": 9}, r"dataset\.image_size=9: .* use 16 or 32"),
+        ("mixer_s32_224", {"image_size": 40}, r"dataset\.image_size=40: .* patches of 32 pixels"),
+    ],
+)
+def test_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message) as caught:
+        build(name, **settings)
+    assert "\n" not in str(caught.value)
