@@ -18,13 +18,13 @@ from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.system.streams import lost_output, prepare_streams
 
 COMMANDS = {
-    "train": "train a model with GPipe, or sweep over settings with -m",
-    "bench": "measure a configuration, or with -m a table of them: speed, bubble, memory, FLOP/s",
-    "plan": "predict a step: time, bubble, memory; on this machine or another",
+    "train": "train a model with GPipe, or with -m a sweep over settings",
+    "bench": "measure steps: speed, bubble, memory, FLOP/s; with -m a table of settings",
+    "plan": "predict a step without running it: time, bubble, memory; for this machine or another",
     "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
     "check": "prove on your own model that partitions, schedules and recomputation change nothing",
-    "reproduce": "a table, figure or result of the paper, at the scale that the machine allows",
-    "compare": "runs beside each other: a table of what differs, curves, bars and a page",
+    "reproduce": "run a table, figure or result of the paper, at the scale that the machine allows",
+    "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
 }
 USAGE = "\n".join(
     [

@@ -13,14 +13,14 @@ from gpipe_cli.commands.folders import locked_folder
 
 OUTPUT = Path("outputs")
 HELP = """\
-Puts runs beside each other: a table of what differs and what came of it, their curves and bars.
+Compares runs: a table of the settings that differ and of the results, with curves and bars.
 
 Usage: gpipe compare RUN [RUN ...] [--csv] [--output FOLDER]
 
-RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, outputs.
-Speeds, bubbles and memory in one column were all measured. Runs that failed and runs of different models
-are shown as well, with a note that says what cannot be compared. What a sweep was asked for and refused, such
-as more partitions than there are layers, is named below it.
+RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, or outputs.
+All speeds, bubbles and memory in one column were measured. Runs that failed and runs of different models are shown,
+with a note that says what cannot be compared. Below a sweep its settings that were refused are named, such as more
+partitions than there are layers.
 
 Options
   --csv              print the table as CSV, all columns, and write no files

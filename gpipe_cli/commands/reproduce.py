@@ -24,13 +24,13 @@ from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
 
-HELP = """Reproduces a table, figure or result of the GPipe paper, and prints its numbers beside ours.
+HELP = """Runs a table, figure or result of the GPipe paper, and prints the paper's numbers beside ours.
 
 Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce NAME [setting=value ...]      runs one
 
 Settings
-  scale      auto: the paper's scale if the GPUs for it are here, or else a desk's | desk | paper (auto)
+  scale      paper: as in the paper | desk: scaled down to two CPU cores | auto: paper if its GPUs are here (auto)
   output     folder of the folder that everything goes to (outputs)
   any other  goes to every command of the recipe: seed=1, batch_size=64; what is then of another size than the
              paper's is not compared with it
