@@ -13,4 +13,4 @@ torch.set_num_threads(1)
 def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
     each of them. `training/test_timing.py` and the processes that tests start do time it."""
-    monkeypatch.setattr(timing, "speeds_here", lambda config, say=None: None)
+    monkeypatch.setattr(timing, "machine_rates", lambda config, log=None: None)

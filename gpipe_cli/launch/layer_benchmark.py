@@ -9,7 +9,7 @@ alone, and by all of them at the same time.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -29,27 +29,13 @@ from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
 from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
+from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.engine import Groups, build_stage
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
 _LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
 _LINK_ROUNDS = 15
-
-Pass = list[tuple[float, float, float]]  # of each layer: forward, forward that keeps its graph, backward
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Message to the parent: seconds of one micro-batch. Machine timing remembers the fields by these names."""
-
-    alone: Pass  # by one process
-    together: Pass | None  # by all processes at the same time; None if there is one
-    updates: list[float]  # of each layer's weights
-    set_up: float  # once a step
-    link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
-    spread: float  # quartiles over the median, of the passes that lie furthest apart
-    share_of_core: float  # of the time, that a process had a core to itself
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""The story of `gpipe plan`: shapes, choices, simulation; then what is shown and written."""
+"""What `gpipe plan` does: profile the model, choose what is auto, simulate; then show and write the plan."""
 
 import gc
 import json
@@ -13,8 +13,8 @@ from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.launch.run_report import model_name
 from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.largest_model import solve_max_model
-from gpipe_cli.planner.placement import memory_limit, place
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.reporting.plan_view import plan_view, predicted_view
 from gpipe_cli.reporting.plots.timeline import draw, write_picture
@@ -37,7 +37,7 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A large plan makes a million small things and ends; looking for garbage among them takes seconds."""
+    """A large plan makes a million small objects, and the process ends after it; collecting takes seconds."""
     gc.disable()
     try:
         yield
@@ -48,29 +48,28 @@ def _without_garbage_collection() -> Iterator[None]:
 def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
     console = Console()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         show_line(console, text)
 
     _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
     if solve is None:
-        prepared = prepare(config, auto, say, elsewhere=config.hardware.name != "auto")
-        config, shapes, made, choices = prepared.config, prepared.shapes, prepared.plan, prepared.choices
+        prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
+        config, profile, made, choices = prepared.config, prepared.profile, prepared.plan, prepared.choices
     else:
-        config, shapes, made, choices = solve_max_model(config, lambda one, seen: step_costs(one, seen, say), say)
+        config, profile, made, choices = solve_max_model(config, lambda one, traced: step_costs(one, traced, log), log)
     files = [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]
-    hardware = resolved(config.hardware, place(config)[0][0])
-    view = plan_view(config, model_name(config), shapes, made, hardware, memory_limit(config), choices, files)
+    view = plan_view(config, model_name(config), profile, made, place(config), choices, files)
     try:
         write_whole(folder / SETTINGS, to_yaml(config))
         _write_timeline(made, model_name(config), folder)
-    finally:  # a plan that cannot be written is shown all the same
+    finally:  # a plan that cannot be written is still shown
         show_plan(console, view, folder)
     return 0
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:
     """Raises ValueError if a plan by figures cannot be made, for want of one."""
-    hardware = resolved(config.hardware, place(config)[0][0])
+    hardware = resolved(config.hardware, place(config).stages[0])
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
     if config.cost == "figures" and missing:

@@ -1,4 +1,4 @@
-"""What a command decides before anything runs: the settings that were left open, the plan, the layout."""
+"""What a command decides before anything runs: the settings that were left open, the plan, the placement."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.placement import Placement, default_threads, make_placement, threads_of
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.search import Comparison, choose
 from gpipe_cli.system.machine import usable_cores
@@ -19,45 +20,46 @@ class Prepared:
     """A run that could begin: every setting has its value, `threads` too, as sums depend on it in their last bits."""
 
     config: TrainConfig
-    shapes: ModelProfile
+    profile: ModelProfile
     plan: Plan
     layout: Placement
     choices: tuple[Comparison, ...]
-    resumed: tuple[tuple[str, str], ...]  # what became of the threads of the run that goes on, as lines of a banner
+    resumed: tuple[tuple[str, str], ...]  # how the threads of a resumed run differ, as lines of a banner
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """Whose the costs of the layers are, if not ours; what was chosen, and from what; the threads of a run that
-        goes on; what has to take turns: lines of a banner."""
-        whose = self.plan.costs.whose
-        own = (("layer costs", f"given by {whose}"),) if whose else ()
+        """Lines of a banner: which setting gave the costs of the layers; what was chosen, and from what; the threads of
+        a resumed run; what has to take turns."""
+        setting = self.plan.costs.weighted_by
+        own = (("layer costs", f"given by {setting}"),) if setting else ()
         return (*own, *(("chosen", _words(choice)) for choice in self.choices), *self.resumed, *_turns(self.layout))
 
 
 def prepare(
-    config: TrainConfig, auto: Collection[str], say: Callable[[str], None], *, elsewhere: bool = False
+    config: TrainConfig, auto: Collection[str], log: Callable[[str], None], *, elsewhere: bool = False
 ) -> Prepared:
-    """Choose what is `auto`, plan the step, cut the model. `say` is told what takes seconds; `elsewhere`: the devices
-    here do not count.
+    """Choose what is `auto`, plan the step, cut the model.
+
+    `log` gets a line before what takes seconds; `elsewhere`: the devices here do not count.
 
     Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
     """
-    shapes = profile_model(config)
+    profile = profile_model(config)
     config, plan, choices = choose(
-        config, auto, shapes, lambda candidate, seen: step_costs(candidate, seen, say), elsewhere=elsewhere
+        config, auto, profile, lambda candidate, traced: step_costs(candidate, traced, log), elsewhere=elsewhere
     )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size)
-    config = replace(config, threads=threads_of(config))
-    layout = make_placement(config, shapes, plan)
-    return Prepared(config, shapes, plan, layout, choices, tuple(_resumed_threads(config)))
+    config = replace(config, threads=place(config).threads)
+    layout = make_placement(config, profile, plan)
+    return Prepared(config, profile, plan, layout, choices, tuple(_resumed_threads(config)))
 
 
 def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """A resumed run keeps its threads, whatever its new K would get; said where that makes a difference."""
     if config.resume is None:
         return
-    threads, before, usual = config.threads, load(Path(config.resume)).threads, default_threads(config)
+    threads, before, usual = config.threads, load(Path(config.resume)).threads, place(config).usual_threads
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torchvision.models.resnet import BasicBlock
 
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer import SelfAttentionLayer
@@ -53,9 +52,15 @@ def layers() -> nn.Sequential:
     def several(make: Callable[[], nn.Module], count: int = 4) -> nn.Sequential:
         return nn.Sequential(*(make() for _ in range(count)))
 
-    def residual(channels: int, out: int, stride: int) -> BasicBlock:
-        shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride > 1 else None
-        return BasicBlock(channels, out, stride, shortcut)
+    def block(channels: int, out: int, stride: int) -> nn.Sequential:
+        """As of a small ResNet, without the shortcut."""
+        return nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
 
     def attention() -> SelfAttentionLayer:
         return SelfAttentionLayer(width, 4 * width, 4, width // 4, 0.1, 0.1, causal=True)
@@ -84,10 +89,10 @@ def layers() -> nn.Sequential:
             thin_square=nn.Conv2d(2 * few, 2 * few, 3, padding=1, bias=False),
             thick=nn.Conv2d(2 * few, wide, 1, bias=False),
             pool=nn.MaxPool2d(4),
-            residual_0=residual(wide, 2 * wide, 2),
-            residual_1=residual(2 * wide, 2 * wide, 1),
-            residual_2=residual(2 * wide, 256, 2),
-            residual_3=residual(256, 256, 1),
+            block_0=block(wide, 2 * wide, 2),
+            block_1=block(2 * wide, 2 * wide, 1),
+            block_2=block(2 * wide, 256, 2),
+            block_3=block(256, 256, 1),
             expand=nn.Upsample(scale_factor=4),
             reduction=nn.Conv2d(256, narrow, 1, bias=False),
             convolutions=several(lambda: nn.Conv2d(narrow, narrow, 3, padding=1, bias=False)),

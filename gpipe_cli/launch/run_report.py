@@ -145,10 +145,10 @@ class RunReport:
 
     def _predicted_activations(self, step: StepDone) -> tuple[int, ...]:
         """What the plan's rules say of the very mini-batch whose activations were counted."""
-        config, shapes, plan = self._prepared.config, self._prepared.shapes, self._prepared.plan
-        if step.lengths != shapes.lengths:
-            shapes = profile_model(config, lengths=step.lengths)
-        return saved_bytes(config, shapes, plan.bounds, plan.recompute, step.samples)
+        config, profile, plan = self._prepared.config, self._prepared.profile, self._prepared.plan
+        if step.lengths != profile.lengths:
+            profile = profile_model(config, lengths=step.lengths)
+        return saved_bytes(config, profile, plan.bounds, plan.recompute, step.samples)
 
     def _recorded(self, reporter: Reporter, step: StepDone, recorded: StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
@@ -164,7 +164,7 @@ class RunReport:
         if self._bench is not None and step.step < self._bench.warm_up_steps + self._bench.steps:
             return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
         title = f"epoch {step.epoch}, step {step.step}"
-        same = micro_batches == plan.micro_batches and plan.costs.known
+        same = micro_batches == plan.micro_batches and plan.costs.basis != "other_device"
         picture = StepPicture(
             epoch=step.epoch,
             step=step.step,
@@ -322,8 +322,8 @@ def describe(
         resumed_from=config.resume,
         first_step=first_step,
         gpu_names=gpu_names,
-        prediction=_prediction(prepared.plan) if prepared.plan.costs.known else None,
-        flops=step_flops(config, prepared.shapes, layout),
+        prediction=_prediction(prepared.plan) if prepared.plan.costs.basis != "other_device" else None,
+        flops=step_flops(config, prepared.profile, layout),
         command="train" if bench is None else "bench",
         warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
     )
@@ -332,7 +332,7 @@ def describe(
 def _prediction(plan: Plan) -> Prediction:
     return Prediction(
         source=plan.costs.source,
-        measured=plan.costs.measured,
+        measured=plan.costs.basis == "timed_layers",
         step_seconds=plan.step_seconds,
         breakdown=asdict(plan.breakdown),
         memory_bytes=tuple(stage.total_bytes for stage in plan.memory),

@@ -4,14 +4,18 @@ Everything that predicts (the cut, `gpipe plan`, the line after 20 steps) reads 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
 
+from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.config.typed import show
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
-from gpipe_cli.planner.device_rates import Speeds
+from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
+from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.step_schedule import micro_batches_of
 from gpipe_cli.units import plural
 
 
@@ -29,18 +33,50 @@ class StepCosts:
     """Seconds of every layer for one micro-batch, and what lies between them."""
 
     source: str  # one phrase: `hardware=cpu figures`
-    measured: bool
+    basis: Basis
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # of each layer, seconds per step
     edges: tuple[EdgeCost, ...]  # over each of the L - 1 places where a cut may be
     slowdown: tuple[float, ...]  # of a stage while 1, 2, ... of them compute; empty: none
     set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
-    whose: str = ""  # who said how layers differ, where that is the user's word: `partition.costs`
-    timed: bool = False  # the figures of `hardware` have no part in the seconds
-    known: bool = True  # False: the figures are those of another device, and tell layers from each other only
+    weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
 
 
-def figured(shapes: ModelProfile, speeds: Speeds, samples: float, *, at_once: int, linked: bool) -> StepCosts:
+def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRates | None = None) -> StepCosts:
+    """The costs of a mean micro-batch of `config` by `rates`, or else by the data sheet of its hardware; how layers
+    differ from each other may be the user's word.
+
+    Raises ValueError for a number of costs that is not that of the layers.
+    """
+    devices = place(config)
+    costs = costs_by_rates(
+        profile,
+        rates or _rates_of_sheet(config, devices.stages[0], devices.threads),
+        micro_batches_of(config, profile.lengths)[1],
+        at_once=devices.at_once,
+        linked=devices.distributed or len(set(devices.stages)) > 1 or config.hardware.name != "auto",
+    )
+    given = config.partition.costs
+    if given is not None and len(given) != len(profile.costs):
+        raise ValueError(
+            f"partition.costs={show(given)}: there are {len(given)} for {len(profile.costs)} layers; give one for "
+            "each, or null for our own"
+        )
+    if given is not None:
+        return _weighted(costs, given, "partition.costs")
+    return costs if profile.own_costs is None else _weighted(costs, profile.own_costs, "gpipe_cost of the layers")
+
+
+def _rates_of_sheet(config: TrainConfig, device: str, threads: int) -> DeviceRates:
+    hardware = resolved(config.hardware, device)
+    if hardware.tflops is None or hardware.memory_gb_per_second is None:
+        return rates_of_sheet(load_hardware("h200"), threads, "other_device")
+    return rates_of_sheet(hardware, threads)
+
+
+def costs_by_rates(
+    profile: ModelProfile, rates: DeviceRates, samples: float, *, at_once: int, linked: bool
+) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
     `at_once` stages can compute at the same time, others take turns with them; `linked`: what they send goes over
@@ -48,32 +84,33 @@ def figured(shapes: ModelProfile, speeds: Speeds, samples: float, *, at_once: in
     """
     layers = []
     updates = []
-    for cost, weights in zip(shapes.costs, shapes.weights, strict=True):
-        forward, graph = (rates.seconds(cost.forward, samples) for rates in (speeds.forward, speeds.graph))
-        layers.append(LayerSeconds(forward, graph, speeds.backward.seconds(cost.backward, samples)))
+    for cost, weights in zip(profile.costs, profile.weights, strict=True):
+        forward, graph = (each.seconds(cost.forward, samples) for each in (rates.forward, rates.graph))
+        layers.append(LayerSeconds(forward, graph, rates.backward.seconds(cost.backward, samples)))
         # weights, gradients and state are read, weights and state written
         moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
         update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
-        updates.append(speeds.update.seconds(update, 1) if weights.trained else 0.0)
-    edges = edge_costs(
-        shapes, samples, speeds.link_seconds if linked else 0.0, speeds.link_byte_seconds if linked else 0.0
-    )
-    slowdown = turns(at_once, len(layers), speeds.slowdown, speeds.together)
-    set_up = speeds.tensor_seconds * sum(weights.tensors for weights in shapes.weights if weights.trained)
+        updates.append(rates.update.seconds(update, 1) if weights.trained else 0.0)
+    latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if linked else (0.0, 0.0)
     return StepCosts(
-        speeds.source, False, tuple(layers), tuple(updates), edges, slowdown, set_up,
-        timed=speeds.timed, known=speeds.known,
-    )  # fmt: skip
+        rates.source,
+        rates.basis,
+        tuple(layers),
+        tuple(updates),
+        _edge_costs(profile, samples, latency, per_byte),
+        slowdowns(at_once, len(layers), rates.slowdown, rates.together),
+        rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
+    )
 
 
-def shared_out(costs: StepCosts, given: Sequence[float], whose: str) -> StepCosts:
-    """The same seconds in all, shared out among the layers as `given` says; `whose` says who gave it."""
+def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCosts:
+    """The same seconds in all, shared out among the layers in proportion to what `setting` has `given` for each."""
     whole = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
     layers = tuple(LayerSeconds(*(seconds * cost / sum(given) for seconds in whole)) for cost in given)
-    return replace(costs, layers=layers, source=f"{costs.source}, shared out by {whose}", whose=whose)
+    return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
 
 
-def turns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -> tuple[float, ...]:
+def slowdowns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -> tuple[float, ...]:
     """How much slower each of 1, 2, ... stages is if only `at_once` of them can compute at the same time, and
     `together` of them slow each other down by `slowdown`, as they share memory: in proportion, if they are fewer."""
     if at_once >= stages and slowdown == 1.0:
@@ -84,38 +121,54 @@ def turns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -
     )
 
 
-def edge_costs(shapes: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
-    """What a cut after each layer sends, activations on and gradients back."""
+def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
+    """What a cut after each layer sends: activations to the next stage, gradients back."""
     edges = []
     whole = max(1, math.ceil(samples))
-    for cost in shapes.costs[:-1]:
-        sizes = [(t.bytes(whole, shapes.lengths) * samples / whole, t.has_gradient) for t in cost.outputs]
-        on, back = sum(size for size, _ in sizes), sum(size for size, returns in sizes if returns)
-        edges.append(EdgeCost(latency + on * per_byte, latency + back * per_byte if back else 0.0))
+    for cost in profile.costs[:-1]:
+        sizes = [(t.bytes(whole, profile.lengths) * samples / whole, t.has_gradient) for t in cost.outputs]
+        forward, back = sum(size for size, _ in sizes), sum(size for size, returns in sizes if returns)
+        edges.append(EdgeCost(latency + forward * per_byte, latency + back * per_byte if back else 0.0))
     return tuple(edges)
 
 
+Pass = list[tuple[float, float, float]]  # of each layer: forward, forward that keeps its graph, backward
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """What was measured of the layers (`launch/layer_benchmark.py`): seconds of one micro-batch."""
+
+    alone: Pass  # by one process
+    together: Pass | None  # by all processes at the same time; None if there is one
+    updates: list[float]  # of each layer's weights
+    set_up: float  # once a step
+    link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
+    spread: float  # quartiles over the median, of the passes that lie furthest apart
+    share_of_core: float  # of the time, that a process had a core to itself
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer layers take while all processes compute than while one of them does."""
+        return max(1.0, sum(map(sum, self.together)) / sum(map(sum, self.alone))) if self.together else 1.0
+
+
 def measured_costs(
-    shapes: ModelProfile, samples: int, processes: int, found: Mapping[str, Any], *, in_process: int | None = None
+    profile: ModelProfile, samples: int, processes: int, times: LayerTimes, *, in_process: int | None = None
 ) -> StepCosts:
     """Seconds from what `processes` workers on one machine have measured for a micro-batch of `samples`.
 
     `in_process`: all stages are in one process, and so many of them compute at the same time.
     """
-    alone = [LayerSeconds(*layer) for layer in found["alone"]]
-    ratio = slowdown_of(found)
-    slowdown = turns(processes, processes, ratio, processes) if in_process is None else turns(in_process, len(alone))
-    latency, bandwidth = found["link"] or (0.0, 0.0)
-    edges = edge_costs(shapes, samples, latency, 1 / bandwidth if bandwidth else 0.0)
+    layers = tuple(LayerSeconds(*layer) for layer in times.alone)
+    if in_process is None:
+        slowdown = slowdowns(processes, processes, times.slowdown, processes)
+    else:
+        slowdown = slowdowns(in_process, len(layers))
+    latency, bandwidth = times.link or (0.0, 0.0)
+    edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(samples, 'sample')} at a time"
-    return StepCosts(source, True, tuple(alone), tuple(found["updates"]), edges, slowdown, found["set_up"], timed=True)
-
-
-def slowdown_of(found: Mapping[str, Any]) -> float:
-    """How much longer layers take while all processes compute than while one of them does."""
-    if not found["together"]:
-        return 1.0
-    return max(1.0, sum(map(sum, found["together"])) / sum(map(sum, found["alone"])))
+    return StepCosts(source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up)
 
 
 def scaled(costs: StepCosts, share: float) -> StepCosts:

@@ -15,7 +15,7 @@ _BY_NAME = {
 
 
 def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
-    """`auto` becomes the figures of the device at hand, as far as there are; what is given stays.
+    """`auto` becomes the data sheet of the device at hand, if there is one; what is given stays.
 
     `device` is `cpu` or a CUDA device. Of a GPU that has no file everything that was not given stays None.
     """
@@ -34,7 +34,7 @@ def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
 
 @cache
 def gpu_model() -> str:
-    """The first one's, by the driver's own list: asking CUDA would open a context in a process without a use for it."""
+    """Of the first GPU, by the driver's own list: asking CUDA would open a context in a process that needs none."""
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         return file.read_text(encoding="utf-8", errors="replace").partition("Model:")[2].partition("\n")[0].strip()
     return ""

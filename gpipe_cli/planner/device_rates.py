@@ -6,6 +6,7 @@ to begin, and one that computes little takes the time of the bytes it moves; so 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +18,12 @@ CONVOLUTIONS = COMPUTING[1:]
 # Which error of a layer is minimised: 1 is its share, 0 its seconds. Between them layers that take long count more, and
 # the short ones, which tell what it takes to begin, count too.
 _RELATIVE = 0.75
-_TELLABLE = 2e-6  # seconds: less is the clock's own
+_LEAST_SECONDS = 2e-6  # shorter times are noise of the clock
+
+
+# Where seconds come from: the data sheet of the device; that of another one, as there is none (then they tell layers
+# from each other and no more); a few reference layers timed on this machine; or the layers of the model, timed here.
+Basis = Literal["data_sheet", "other_device", "timed_machine", "timed_layers"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,11 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class DeviceRates:
     """A device, and the link to the next one."""
 
     source: str  # one phrase: `hardware=cpu figures`
+    basis: Basis
     forward: Rates  # that keeps nothing
     graph: Rates  # that keeps what the backward needs
     backward: Rates
@@ -54,12 +61,10 @@ class Speeds:
     tensor_seconds: float = 0.0  # once a step for each tensor that is trained, beside its update
     slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
     together: int = 1
-    timed: bool = False  # on this machine: no figure of a data sheet is in it
-    known: bool = True  # False: the figures are those of another device, and tell layers from each other only
 
 
-def by_sheet(hardware: HardwareConfig, threads: int, known: bool = True) -> Speeds:
-    """All kinds of operations are alike; the figures of a CPU are those of one thread."""
+def rates_of_sheet(hardware: HardwareConfig, threads: int, basis: Basis = "data_sheet") -> DeviceRates:
+    """The rates of a data sheet, where all kinds of operations are alike; a CPU's sheet is that of one thread."""
     assert hardware.tflops is not None
     assert hardware.memory_gb_per_second is not None
     speed = threads if hardware.name == "cpu" else 1
@@ -70,24 +75,26 @@ def by_sheet(hardware: HardwareConfig, threads: int, known: bool = True) -> Spee
         dict.fromkeys(OperationKind, 1 / (hardware.tflops * 1e12 * speed)),
         dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
     )
-    return Speeds(
+    return DeviceRates(
         f"hardware={hardware.name} figures",
+        basis,
         rates,
         rates,
         rates,
         rates,
         (hardware.link_microseconds or 0.0) * 1e-6,
         0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * 1e9),
-        known=known,
     )
 
 
-def fitted(works: Iterable[Work], seconds: Sequence[float], samples: int) -> Rates:
+def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int) -> Rates:
     """The rates that come closest to the seconds of layers; none is below zero."""
-    from scipy.optimize import nnls  # a fifth of a second that those who have no use for it save
+    from scipy.optimize import nnls  # here, as importing it takes a fifth of a second
 
     kinds = tuple(OperationKind)
-    timed = [(_features(work, samples), taken) for work, taken in zip(works, seconds, strict=True) if taken > _TELLABLE]
+    timed = [
+        (_features(work, samples), taken) for work, taken in zip(works, seconds, strict=True) if taken > _LEAST_SECONDS
+    ]
     matrix, taken = (np.array(values) for values in zip(*timed, strict=True))
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0
@@ -103,7 +110,7 @@ def fitted(works: Iterable[Work], seconds: Sequence[float], samples: int) -> Rat
 
 
 def _features(work: Work, samples: int) -> list[float]:
-    """What each of the rates of `fitted` is multiplied by."""
+    """What each of the rates of `fit_rates` is multiplied by."""
     of = {kind: work.by_kind.get(kind, Operations()) for kind in OperationKind}
     moved = [each.bytes * samples + (0.0 if kind in COMPUTING else each.fixed_bytes) for kind, each in of.items()]
     weights = sum(of[kind].fixed_bytes for kind in CONVOLUTIONS), of[OperationKind.PRODUCT].fixed_bytes

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import memory_limit
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Candidate, Comparison, CostsOf, try_plan
+from gpipe_cli.planner.search import Candidate, Comparison, CostsOf, NothingFitsError, try_plan
 
 _MOST_LAYERS = 3000  # where a search for the largest model ends: minutes away, and past the paper's largest
 _SILENT_SECONDS = 5.0
@@ -21,19 +21,20 @@ class _Grown:
     """A model of another size."""
 
     config: TrainConfig
-    shapes: ModelProfile
+    profile: ModelProfile
     one: Candidate
 
 
 def solve_max_model(
-    config: TrainConfig, costs_of: CostsOf, say: Callable[[str], None] = lambda line: None
+    config: TrainConfig, costs_of: CostsOf, log: Callable[[str], None] = lambda line: None
 ) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Comparison, ...]]:
     """The largest model that fits the memory limit, growing each of its sizes alone; the one with most parameters.
 
-    `say` is told of every size that was tried, once seconds have gone by.
+    `log` gets a line for every size that is tried after the first five seconds.
 
     Raises:
-        ValueError: there is no limit, the model has no sizes, or not even the smallest one fits.
+        NothingFitsError: not even the smallest model fits.
+        ValueError: there is no limit, or the model has no sizes.
     """
     if memory_limit(config) is None:
         raise ValueError(
@@ -48,11 +49,11 @@ def solve_max_model(
         def fits(guess: int, key: str = key, step: int = step, tried: dict[int, _Grown] = tried) -> bool:
             model = replace(config.model, **{key: guess * step})  # type: ignore[arg-type]  # a size is a whole number
             candidate = replace(config, model=model)
-            shapes = profile_model(candidate, build_model(candidate))
-            one = try_plan(candidate, str(guess * step), shapes, costs_of(candidate, shapes), memory_limit(candidate))
-            tried[guess] = _Grown(candidate, shapes, one)
+            profile = profile_model(candidate, build_model(candidate))
+            one = try_plan(candidate, str(guess * step), profile, costs_of(candidate, profile), memory_limit(candidate))
+            tried[guess] = _Grown(candidate, profile, one)
             if time.monotonic() - began > _SILENT_SECONDS:
-                say(f"model.{key}={guess * step} {'fits' if one.plan else 'does not fit'}")
+                log(f"model.{key}={guess * step} {'fits' if one.plan else 'does not fit'}")
             return one.plan is not None
 
         start = max(1, getattr(config.model, key) // step)
@@ -63,11 +64,11 @@ def solve_max_model(
             found.append(tried[largest])
     if not found:
         reason = next(grown.one.reason for _, _, tried, _ in choices for _, grown in sorted(tried.items()))
-        raise ValueError(
+        raise NothingFitsError(
             f"solve=max_model: not even the smallest model fits ({reason}); use a larger hardware.memory_gib, more "
             "partitions or more micro_batches"
         )
-    best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.shapes.costs))
+    best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
     assert best.one.plan is not None
     shown = tuple(
         Comparison(
@@ -77,7 +78,7 @@ def solve_max_model(
         )
         for key, largest, tried, end in choices
     )
-    return best.config, best.shapes, best.one.plan, shown
+    return best.config, best.profile, best.one.plan, shown
 
 
 def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:

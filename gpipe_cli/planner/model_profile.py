@@ -1,6 +1,6 @@
 """What a model costs, known from shapes alone: the base of the cut, of every plan and of every limit to memory.
 
-Nothing in here depends on K, M or the schedule, so it is read once, however many of them are compared.
+Nothing in here depends on K, M or the schedule, so it is made once, however many of them are compared.
 """
 
 import math
@@ -42,10 +42,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model without memory. Sequences have an entry per layer."""
+    """A model as it is traced on the meta device. Sequences have an entry per layer."""
 
-    costs: tuple[LayerCost, ...]  # in training; those of the loss count to the last
-    evaluation: tuple[LayerCost, ...]  # boundaries only matter
+    costs: tuple[LayerCost, ...]  # in training; the loss belongs to the last layer
+    evaluation: tuple[LayerCost, ...]  # of these only the boundaries matter
     weights: tuple[LayerWeights, ...]
     inputs: Boundary  # of the first layer
     lengths: tuple[int, ...]  # that sentences are padded to
@@ -78,7 +78,7 @@ def profile_model(
         sizes = tuple((p.shape, p.dtype, p.requires_grad) for p in layer.parameters())
         key = (sizes, tuple((b.shape, b.dtype) for b in layer.buffers()))
         if key not in known:
-            known[key] = _weights(config, layer)
+            known[key] = _layer_weights(config, layer)
         weights.append(known[key])
     return ModelProfile(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared, _own_costs(model))
 
@@ -88,10 +88,10 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 
     Raises ValueError if only some layers have one, as they can only be compared with each other.
     """
-    said = {name: getattr(layer, "gpipe_cost", None) for name, layer in model.named_children()}
-    if not (costs := {name: cost for name, cost in said.items() if cost is not None}):
+    given = {name: getattr(layer, "gpipe_cost", None) for name, layer in model.named_children()}
+    if not (costs := {name: cost for name, cost in given.items() if cost is not None}):
         return None
-    for name, cost in said.items():
+    for name, cost in given.items():
         if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
             raise ValueError(
                 f"model.target: layer {name} has gpipe_cost={cost}, and layer {next(iter(costs))} has "
@@ -127,7 +127,7 @@ def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = Fal
         ) from error
 
 
-def _weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
+def _layer_weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
     parameters, buffers = list(layer.parameters()), list(layer.buffers())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     averaged = [*parameters, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
@@ -141,7 +141,7 @@ def _weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
 
 
 def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, ...]) -> None:
-    """Raises ValueError if the last layer of somebody's own model does not return logits for this data set."""
+    """Raises ValueError if the last layer of a user's own model does not return logits for this data set."""
     samples, classes = 2, outputs_of(config)
     wanted = (samples, *lengths[-1:], classes)
     found = outputs[0].shape(samples, lengths)

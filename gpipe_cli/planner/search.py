@@ -1,6 +1,6 @@
 """Settings that are left to the plan: `partitions=auto`, `micro_batches=auto`, `recompute=auto`.
 
-Each candidate gets a plan of its own, and what was compared is kept: a choice that cannot be explained is not trusted.
+Each candidate gets a plan of its own, and what was compared is kept, so that the choice can be shown and checked.
 """
 
 import math
@@ -12,16 +12,21 @@ import torch
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, refuse_single_samples
-from gpipe_cli.planner.placement import costs_by_figures, memory_limit
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
 AUTO = ("partitions", "micro_batches")  # settings that may be `auto` and are numbers otherwise
-_AS_GOOD = 1.01  # a prediction is not more exact than this: of candidates as good, the one that asks for least
+_AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close, the first, as it needs least
+
+
+class NothingFitsError(ValueError):
+    """No cut of any candidate fits the memory limit; the message says by how much, and what would fit."""
+
 
 CostsOf = Callable[[TrainConfig, ModelProfile], StepCosts]
 
@@ -60,28 +65,29 @@ class Comparison:
 
 
 def choose(
-    config: TrainConfig, auto: Collection[str], shapes: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
+    config: TrainConfig, auto: Collection[str], profile: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
 ) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
     """The fastest of all values of the settings in `auto`, and its plan; without any, the plan of `config`.
 
     `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
 
     Raises:
-        ValueError: nothing fits, or there is nothing to choose from; one line.
+        NothingFitsError: no candidate fits the memory limit.
+        ValueError: there is nothing to choose from, or no candidate can be run; one line.
     """
     if not auto:
-        plan = plan_or_refuse(config, shapes, costs_of)
-        return config, plan, _recomputation(config, shapes, plan)
+        plan = plan_or_refuse(config, profile, costs_of)
+        return config, plan, _recomputation(config, profile, plan)
     if "micro_batches" in auto:
         _refuse_no_choice(config)
     setting = ", ".join(key for key in AUTO if key in auto)
     tried: list[tuple[TrainConfig, Candidate]] = []
-    for candidate in _candidates(config, auto, len(shapes.costs), elsewhere):
+    for candidate in _candidates(config, auto, len(profile.costs), elsewhere):
         value = ", ".join(str(getattr(candidate, key)) for key in AUTO if key in auto)
         try:
-            refuse_single_samples(candidate, mini_batch_samples(candidate, shapes.lengths))
+            refuse_single_samples(candidate, mini_batch_samples(candidate, profile.lengths))
             tried.append(
-                (candidate, try_plan(candidate, value, shapes, costs_of(candidate, shapes), memory_limit(candidate)))
+                (candidate, try_plan(candidate, value, profile, costs_of(candidate, profile), memory_limit(candidate)))
             )
         except ValueError as error:
             tried.append((candidate, Candidate(value, None, str(error))))
@@ -89,19 +95,19 @@ def choose(
     if not fitting:
         over = [(one.over.missing_bytes, at) for at, (_, one) in enumerate(tried) if one.over is not None]
         if not over:
-            reason = tried[0][1].reason if tried else f"the model has only {len(shapes.costs)} layers"
+            reason = tried[0][1].reason if tried else f"the model has only {len(profile.costs)} layers"
             raise ValueError(f"{setting}=auto: none of {len(tried)} candidates will do; {reason}")
         nearest, one = tried[min(over)[1]]
         assert one.over is not None
-        raise _refusal(nearest, shapes, one.over, f"{setting}=auto: none of {len(tried)} candidates fits; ")
+        raise _refusal(nearest, profile, one.over, f"{setting}=auto: none of {len(tried)} candidates fits; ")
     fastest = min(plan.step_seconds for _, plan in fitting)
     best, plan = next(pair for pair in fitting if pair[1].step_seconds <= fastest * _AS_GOOD)
     marked = tuple(replace(one, chosen=one.plan is plan) for _, one in tried)
     comparison = Comparison(setting, "the shortest predicted step that fits", marked)
-    return best, plan, (comparison, *_recomputation(best, shapes, plan))
+    return best, plan, (comparison, *_recomputation(best, profile, plan))
 
 
-def _recomputation(config: TrainConfig, shapes: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
+def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
     """How `recompute=auto` compares with the modes that one could have given."""
     if config.recompute != "auto":
         return ()
@@ -109,25 +115,28 @@ def _recomputation(config: TrainConfig, shapes: ModelProfile, plan: Plan) -> tup
     chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", plan, chosen=True)
     limit, cut = memory_limit(config), replace(config.partition, balance=plan.balance)
     never, most = (
-        try_plan(replace(config, recompute=mode, partition=cut), mode, shapes, plan.costs, limit)
+        try_plan(replace(config, recompute=mode, partition=cut), mode, profile, plan.costs, limit)
         for mode in ("never", "except_last")
     )
     return (Comparison("recompute", "as few as fit the memory", (never, chosen, most)),)
 
 
-def plan_or_refuse(config: TrainConfig, shapes: ModelProfile, costs_of: CostsOf) -> Plan:
-    """The plan of settings that are all given. Raises ValueError, one line with the smallest change that would fit."""
+def plan_or_refuse(config: TrainConfig, profile: ModelProfile, costs_of: CostsOf) -> Plan:
+    """The plan of settings that are all given.
+
+    Raises NothingFitsError, one line with the smallest change that would fit.
+    """
     try:
-        return make_plan(config, shapes, costs_of(config, shapes), memory_limit(config))
+        return make_plan(config, profile, costs_of(config, profile), memory_limit(config))
     except TooLargeError as error:
-        raise _refusal(config, shapes, error, "") from None
+        raise _refusal(config, profile, error, "") from None
 
 
 def try_plan(
-    config: TrainConfig, value: str, shapes: ModelProfile, costs: StepCosts, limit_bytes: int | None
+    config: TrainConfig, value: str, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None
 ) -> Candidate:
     try:
-        return Candidate(value, make_plan(config, shapes, costs, limit_bytes))
+        return Candidate(value, make_plan(config, profile, costs, limit_bytes))
     except TooLargeError as error:
         return Candidate(value, None, f"stage {error.stage} is {size(error.missing_bytes)} over", over=error)
 
@@ -168,16 +177,16 @@ def _refuse_no_choice(config: TrainConfig) -> None:
         )
 
 
-def _refusal(config: TrainConfig, shapes: ModelProfile, error: TooLargeError, prefix: str) -> ValueError:
+def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:
     """Which stage is how much over the limit, and the smallest change that would fit."""
     given, balance = config.hardware.memory_gib, config.partition.balance
     here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
     what = here if given is None else f"hardware.memory_gib={given:g}"
     cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
     remedies = []
-    for changed, words in _changes(config, len(shapes.costs)):
-        try:  # what a layer takes does not matter to what fits: figures are enough
-            make_plan(changed, shapes, costs_by_figures(changed, shapes), memory_limit(changed))
+    for changed, words in _changes(config, len(profile.costs)):
+        try:  # whether it fits does not depend on the seconds of layers: a data sheet is enough
+            make_plan(changed, profile, predicted_costs(changed, profile), memory_limit(changed))
         except ValueError:
             continue
         remedies.append(words)
@@ -187,7 +196,7 @@ def _refusal(config: TrainConfig, shapes: ModelProfile, error: TooLargeError, pr
         remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:g}")
     advice = f"use {' or '.join(remedies)}" if remedies else "use a smaller model, or a machine with more memory"
     where = f"{cut} stage {error.stage} of {config.partitions}"
-    return ValueError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
+    return NothingFitsError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
 
 
 def _changes(config: TrainConfig, layers: int) -> Iterator[tuple[TrainConfig, str]]:

@@ -1,7 +1,7 @@
 """What layers share: a stage owns its layers, so what they have in common must not be cut apart (paper section 2.1).
 
-Every process makes its own layers real. Of a parameter, a buffer or a module that two layers share, two processes would
-each have a copy, train it or count with it by themselves, and nothing would say so.
+Every process allocates its own layers. Of a parameter, a buffer or a module that two layers share, two processes would
+each have a copy and train it separately, without an error.
 """
 
 from collections.abc import Iterator, Sequence

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpipe_cli.config.hardware import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.schedule.order import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.devices import Devices, memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import threads_of
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.search import Comparison
 from gpipe_cli.planner.stage_memory import StageMemory
@@ -123,12 +123,11 @@ def plan_view(
     model_name: str,
     profile: ModelProfile,
     plan: Plan,
-    hardware: HardwareConfig,
-    limit_bytes: int | None,
+    devices: Devices,
     comparisons: Sequence[Comparison],
     files: Sequence[tuple[str, str]],
 ) -> PlanView:
-    """What `gpipe plan` shows; `hardware` is the data sheet that holds."""
+    """What `gpipe plan` shows of the plan of `config`."""
     samples = mini_batch_samples(config, profile.lengths)
     costs = profile.costs
     recomputed_flops = sum(
@@ -146,7 +145,7 @@ def plan_view(
         schedule=config.schedule,
         recompute=_recompute(config, plan),
         step_samples=samples,
-        hardware=_hardware(hardware, plan, limit_bytes, threads_of(config)),
+        hardware=_hardware(config, plan, devices),
         step_seconds=plan.step_seconds,
         ideal_bubble=ideal_bubble(len(plan.stages), plan.micro_batches),
         breakdown=asdict(plan.breakdown),
@@ -200,8 +199,9 @@ def _recompute(config: TrainConfig, plan: Plan) -> str:
     return f"auto ({sum(plan.recomputed)} of {len(plan.stages) * plan.micro_batches} forwards)"
 
 
-def _hardware(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None, threads: int) -> HardwareView:
-    timed = plan.costs.timed  # then no data sheet is behind the seconds
+def _hardware(config: TrainConfig, plan: Plan, devices: Devices) -> HardwareView:
+    hardware = resolved(config.hardware, devices.stages[0])
+    timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
 
     def times(value: float | None, factor: float) -> float | None:
         return None if timed or value is None else value * factor
@@ -209,8 +209,8 @@ def _hardware(hardware: HardwareConfig, plan: Plan, limit_bytes: int | None, thr
     return HardwareView(
         name=hardware.name,
         source=plan.costs.source,
-        flops_per_second=times(hardware.tflops, 1e12 * (threads if hardware.name == "cpu" else 1)),
-        memory_bytes=limit_bytes,
+        flops_per_second=times(hardware.tflops, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
+        memory_bytes=memory_limit(config, devices),
         link_bytes_per_second=times(hardware.link_gb_per_second, 1e9),
         link_latency_seconds=times(hardware.link_microseconds, 1e-6),
     )

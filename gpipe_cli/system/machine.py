@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use: of the machine, or of the container or job that it is in.
+"""The processor of this machine, and the cores and the memory that this process may use.
 
 Containers and batch systems limit a process by control groups (Linux cgroups, version 1 or 2), and pin it to cores. The
 limits of a group hold for all groups inside it, so the smallest on the way from the process's own group to the root is
@@ -6,6 +6,7 @@ what counts.
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def usable_memory_bytes(root: Path = _ROOT) -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [int(text) for text in _values(root, "memory", "memory.max", "memory.limit_in_bytes") if text.isdecimal()]
     return min([machine, *limits])
+
+
+def cpu_model() -> str:
+    """As its maker calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:

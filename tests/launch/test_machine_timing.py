@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, configure
 
-from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch.layer_benchmark import segment_layers
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.reporting.plan_view import plan_view
@@ -32,18 +33,18 @@ def machine_is_not_timed() -> None:
     """Here it is timed."""
 
 
-def timed(config: TrainConfig, shapes: ModelProfile) -> tuple[StepCosts, list[str]]:
+def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
     said: list[str] = []
-    return step_costs(config, shapes, said.append), said
+    return step_costs(config, profile, said.append), said
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
     config = configure(*TINY, "cost=measured", f"partitions={partitions}", "ema_decay=0.9")
-    shapes = profile_model(config)
-    costs, said = timed(config, shapes)
-    assert costs.measured
-    assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
+    profile = profile_model(config)
+    costs, said = timed(config, profile)
+    assert costs.basis == "timed_layers"
+    assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert min(costs.updates) > 0
     assert costs.set_up > 0
@@ -51,37 +52,37 @@ def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
     assert len(costs.slowdown) == 2 or partitions == 1
     linked = min(edge.forward_seconds for edge in costs.edges) > 0
     assert linked == (partitions == 2)
-    assert said == [f"timing each of {len(shapes.costs)} layers for micro-batches of 3 (cost=measured) ..."]
+    assert said == [f"timing each of {len(profile.costs)} layers for micro-batches of 3 (cost=measured) ..."]
     assert len(list(cache.iterdir())) == 1
 
 
 def test_what_was_measured_is_remembered_until_something_changes(cache: Path) -> None:
     config = configure(*TINY, "cost=measured", "partitions=1")
-    shapes = profile_model(config)
-    first, _ = timed(config, shapes)
+    profile = profile_model(config)
+    first, _ = timed(config, profile)
     (file,) = cache.iterdir()
-    again, said = timed(config, shapes)
+    again, said = timed(config, profile)
     assert (again, said) == (first, [])
     # what layers do not depend on changes nothing; neither does a number of epochs
-    assert timed(replace(config, epochs=99, recompute="never"), shapes)[1] == []
+    assert timed(replace(config, epochs=99, recompute="never"), profile)[1] == []
     # a file that was damaged is measured again
     file.write_text("{", encoding="utf-8")
-    assert len(timed(config, shapes)[1]) == 1
+    assert len(timed(config, profile)[1]) == 1
     whole = file.read_text(encoding="utf-8")
     file.write_text(whole.replace("0.0", "0.1", 1), encoding="utf-8")
     assert whole.count("0.0")
-    assert len(timed(config, shapes)[1]) == 1
+    assert len(timed(config, profile)[1]) == 1
     # other micro-batches, and being told to
-    assert len(timed(replace(config, micro_batches=1), shapes)[1]) == 1
-    assert len(timed(replace(config, cost="measured_anew"), shapes)[1]) == 1
+    assert len(timed(replace(config, micro_batches=1), profile)[1]) == 1
+    assert len(timed(replace(config, cost="measured_anew"), profile)[1]) == 1
     assert len(list(cache.iterdir())) == 2
 
 
 def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
     """8 samples in 3: the largest has 3 and is what is timed."""
     config = configure(*TINY, "cost=measured", "partitions=1")
-    shapes = profile_model(config)
-    costs, _ = timed(config, shapes)
+    profile = profile_model(config)
+    costs, _ = timed(config, profile)
     (file,) = cache.iterdir()
     raw, _ = json.loads(file.read_text(encoding="utf-8"))
     assert costs.layers[0].backward == pytest.approx(raw["alone"][0][2] * 8 / 9)
@@ -89,12 +90,12 @@ def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
 
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(*TINY, "cost=measured", "partitions=1")
-    shapes = profile_model(config)
+    profile = profile_model(config)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
-    layout = timing.make_placement(replace(config, cost="figures"), shapes)
-    assert len(timing._segments(config, shapes, 3, layout)) > 1
-    costs, _ = timed(config, shapes)
-    assert len(costs.layers) == len(costs.updates) == len(shapes.costs)
+    layout = timing.make_placement(replace(config, cost="figures"), profile)
+    assert len(timing._segments(config, profile, 3, layout)) > 1
+    costs, _ = timed(config, profile)
+    assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
 
 
@@ -119,8 +120,8 @@ def test_segments_hold_what_fits(sizes: tuple[int, ...], limit: int, segments: t
 def test_text_and_frozen_layers_are_timed_too(settings: str) -> None:
     base = TINY if "freeze" in settings else ["threads=1"]
     config = configure(*base, *settings.split(), "cost=measured", "partitions=1")
-    shapes = profile_model(config)
-    costs, _ = timed(config, shapes)
+    profile = profile_model(config)
+    costs, _ = timed(config, profile)
     assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
     if "freeze" in settings:
         assert (costs.layers[0].backward, costs.updates[0] > 0) == (0.0, True)  # the moving average, if there is one
@@ -139,30 +140,29 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)
     config = configure(*TINY, "partitions=2")
-    shapes = profile_model(config)
+    profile = profile_model(config)
     remembered = cache.parent / "hardware"
-    costs, said = timed(config, shapes)
+    costs, said = timed(config, profile)
     assert costs.source.startswith("hardware=auto: this machine, timed just now")
-    assert not costs.measured
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert min(edge.forward_seconds for edge in costs.edges) > 0
-    assert costs.timed
+    assert costs.basis == "timed_machine"
     assert len(said) == len(list(remembered.iterdir())) == 1
-    assert timed(replace(config, micro_batches=1), shapes)[1] == []
-    plan = make_plan(config, shapes, costs, None)
-    view = plan_view(config, "model", shapes, plan, load_hardware("cpu"), None, (), ())
+    assert timed(replace(config, micro_batches=1), profile)[1] == []
+    plan = make_plan(config, profile, costs, None)
+    view = plan_view(config, "model", profile, plan, place(config), (), ())
     assert view.hardware.flops_per_second is None, "no data sheet is behind it"
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
-    assert len(timed(config, shapes)[1]) == 1, "it has become slower"
+    assert len(timed(config, profile)[1]) == 1, "it has become slower"
     assert len(list(remembered.iterdir())) == 1
-    assert len(timed(replace(config, partitions=1), shapes)[1]) == 1
+    assert len(timed(replace(config, partitions=1), profile)[1]) == 1
     assert len(list(remembered.iterdir())) == 2, "one process alone is another machine"
     monkeypatch.setattr(timing, "_OWN_SHARE", 2.0)  # busy, whatever else runs
-    costs, _ = timed(replace(config, partitions=1, memory_format="contiguous"), shapes)
+    costs, _ = timed(replace(config, partitions=1, memory_format="contiguous"), profile)
     assert "while it was busy" in costs.source
     assert (
         "other programs had the cores"
-        in timed(replace(config, partitions=1, memory_format="contiguous"), shapes)[1][-1]
+        in timed(replace(config, partitions=1, memory_format="contiguous"), profile)[1][-1]
     )
     assert len(list(remembered.iterdir())) == 2
 

@@ -9,7 +9,7 @@ from gpipe_cli.launch import reference_layers
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
-from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Rates, fitted
+from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Rates, fit_rates
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_reference_layers_tell_all_rates_of_a_device(costs: tuple[LayerCost,
         )
         works = [cost.forward for cost in costs]
         seconds = [known.seconds(work, reference_layers.SAMPLES) for work in works]
-        found = fitted(works, seconds, reference_layers.SAMPLES)
+        found = fit_rates(works, seconds, reference_layers.SAMPLES)
         assert found.layer == pytest.approx(known.layer, rel=0.05)
         for table in ("operation", "flop", "byte", "weight_byte"):
             assert getattr(found, table) == pytest.approx(getattr(known, table), rel=0.05), table

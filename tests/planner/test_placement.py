@@ -71,7 +71,7 @@ def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_stages_than_cores_are_said_before_the_run(
     settings: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("planner.placement", "launch.prepare"):
+    for module in ("planner.devices", "planner.placement", "launch.prepare"):
         monkeypatch.setattr(f"gpipe_cli.{module}.usable_cores", lambda: 2)
     prepared = prepare(configure(*TINY, *settings.split()), (), print)
     assert [label for label, _ in prepared.notes] == said

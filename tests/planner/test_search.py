@@ -7,12 +7,12 @@ from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.planner import devices
 from gpipe_cli.planner import largest_model as solving
-from gpipe_cli.planner import placement as layout
-from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
+from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import costs_by_figures, memory_limit
 from gpipe_cli.planner.plan import TooLargeError, make_plan
 from gpipe_cli.planner.search import choose, plan_or_refuse
 
@@ -23,27 +23,27 @@ LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=
 
 
 @pytest.fixture(scope="module")
-def shapes() -> ModelProfile:
+def profile() -> ModelProfile:
     return profile_model(configure(*SETTINGS))
 
 
 def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
     """Layers that cost a millisecond a sample, and `seconds` for every micro-batch."""
 
-    def costs_of(config: TrainConfig, shapes: ModelProfile) -> StepCosts:
-        of_figures = costs_by_figures(config, shapes)
+    def costs_of(config: TrainConfig, profile: ModelProfile) -> StepCosts:
+        of_figures = predicted_costs(config, profile)
         each = 1e-3 * config.batch_size / config.micro_batches + seconds  # type: ignore[operator]
-        layers = (LayerSeconds(each, each, 2 * each),) * len(shapes.costs)
-        return StepCosts("made up", False, layers, (0.0,) * len(layers), of_figures.edges, ())
+        layers = (LayerSeconds(each, each, 2 * each),) * len(profile.costs)
+        return StepCosts("made up", "data_sheet", layers, (0.0,) * len(layers), of_figures.edges, ())
 
     return costs_of
 
 
-def test_more_micro_batches_pay_until_each_costs_too_much(shapes: ModelProfile) -> None:
+def test_more_micro_batches_pay_until_each_costs_too_much(profile: ModelProfile) -> None:
     chosen = []
     for overhead in (0.0, 1e-3, 1.0):
         config, plan, (choice,) = choose(
-            configure(*SETTINGS, "partitions=2"), ["micro_batches"], shapes, with_overhead(overhead)
+            configure(*SETTINGS, "partitions=2"), ["micro_batches"], profile, with_overhead(overhead)
         )
         chosen.append(config.micro_batches)
         assert [tried.value for tried in choice.candidates] == ["1", "2", "4", "8", "16"]
@@ -77,19 +77,19 @@ def test_the_largest_is_found_by_doubling_and_halving(most: int) -> None:
             assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
 
 
-def test_partitions_and_micro_batches_are_chosen_together(shapes: ModelProfile) -> None:
+def test_partitions_and_micro_batches_are_chosen_together(profile: ModelProfile) -> None:
     config, plan, (choice,) = choose(
-        configure(*SETTINGS), ["partitions", "micro_batches"], shapes, with_overhead(0.0), elsewhere=True
+        configure(*SETTINGS), ["partitions", "micro_batches"], profile, with_overhead(0.0), elsewhere=True
     )
     assert choice.setting == "partitions, micro_batches"
-    assert len(choice.candidates) == 4 * 5 - 5 * (len(shapes.costs) < 8)
+    assert len(choice.candidates) == 4 * 5 - 5 * (len(profile.costs) < 8)
     assert (config.partitions, config.micro_batches) == (len(plan.balance), plan.micro_batches)
     assert choice.chosen.value == f"{config.partitions}, {config.micro_batches}"
 
 
-def test_a_cut_by_hand_leaves_no_other_number_of_partitions(shapes: ModelProfile) -> None:
-    config = configure(*SETTINGS, f"partition.balance=[1,{len(shapes.costs) - 1}]")
-    chosen, _, (choice,) = choose(config, ["partitions"], shapes, with_overhead(0.0), elsewhere=True)
+def test_a_cut_by_hand_leaves_no_other_number_of_partitions(profile: ModelProfile) -> None:
+    config = configure(*SETTINGS, f"partition.balance=[1,{len(profile.costs) - 1}]")
+    chosen, _, (choice,) = choose(config, ["partitions"], profile, with_overhead(0.0), elsewhere=True)
     assert chosen.partitions == 2
     assert sum(tried.plan is not None for tried in choice.candidates) == 1
 
@@ -111,10 +111,10 @@ def test_nothing_to_choose_is_one_line(settings: str, line: str) -> None:
 
 def test_recomputation_is_compared_with_the_modes() -> None:
     config = configure(*SETTINGS, "micro_batches=4", "partitions=2", "recompute=never")
-    shapes = profile_model(config)
-    limit = 0.8 * needed_gib(config, shapes)
+    profile = profile_model(config)
+    limit = 0.8 * needed_gib(config, profile)
     tight = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=limit))
-    _, plan, (choice,) = choose(tight, [], shapes, costs_by_figures)
+    _, plan, (choice,) = choose(tight, [], profile, predicted_costs)
     assert choice.setting == "recompute"
     never, auto, most = choice.candidates
     assert (never.plan, auto.plan) == (None, plan)
@@ -123,21 +123,21 @@ def test_recomputation_is_compared_with_the_modes() -> None:
     assert 0 < sum(plan.recomputed) < sum(most.plan.recomputed)
 
 
-def needed_gib(config: TrainConfig, shapes: ModelProfile) -> float:
-    plan = make_plan(config, shapes, costs_by_figures(config, shapes), None)
+def needed_gib(config: TrainConfig, profile: ModelProfile) -> float:
+    plan = make_plan(config, profile, predicted_costs(config, profile), None)
     return max(stage.total_bytes for stage in plan.memory) / 2**30
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(
-    shapes: ModelProfile, recompute: str
+    profile: ModelProfile, recompute: str
 ) -> None:
     config = configure(*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}")
-    limit = 0.55 * needed_gib(config, shapes)
+    limit = 0.55 * needed_gib(config, profile)
     tight = configure(*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}",
                       f"hardware.memory_gib={limit}")  # fmt: skip
     with pytest.raises(ValueError, match="no cut fits; in the best one stage") as error:
-        plan_or_refuse(tight, shapes, costs_by_figures)
+        plan_or_refuse(tight, profile, predicted_costs)
     line = str(error.value)
     assert line.startswith(f"hardware.memory_gib={limit:g}: ")
     # what it advises does fit
@@ -145,7 +145,7 @@ def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(
     for change in changes:
         again = configure(*list(SETTINGS), "micro_batches=2", "partitions=2", f"recompute={recompute}",
                           f"hardware.memory_gib={limit}", *change.split())  # fmt: skip
-        plan_or_refuse(again, shapes, costs_by_figures)
+        plan_or_refuse(again, profile, predicted_costs)
     assert changes[-1].startswith("hardware.memory_gib=")
     assert len(changes) == 2
 
@@ -153,39 +153,39 @@ def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(
 def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody gave is not named, and more memory than there is is no advice."""
     config = configure(*TINY, "batch_size=16", "micro_batches=2", "partitions=2", "recompute=auto")
-    monkeypatch.setattr(layout, "usable_memory_bytes", lambda: 2 * 10**6)
+    monkeypatch.setattr(devices, "usable_memory_bytes", lambda: 2 * 10**6)
     with pytest.raises(ValueError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
-        plan_or_refuse(config, profile_model(config), costs_by_figures)
+        plan_or_refuse(config, profile_model(config), predicted_costs)
     assert "memory_gib" not in str(error.value)
 
 
-def test_of_what_is_chosen_nothing_may_fit_either(shapes: ModelProfile) -> None:
+def test_of_what_is_chosen_nothing_may_fit_either(profile: ModelProfile) -> None:
     config = configure(*SETTINGS, "hardware.memory_gib=0.0001")
     with pytest.raises(ValueError, match=r"micro_batches=auto: none of 5 candidates fits; .*needs .* more"):
-        choose(config, ["micro_batches"], shapes, costs_by_figures)
+        choose(config, ["micro_batches"], profile, predicted_costs)
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_the_largest_model_fits_and_the_next_one_does_not(partitions: int) -> None:
     config = configure(*LM, f"partitions={partitions}", "hardware.memory_gib=0.004")
-    solved, shapes, plan, (choice,) = solve_max_model(config, costs_by_figures)
+    solved, profile, plan, (choice,) = solve_max_model(config, predicted_costs)
     limit = memory_limit(config)
     assert limit is not None
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     layers = solved.model.layers  # type: ignore[union-attr]
     assert layers > 3
     assert choice.chosen.value == str(layers)
-    costs: tuple[LayerCost, ...] = shapes.costs
+    costs: tuple[LayerCost, ...] = profile.costs
     assert len(costs) == layers + 2
     more = configure(*LM, f"partitions={partitions}", "hardware.memory_gib=0.004", f"model.layers={layers + 1}")
     larger = profile_model(more)
     with pytest.raises(TooLargeError):
-        make_plan(more, larger, costs_by_figures(more, larger), limit)
+        make_plan(more, larger, predicted_costs(more, larger), limit)
 
 
 def test_each_size_of_an_amoebanet_is_grown_alone() -> None:
     config = configure(*TINY, "partitions=2", "model.filters=32", "hardware.memory_gib=0.03")
-    solved, _, _, choices = solve_max_model(config, costs_by_figures)
+    solved, _, _, choices = solve_max_model(config, predicted_costs)
     assert [choice.setting for choice in choices] == ["model.filters", "model.normal_cells"]
     for choice in choices:
         assert choice.chosen.plan is not None
@@ -211,4 +211,4 @@ def test_each_size_of_an_amoebanet_is_grown_alone() -> None:
 )
 def test_what_cannot_be_solved_is_one_line(settings: list[str], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        solve_max_model(configure(*settings), costs_by_figures)
+        solve_max_model(configure(*settings), predicted_costs)

@@ -14,7 +14,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gpipe_cli.reporting.run.description import PartitionDescription, SpeedKind
-from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
+from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 
 if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.model_flops import StepFlops
@@ -165,7 +165,7 @@ def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
     The names of GPUs are given by whoever uses them: to ask torch here would create a CUDA context in the parent.
     """
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": usable_cores(),
         "threads_per_process": threads,
         "memory_bytes": usable_memory_bytes(),
@@ -187,12 +187,3 @@ def versions(text: bool = False) -> dict[str, str | None]:
 
 def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,102 @@
+"""Where the K stages of a run are: devices, processes and threads; and what they may use: cores, and memory.
+
+Decided from the settings, from torchrun's environment and from what this machine has, before anything is allocated.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices and the processes of a configuration."""
+
+    stages: tuple[str, ...]  # device of each stage: `cpu`, `cuda:0`
+    distributed: bool  # each stage has a process of its own
+    usual_threads: int  # of each process: its share of the cores, what `threads=null` is
+    threads: int  # of each process
+    at_once: int  # how many stages can compute at the same time; the others take turns with them
+
+
+def place(config: TrainConfig) -> Devices:
+    """Raises ValueError, one line, for devices that are not there and for processes that do not fit them."""
+    stages, distributed = _devices(config)
+    usual_threads = max(1, usable_cores() // (config.partitions if distributed else 1))
+    threads = config.threads or usual_threads
+    if config.hardware.name != "auto":  # a machine that is not here has a device for each
+        at_once = config.partitions
+    elif not distributed:
+        at_once = len(set(stages))
+    elif stages[0] == "cpu" and torchrun() is None:
+        at_once = max(1, usable_cores() // threads)
+    else:
+        at_once = config.partitions
+    return Devices(stages, distributed, usual_threads, threads, at_once)
+
+
+def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:
+    """The bytes that a stage must stay below: what the settings say; or for recompute=auto what the device has.
+
+    Raises ValueError if that has to be known and is not.
+    """
+    limit = config.hardware.memory_gib
+    if limit is None and config.recompute == "auto":
+        stages = (devices or place(config)).stages
+        limit = resolved(config.hardware, stages[0]).memory_gib
+        if limit is None and stages[0] == "cpu":
+            limit = usable_memory_bytes() / 2**30
+        if limit is None:
+            raise ValueError(
+                "recompute=auto: needs the memory of this GPU, which has no file in conf/hardware; give "
+                "hardware.memory_gib=..."
+            )
+        if config.hardware.name == "auto":
+            limit /= _stages_of_a_device(stages)
+    return None if limit is None else int(limit * 2**30)
+
+
+def _stages_of_a_device(stages: tuple[str, ...]) -> int:
+    """How many stages share the memory of one: of a GPU, or of this machine."""
+    if stages[0] == "cpu" and (started := torchrun()) is not None:
+        return started.here
+    return max(stages.count(device) for device in stages)
+
+
+def _devices(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
+    """The device of every stage, and whether each gets a process of its own."""
+    partitions, executor, started = config.partitions, config.executor, torchrun()
+    # counted through the driver's management library: asking CUDA itself would open a context in this process
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and gpus == 0:
+        raise ValueError("device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto")
+    if started is not None:
+        many = f"torchrun started {started.processes} processes"
+        if executor == "in_process":
+            raise ValueError(f"executor=in_process: {many}; start one, or leave executor out")
+        if started.processes != partitions:
+            raise ValueError(
+                f"partitions={partitions}: {many}, one per partition is needed; use partitions={started.processes} or "
+                f"--nproc-per-node={partitions}"
+            )
+    if gpus == 0:
+        return ("cpu",) * partitions, partitions > 1 and executor != "in_process"
+    here = partitions if started is None else started.here
+    enough = gpus >= here
+    if executor == "distributed" and not enough:
+        raise ValueError(
+            f"executor=distributed: {here} processes need a GPU each and there are {gpus}; "
+            "use executor=in_process, fewer partitions, or device=cpu"
+        )
+    if partitions > 1 and enough and executor != "in_process":
+        return tuple(f"cuda:{stage % here}" for stage in range(partitions)), True
+    return tuple(
+        f"cuda:{stage * gpus // partitions if gpus < partitions else stage}" for stage in range(partitions)
+    ), False
