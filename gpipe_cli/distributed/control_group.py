@@ -1,7 +1,7 @@
-"""What the processes of one run tell each other outside the pipeline: a few numbers per step, over the CPU.
+"""What the processes of one run send each other outside the pipeline: a few numbers per step, over the CPU.
 
 One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
-Alone in a process there is nobody to ask, and the same calls answer at once.
+In a run of one process the same calls return at once.
 """
 
 import time
@@ -50,7 +50,7 @@ class ControlGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for the run: it reports, and completes checkpoints."""
+        """Whether this is process 0, which reports and completes checkpoints."""
         return self.rank == 0
 
     def gather(self, vector: torch.Tensor) -> Gathered:
@@ -95,13 +95,13 @@ def _boot() -> str:
     """Names the clock: the start of a machine that it counts from."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:  # not Linux: several machines are told apart by nothing else, so they count as one
+    except OSError:  # not Linux: nothing else tells several machines apart, so they count as one
         return ""
 
 
 @contextmanager
 def _lost_peers() -> Iterator[None]:
-    """What Gloo raises as a plain RuntimeError: a consequence of another process's failure, to be told from a cause."""
+    """What Gloo raises as a plain RuntimeError: a consequence of another process's failure, and not its cause."""
     try:
         yield
     except RuntimeError as error:

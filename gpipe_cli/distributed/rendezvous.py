@@ -1,9 +1,8 @@
 """What the processes that torchrun has started agree on before they are connected: process 0 decides for all.
 
-They may have been started in different folders and on different machines; they meet at torchrun's store of keys and
-values. It lives as long as torchrun: when a process has failed and all are started again, what the dead ones have left
-there must not be taken for this start's. (TORCHELASTIC_RESTART_COUNT cannot tell: each machine counts its own
-failures.)
+They may have been started in different folders and on different machines, and use torchrun's store of keys and values.
+It exists as long as torchrun: when a process has failed and all are started again, keys of the earlier start must not
+be taken for this start's. (TORCHELASTIC_RESTART_COUNT does not help: each machine counts its own failures.)
 """
 
 import json
@@ -36,7 +35,7 @@ class Decision:
 
 
 def earlier_folder() -> Path | None:
-    """The run folder of an earlier start by the same torchrun, if there was one; asked in process 0."""
+    """The run folder of an earlier start by the same torchrun, if there was one; called in process 0."""
     if not may_restart() or not store().check([_FOLDER]):
         return None
     return Path(json.loads(store().get(_FOLDER)))
@@ -50,43 +49,43 @@ def agree(decide: Callable[[], Decision]) -> Decision:
     started = torchrun()
     if not leads():
         assert started is not None
-        return _hear(started)
+        return _receive(started)
     decision = decide()
     if may_restart():
         store().set(_FOLDER, json.dumps(str(decision.folder.absolute())))
-    return decision if started is None else _tell(started, decision)
+    return decision if started is None else _send(started, decision)
 
 
-def _tell(started: Torchrun, decision: Decision) -> Decision:
+def _send(started: Torchrun, decision: Decision) -> Decision:
     paths = decision.folder, decision.resume, decision.source
-    told = json.dumps([None if path is None else str(Path(path).absolute()) for path in paths])
+    decided = json.dumps([None if path is None else str(Path(path).absolute()) for path in paths])
     meeting, start = store(hosts=not may_restart()), uuid.uuid4().hex
     meeting.set(_START, start)
     for other in range(1, started.processes):
         arrived = f"{start}/{other}"
         _wait(partial(meeting.check, [arrived]), f"process {other} of {started.processes}")
-        meeting.set(f"{start}/{meeting.get(arrived).decode()}", told)
-    return _read(told, start)
+        meeting.set(f"{start}/{meeting.get(arrived).decode()}", decided)
+    return _read(decided, start)
 
 
-def _hear(started: Torchrun) -> Decision:
+def _receive(started: Torchrun) -> Decision:
     meeting, me, start = store(), uuid.uuid4().hex, ""
 
-    def is_told() -> bool:
+    def has_decision() -> bool:
         nonlocal start
         if not meeting.check([_START]):
             return False
-        # Of an earlier start, perhaps: that one's process 0 is dead, and does not answer.
+        # Of an earlier start, perhaps: its process 0 has ended, and does not answer.
         start = meeting.get(_START).decode()
         meeting.set(f"{start}/{started.rank}", me)
         return meeting.check([f"{start}/{me}"])
 
-    _wait(is_told, "process 0")
+    _wait(has_decision, "process 0")
     return _read(meeting.get(f"{start}/{me}"), start)
 
 
-def _read(told: str | bytes, start: str) -> Decision:
-    folder, resume, source = json.loads(told)
+def _read(decided: str | bytes, start: str) -> Decision:
+    folder, resume, source = json.loads(decided)
     return Decision(Path(folder), resume, None if source is None else Path(source), start)
 
 
@@ -109,4 +108,4 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
     try:
         return dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE)
     except dist.DistError as error:
-        raise ConnectionError(f"MASTER_ADDR={address}, MASTER_PORT={port}: nobody is met there ({error})") from error
+        raise ConnectionError(f"MASTER_ADDR={address}, MASTER_PORT={port}: there is no store ({error})") from error

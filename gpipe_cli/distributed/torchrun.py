@@ -1,4 +1,4 @@
-"""What torchrun says in the environment of the processes that it starts, or SLURM, which says the same."""
+"""The environment variables of the processes that torchrun starts, or SLURM, which sets the same."""
 
 import os
 from dataclasses import dataclass
@@ -45,10 +45,10 @@ def may_restart() -> bool:
 
 
 def leads() -> bool:
-    """Whether this process speaks for all of them."""
+    """Whether this is process 0, the one that reports."""
     try:
         started = torchrun()
-    except ValueError:  # nobody else would say so
+    except ValueError:  # it is then reported by every process
         return True
     return started is None or started.rank == 0
 

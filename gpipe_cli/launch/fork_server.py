@@ -4,7 +4,7 @@ The eighth worker starts as fast as the first, and the server imports while the 
 
 Not multiprocessing's fork server: its socket stays in the temporary directory when its parent is killed; one that is
 stopped outlives its parent, with all that it has forked; and a parent that asks it for a process, or for how one ended,
-then waits for ever. Here the parent never waits for the server, and as soon as the parent is gone the kernel kills the
+then waits for ever. Here the parent never waits for the server, and as soon as the parent ends the kernel kills the
 server, with it the workers, and with these their data loaders.
 """
 
@@ -80,7 +80,7 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def start(self) -> tuple[int, socket.socket]:
-        """Have it import what workers need, if it does not run yet; returns at once: its number, and the way to it."""
+        """Start it, if it does not run yet; returns at once: its number, and the socket to it."""
         if self._control is None or self._process is None or self._process.poll() is not None:
             self._control, theirs = socket.socketpair()
             parent = os.getpid()
@@ -130,8 +130,8 @@ def temporary_folder() -> Path:
 def _temporary() -> tuple[Path, int]:
     """The folder, and the descriptor that each of the processes has.
 
-    A parent that is killed cannot remove anything, so a shell does: it waits until nobody has the descriptor any more.
-    A loader that is about to end may look for its sockets in the folder when the parent is gone already.
+    A parent that is killed cannot remove anything, so a shell does: it waits until no process has the descriptor any
+    more. A loader that is about to end may look for its sockets in the folder after the end of the parent.
     """
     # Loaders have sockets in it, whose whole path is 107 characters at most.
     folder = tempfile.mkdtemp(prefix="gpipe_", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
@@ -149,7 +149,7 @@ def _temporary() -> tuple[Path, int]:
     def remove() -> None:
         fork_server.kill()
         os.close(held)
-        with suppress(subprocess.TimeoutExpired):  # a process that someone's own layer has started may live on
+        with suppress(subprocess.TimeoutExpired):  # a process that a user's layer has started may still run
             remover.wait(_PATIENCE_SECONDS)
 
     atexit.register(remove)
@@ -188,7 +188,7 @@ def serve() -> None:
                     os.close(descriptor)
                 _be_worker(server, job_file, connection, activity)
             statuses[number] = Connection(theirs, readable=False)
-            with suppress(OSError):  # nobody waits for it any more
+            with suppress(OSError):  # the parent has closed it
                 statuses[number].send(number)
             for descriptor in (connection, job_file, activity):
                 os.close(descriptor)

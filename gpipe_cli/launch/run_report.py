@@ -1,4 +1,4 @@
-"""From what the workers report to what people see: the parent's side of a run."""
+"""The parent's side of a run: messages of the workers become console lines, files and TensorBoard events."""
 
 import json
 import time
@@ -116,7 +116,7 @@ class RunReport:
                 if ending == "completed":
                     raise
                 lost = unwritten
-            if error is not None and lost is not None:  # the summary or result.json does not say it
+            if error is not None and lost is not None:  # the summary or result.json does not have it
                 show_error(error)
         elif error is not None:
             show_error(f"failed before the first step: {error}")
@@ -139,7 +139,7 @@ class RunReport:
             ),
         )
         self._reporter.banner()
-        if (lost := lost_output()) is not None:  # nobody could follow the training
+        if (lost := lost_output()) is not None:  # the training could not be followed
             raise lost
         self._reporter.start()
 
@@ -268,7 +268,7 @@ def describe(
     gpu_names: tuple[str, ...] = (),
     bench: Bench | None = None,
 ) -> RunDescription:
-    """The run as the reports name it; what only the data or the devices tell is missing in a dry run."""
+    """The run as the reports describe it; facts of the data and of GPUs are missing in a dry run."""
     config, layout = prepared.config, prepared.layout
     total_steps = config.epochs * (steps_per_epoch or 1)
 

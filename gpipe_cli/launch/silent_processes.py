@@ -1,6 +1,6 @@
 """Which process of a run does nothing any more: one that was stopped, that hangs, or whose data does not come.
 
-Others soon wait for it, without end: it is found by who does not wait for another one.
+The others soon wait for it without end, so it is the one that does not wait for another process.
 """
 
 import time
@@ -11,7 +11,7 @@ from gpipe_cli.distributed.activity import Activity, Awaited
 _MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on a laptop that has slept, all were silent
 
 
-class Silence:
+class SilenceTimer:
     """For how long processes have changed nothing, as far as this one was awake to see it."""
 
     def __init__(self, limit_seconds: float, whole: bool) -> None:
@@ -21,16 +21,15 @@ class Silence:
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
-    def broken(self, process: int) -> None:
-        """It has said something."""
+    def reset(self, process: int) -> None:
+        """It has sent a message."""
         self._seconds[process] = 0.0
 
     def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
-        """The process that is to blame and its seconds, if one has been silent for too long; `stopped` are those that
-        the system does not let run.
+        """The process that holds up the run, and its seconds, if one has been silent for too long; `stopped` are those
+        that were stopped by a signal.
 
-        What comes before the first mini-batch is asked for may take as long as it likes: a vocabulary is learned, a
-        data set fetched.
+        There is no limit before the first mini-batch is loaded: a vocabulary is learned, a data set fetched.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS), now

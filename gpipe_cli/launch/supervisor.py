@@ -18,7 +18,7 @@ from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
-from gpipe_cli.launch.silent_processes import Silence
+from gpipe_cli.launch.silent_processes import SilenceTimer
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.interrupts import Interrupt
@@ -80,7 +80,7 @@ class Supervisor:
     def watch(self, on_message: OnMessage, interrupt: Interrupt) -> Failure | None:
         """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
         deadline = float("inf")
-        silence = Silence(self._config.timeout_seconds, whole=torchrun() is None)
+        silence = SilenceTimer(self._config.timeout_seconds, whole=torchrun() is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), silence, on_message)
@@ -94,7 +94,7 @@ class Supervisor:
                 deadline = time.monotonic() + _GRACE_SECONDS
         return min(self._failures, key=lambda failure: failure.rank) if self._failures else None
 
-    def _receive(self, timeout: float, silence: Silence, on_message: OnMessage) -> None:
+    def _receive(self, timeout: float, silence: SilenceTimer, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""
         statuses = {worker.status: worker for worker in self._running.values() if worker.exit_code is None}
         ready = wait([*self._connections.values(), *statuses], timeout)
@@ -109,7 +109,7 @@ class Supervisor:
             except (EOFError, ConnectionError):
                 del self._connections[process]
                 continue
-            silence.broken(process)
+            silence.reset(process)
             match message:
                 case Failure():
                     self._failures.append(message)
@@ -141,7 +141,7 @@ class Supervisor:
                     if worker.status in ready:
                         worker.read()
                 running = [worker for worker in running if worker.exit_code is None]
-        if running:  # not forked yet; or the server is stopped, and cannot say how they ended
+        if running:  # not forked yet; or the server is stopped, and cannot report how they ended
             fork_server.kill()
 
     def _doing(self, process: int) -> Activity:

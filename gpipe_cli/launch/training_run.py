@@ -1,4 +1,4 @@
-"""A run or an evaluation from beginning to end, as its parent process sees it: prepare, start, watch, report."""
+"""A run or an evaluation from beginning to end, in its parent process: prepare, start, watch, report."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -72,13 +72,13 @@ def find_source(config: TrainConfig, layout: Placement) -> Path | None:
 
 
 def _find(config: TrainConfig, layout: Placement, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
-    """The last or the best checkpoint of a run; if it is damaged the newest one that is not, which is said on stderr.
+    """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
 
     Raises ValueError, one line, if there is none, or they are of another model.
     """
     model = build_model(config)
     freeze(model, layout.frozen)
-    check = partial(check_restorable, config, load(run), model, asked=f"{setting}={run}", optimizer=optimizer)
+    check = partial(check_restorable, config, load(run), model, setting=f"{setting}={run}", optimizer=optimizer)
     return find_checkpoint(run, which, setting, check, show_error)
 
 
@@ -103,7 +103,7 @@ def _run(
                 raise
             show.finish("interrupted", None)
             return 130
-        except SystemExit:  # the console's reader has gone, as in `gpipe train | head`
+        except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
             show.finish("interrupted", "nobody reads the output any more")
             raise
         except OSError as error:  # of this process: what the run cannot do without cannot be written
@@ -118,7 +118,7 @@ def _run(
         raise ValueError(failure.text)
     text, details = failure.text, folder / "failure.txt"
     if failure.reason is Reason.ERROR:
-        with suppress(OSError):  # the folder is gone, the disk is full: what counts is why the run failed
+        with suppress(OSError):  # no folder, no room: more important is why the run failed
             write_whole(details, failure.details)
             text += f" (traceback in {details})"
     show.finish("failed", text)

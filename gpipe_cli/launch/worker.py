@@ -60,7 +60,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     try:
         _do(job, process)
     except Exception as error:
-        with contextlib.suppress(OSError):  # the parent is gone
+        with contextlib.suppress(OSError):  # the parent has ended
             connection.send(_failure(job.process, error))
         connection.close()
         # not sys.exit: threads of a broken process group may never end

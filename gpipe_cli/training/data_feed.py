@@ -1,7 +1,7 @@
-"""What a process reads: inputs where the first stage lives, targets where the last one does, the catalogue everywhere.
+"""What a process reads: inputs where the first stage is, targets where the last one is, the catalogue everywhere.
 
-A catalogue says how many samples a split has and how long they are. From it, the seed and the settings every process
-makes the same mini-batches, so that none has to be told their sizes.
+A catalogue has how many samples a split has and how long they are. From it, the seed and the settings every process
+makes the same mini-batches, so that their sizes need not be sent.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 
 @dataclass(frozen=True)
 class Reading:
-    """A split as one process needs it: samples only where the first or the last stage lives, mini-batches everywhere.
+    """A split as one process needs it: samples only where the first or the last stage is, mini-batches everywhere.
 
-    `loaded` yields what the first stage is given; None where that lives elsewhere.
+    `loaded` yields what the first stage is given; None in other processes.
     """
 
     split: Split | None
@@ -56,12 +56,12 @@ class Reading:
 
 
 class Data:
-    """What a process has opened before it joins the others, and the two readings that it has afterwards."""
+    """What a process has opened before the processes are connected, and the two readings that it has afterwards."""
 
     def __init__(
         self, config: TrainConfig, layout: Placement, process: int, start: Progress | None, source: Path | None
     ) -> None:
-        """Open the data where the first or the last stage lives, and start loading: training from `start` on, or the
+        """Open the data where the first or the last stage is, and start loading: training from `start` on, or the
         test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context.
@@ -88,7 +88,7 @@ class Data:
             self._readings[1] = Reading(test, batches, loaded)
 
     def training_set(self, team: ControlGroup) -> Reading:
-        """Asked in every process once they can talk: those that have no samples hear how many there are."""
+        """Called in every process, once they are connected: those without samples are sent the catalogue."""
         return self._share(team, 0, training_batches)
 
     def test_set(self, team: ControlGroup) -> Reading:
@@ -102,7 +102,7 @@ class Data:
         return self._readings[which] or Reading(split, make(self._config, catalogue), None)
 
     def facts(self) -> DataFacts:
-        """What the banner says of the data; asked where the first stage lives."""
+        """What the banner says of the data; called where the first stage is."""
         assert self._splits is not None
         train, test = self._splits
         facts = DataFacts(len(train), len(test))
@@ -121,7 +121,7 @@ class Data:
         return replace(facts, notes=notes)
 
     def save_vocabulary(self, folder: Path) -> None:
-        """Leave in the run's folder what its tokens mean; asked where the first stage lives."""
+        """Write what the tokens mean into the run's folder; called where the first stage is."""
         assert self._splits is not None
         if isinstance(self._splits[0], TextSplit | PairSplit):
             write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)

@@ -1,4 +1,4 @@
-"""The part of the pipeline that lives in this process, with what training adds to it: optimizers and averages."""
+"""The part of the pipeline that is in this process, with what training adds to it: optimizers and averages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

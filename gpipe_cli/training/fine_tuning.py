@@ -69,9 +69,9 @@ def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpo
     return (*_taken_facts(config, taking, engine.layout), *frozen)
 
 
-def find_weights(config: TrainConfig, say: Callable[[str], None]) -> Path:
-    """The checkpoint that `init_from` means: its best one, or if that is damaged the newest one that is not; `say` is
-    told then.
+def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
+    """The checkpoint that `init_from` means: its best one, or if that is damaged the newest one that is not; `warn` is
+    called with a line then.
 
     Raises ValueError, one line, as `find_taking` does, or if there is none.
     """
@@ -82,7 +82,7 @@ def find_weights(config: TrainConfig, say: Callable[[str], None]) -> Path:
         find_taking(config, model, checkpoint)
         check_files(checkpoint, read_index(checkpoint).files)
 
-    return find_checkpoint(Path(config.init_from), "best", "init_from", check, say)
+    return find_checkpoint(Path(config.init_from), "best", "init_from", check, warn)
 
 
 def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> Taking:
@@ -181,7 +181,7 @@ def _check_names(
 
 
 def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
-    """What tells whether two data sets have the same classes: of one's own files also where they are."""
+    """Equal for two data sets with the same classes: of one's own files also where they are."""
     own = dataset.name in ("image_folder", "text_files", "parallel_text")
     place = Path(dataset.root).resolve() if own and dataset.root is not None else None
     classes = (

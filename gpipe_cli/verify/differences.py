@@ -1,6 +1,6 @@
 """Where the step of one variant is not that of another: the first place, in the order in which a step comes about.
 
-Law 1 speaks of bits, so bits are compared, by digests: of every layer's outputs for each micro-batch, of every
+Law 1 is about bits, so bits are compared, by digests: of every layer's outputs for each micro-batch, of every
 gradient, and of what the step makes of weights and statistics.
 """
 

@@ -50,7 +50,7 @@ def run_untouched(
 ) -> None:
     """Leave the gradients of a mini-batch `inputs` (N, ...) in the model's parameters, added up as by schedule gpipe.
 
-    `observe` is told what every layer makes of every micro-batch.
+    `observe` is called with the outputs of every layer for every micro-batch.
     """
     device, current = inputs[0].device, 0
 

@@ -93,7 +93,7 @@ def check(
             text = f"{where} raises {cause}"
             report(variant.row("fails", layer=layer, stage=action.stage, micro_batch=action.micro_batch, text=text))
             if team.size > 1:
-                raise  # its neighbours wait for it in vain
+                raise  # its neighbours would wait for it until the timeout
             continue
         if digests is not None:
             references[variant.schedule] = digests
@@ -116,11 +116,11 @@ class _Runs:
     source: Path | None  # of the weights
 
     def watch_layers(self, variant: Variant) -> LayersWatched:
-        """Once, before the first variant: is the mini-batch one to train on, and what do its layers do alone?"""
+        """Before the first variant: refuse a mini-batch that cannot be trained on, and watch each layer."""
         config = variant.config(self.base)
         refuse_single_samples(self.base, self.reading.batches.size(0, 0))
         engine = self._engine(config, variant.layout, self.process.watch)
-        # what a layer raises the variants tell; here they say how far they came
+        # what a layer raises is in the rows of the variants; the watch ends there
         with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
             rehearse(config, engine, self.team, self._first_mini_batch(), 0, 0)
         sizes = micro_batch_sizes(self.reading.batches.size(0, 0), config.micro_batches)

@@ -6,7 +6,7 @@ import pytest
 
 from gpipe_cli.distributed.activity import Activity, Awaited
 from gpipe_cli.launch import silent_processes as silence
-from gpipe_cli.launch.silent_processes import Silence
+from gpipe_cli.launch.silent_processes import SilenceTimer
 
 WORKS = Activity(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
 WAITS = replace(WORKS, awaited=Awaited.PROCESS)
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_who_is_silent_and_waits_for_no_other_is_to_blame(
     processes: dict[int, Activity], stopped: list[int], whole: bool, blamed: int | None, clock: list[float]
 ) -> None:
-    watched = Silence(5, whole)
+    watched = SilenceTimer(5, whole)
     assert watched.find(processes | {0: replace(processes.get(0, WAITS), changes=1)}, stopped) is None
     found = []
     for _ in range(7):
@@ -47,7 +47,7 @@ def test_who_is_silent_and_waits_for_no_other_is_to_blame(
 
 
 def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[float]) -> None:
-    watched = Silence(5, True)
+    watched = SilenceTimer(5, True)
     for doing in (WORKS, WORKS, WORKS, replace(WORKS, changes=8)):
         assert watched.find({0: doing}, []) is None
         clock[0] += 1.9
@@ -55,7 +55,7 @@ def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[flo
     clock[0] += 3600  # Ctrl-Z, and fg an hour later
     assert watched.find({0: WORKS}, []) is None
     clock[0] += 1.9
-    watched.broken(0)
+    watched.reset(0)
     clock[0] += 1.9
     assert watched.find({0: WORKS}, []) is None
     clock[0] += 1.9

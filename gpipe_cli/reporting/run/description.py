@@ -1,7 +1,7 @@
-"""What the reporter is told: a run before it begins, then its steps and evaluations.
+"""A run before it begins, as its reports describe it.
 
 Section 2 of the paper describes a run by K, M and the partitions; this is that description with what a reader needs to
-repeat it. Messages are plain dictionaries because they travel between processes.
+repeat it.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class PartitionDescription:
     parameters: int
     cost_share: float | None  # of the computation, as the partitioner counts it, 0 to 1; None: unknown
     device: str  # `cpu`, `cuda:0`
-    # Of each layer, forward and backward of one micro-batch as predicted; in a run without a prediction they tell
-    # layers from each other and no more. (): unknown.
+    # Of each layer, forward and backward of one micro-batch as predicted; in a run without a prediction they only
+    # show which layers cost more. (): unknown.
     layer_seconds: tuple[tuple[float, float], ...] = ()
     memory: "StageMemory | None" = None  # predicted, without libraries; None: unknown
 
@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run was said to take before it began; of one optimizer step."""
+    """What was predicted of an optimizer step before the run began."""
 
     source: str  # of the seconds, one phrase: `hardware=cpu figures`, `measured layers`
     measured: bool  # of the layers themselves
@@ -88,7 +88,7 @@ class RunDescription:
     preset: str | None = None  # name of the settings that it began with
     notes: tuple[tuple[str, str], ...] = ()  # more lines of the banner: label, fact
     prediction: Prediction | None = None
-    settings: tuple[Setting, ...] = ()  # of all runs, so that theirs stand in one table; (): those of `config`
+    settings: tuple[Setting, ...] = ()  # of all runs, so that they are in one table; (): those of `config`
     flops: "StepFlops | None" = None
     command: Command = "train"
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
@@ -98,7 +98,7 @@ class RunDescription:
     length: int | None = None  # tokens of a sequence of a language model
     unigram_perplexity: float | None = None  # of a model of the test set that knows how frequent tokens are, no more
     batch_tokens: int | None = None  # of one replica's mini-batch at most, where they are cut by tokens, not samples
-    micro_batches: int | None = None  # M, where micro_batch_sizes cannot tell
+    micro_batches: int | None = None  # M, where micro_batch_sizes is ()
 
     @property
     def parameters(self) -> int:

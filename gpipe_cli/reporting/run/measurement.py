@@ -160,7 +160,7 @@ def process_seconds() -> float:
 
 
 def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
-    """The machine, as far as it tells without being touched.
+    """The machine, without opening a device.
 
     The names of GPUs are given by whoever uses them: to ask torch here would create a CUDA context in the parent.
     """

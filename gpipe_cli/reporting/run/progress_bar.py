@@ -20,8 +20,8 @@ _TIME = len("1:02:03")
 def progress_bar(console: Console, counted: str) -> Progress | None:
     """A bar to which one task is to be added; None outside a terminal. It goes away at the end: lines and summary stay.
 
-    The task's field `state` says what goes on: phrases, the most important first. In a narrow terminal the last ones
-    are left out, never the time that is left. `counted` is what stands before it, `step {task.completed}`.
+    The task's field `state` is what goes on: phrases, the most important first. In a narrow terminal the last ones
+    are left out, never the time that is left. `counted` comes before it, `step {task.completed}`.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         return None

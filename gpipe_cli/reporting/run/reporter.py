@@ -1,4 +1,4 @@
-"""The one who hears of everything in a run and tells everybody: console, TensorBoard, result.json.
+"""Passes on what happens in a run to the console, to TensorBoard and to result.json.
 
 It makes the numbers of the paper's tables (accuracy, throughput, memory) out of what the stages report, in the parent
 process. ``step`` in every message counts optimizer steps done, epochs count from 1.
@@ -43,7 +43,7 @@ class Reporter:
     """Reports one run into ``folder``, which is made if need be.
 
     ``result.json`` is there from the beginning (status ``running``) and follows every evaluation, so that a run that
-    was killed leaves what it had. ``finish`` ends the report; what is said after it is not heard.
+    was killed leaves what it had. ``finish`` ends the report; calls after it do nothing.
     """
 
     def __init__(self, folder: Path, description: RunDescription, console: Console | None = None) -> None:
@@ -169,7 +169,7 @@ class Reporter:
     def optional(self) -> Iterator[None]:
         """Around writing what a run can do without: pictures, pages, curves, the state of result.json half-way.
 
-        What cannot be written is said once for all of it, and the run goes on.
+        The first failure is shown as a warning, the others are not, and the run goes on.
         """
         try:
             yield
@@ -182,14 +182,14 @@ class Reporter:
         """Ends the report, at whatever point; repeated, it does nothing.
 
         Raises:
-            OSError: all is said, and result.json could not be written.
+            OSError: everything is shown, and result.json could not be written.
         """
         if self._status != "running":
             return
         self._status, self._error = status, error
         unwritten: OSError | None = None
         try:
-            self._write()  # first of all: if nobody reads the console any more, speaking to it ends the process
+            self._write()  # first of all: if the console is closed, writing to it ends the process
         except OSError as failed:
             unwritten = failed
         if status != "interrupted":  # whoever did that waits

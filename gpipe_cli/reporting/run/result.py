@@ -50,7 +50,7 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it: the standard knows no NaN, and strict readers refuse Python's."""
+    """``value`` as JSON has it: the standard has no NaN, and strict readers refuse Python's."""
     match value:
         case float():
             return value if math.isfinite(value) else None

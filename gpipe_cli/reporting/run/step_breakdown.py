@@ -15,9 +15,9 @@ from gpipe_cli.reporting.run.description import Prediction
 from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
 from gpipe_cli.units import duration, percent, size
 
-STAGES_SHOWN = 4  # more than these are told by the fullest one
+STAGES_SHOWN = 4  # of more than these only the fullest one
 COMPARED_STEPS = 20  # done in this process when the prediction is compared
-_LARGE = 2.0  # a difference is told as a factor from here on, and from its inverse down
+_LARGE = 2.0  # a difference is written as a factor from here on, and from its inverse down
 
 
 class MeasuredShares:

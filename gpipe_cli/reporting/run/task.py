@@ -13,7 +13,7 @@ Task = Literal["classification", "language_model", "translation"]
 
 @dataclass(frozen=True)
 class Words:
-    """How the reports of a task speak."""
+    """The words and columns of a task's reports."""
 
     text: bool  # whether loss, accuracy and speed are those of tokens; otherwise of samples
     sample: str  # one of what the data set holds

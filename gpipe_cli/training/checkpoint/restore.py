@@ -70,11 +70,11 @@ def save_checkpoint(
 
 
 def check_restorable(
-    config: TrainConfig, source: TrainConfig, model: nn.Sequential, checkpoint: Path, asked: str, *, optimizer: bool
+    config: TrainConfig, source: TrainConfig, model: nn.Sequential, checkpoint: Path, setting: str, *, optimizer: bool
 ) -> None:
     """Whether a checkpoint has all that `model`, on the meta device and frozen as the run says, needs to go on.
 
-    `asked` is the setting that led here, as it was given; `source` are the settings of the run that wrote it. Raises
+    `setting` led here, as it was given; `source` are the settings of the run that wrote it. Raises
     ValueError if the checkpoint belongs to another model (and what differs), and DamagedError if it is not whole.
     """
     index = read_index(checkpoint)
@@ -87,9 +87,9 @@ def check_restorable(
                 [one for one in mine if one not in theirs],
                 [one for one in theirs if one not in mine],
             )
-            raise OtherModelError(asked, checkpoint, only_here, only_there, config, source)
+            raise OtherModelError(setting, checkpoint, only_here, only_there, config, source)
     here = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    refuse_other_shapes(asked, config, source, here, there, here)
+    refuse_other_shapes(setting, config, source, here, there, here)
     for name, tensor in _wanted(config, model, index, optimizer=optimizer).items():
         wanted = DTYPES.get(tensor.dtype), tuple(tensor.shape)
         if found.get(name) != wanted:

@@ -17,22 +17,22 @@ class OtherModelError(ValueError):
 
     def __init__(
         self,
-        asked: str,
+        setting: str,
         checkpoint: Path,
         only_here: Sequence[str],
         only_there: Sequence[str],
         config: TrainConfig,
         source: TrainConfig,
     ) -> None:
-        """`asked` is the setting that led to the checkpoint, as it was given; `source` are those of its run."""
+        """`setting` led to the checkpoint, as it was given; `source` are those of its run."""
         super().__init__(
-            f"{asked}: {checkpoint.name} is of another model (only here: {_some(only_here)}; only there: "
+            f"{setting}: {checkpoint.name} is of another model (only here: {_some(only_here)}; only there: "
             f"{_some(only_there)}); {_as_there(config, source)}"
         )
 
 
 def refuse_other_shapes(
-    asked: str, config: TrainConfig, source: TrainConfig, here: Shapes, there: Shapes, names: Iterable[str]
+    setting: str, config: TrainConfig, source: TrainConfig, here: Shapes, there: Shapes, names: Iterable[str]
 ) -> None:
     """Raises ValueError if tensors of these names, which are on both sides, have other shapes there than here."""
     other = [name for name in names if here[name] != there[name]]
@@ -51,7 +51,7 @@ def refuse_other_shapes(
         remedy = f"use dataset.vocabulary={other_dataset.vocabulary}, and text is read with the vocabulary of that run"
     elif isinstance(other_dataset, ImagesConfig) and other_dataset.image_size != getattr(dataset, "image_size", None):
         remedy = f"use dataset.image_size={other_dataset.image_size}, or a model that takes any size"
-    raise ValueError(f"{asked}: {name} has shape {there[name]} there and {here[name]} here{why}; {remedy}")
+    raise ValueError(f"{setting}: {name} has shape {there[name]} there and {here[name]} here{why}; {remedy}")
 
 
 def _as_there(config: TrainConfig, source: TrainConfig) -> str:

@@ -79,7 +79,7 @@ class Index:
 
 
 class DamagedError(ValueError):
-    """A checkpoint that nobody can use; an older one of the run may be intact."""
+    """A checkpoint that cannot be used; an older one of the run may be intact."""
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
@@ -94,9 +94,9 @@ def find_checkpoint(
     which: str,
     setting: str,
     check: Callable[[Path], None] | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The `last` or the `best` checkpoint; if that is damaged the newest one that is not, and `say` is told.
+    """The `last` or the `best` checkpoint; if that is damaged the newest one that is not, and `warn` gets a line.
 
     `check` raises DamagedError for one that cannot be used; without it, one whose files are not what was written.
     Raises ValueError naming `setting` if the run has none that can be used, and what else `check` raises.
@@ -118,7 +118,7 @@ def find_checkpoint(
             damaged.append(error)
             continue
         if damaged:
-            say(f"warning: {damaged[0]}; {checkpoint.name} is taken, the newest checkpoint that is intact")
+            warn(f"warning: {damaged[0]}; {checkpoint.name} is taken, the newest checkpoint that is intact")
         return checkpoint
     raise ValueError(f"{setting}={run_folder}: none of its checkpoints is intact: {damaged[0]}; give another run")
 
@@ -308,9 +308,9 @@ def _check_index(index: Index, folder: str) -> None:
         ),
         "files: a name is not that of a stage's file": not all(_FILE.fullmatch(name) for name in names),
         "files: a sha256 is none": not all(re.fullmatch("[0-9a-f]{64}", file.sha256) for file in index.files),
-        "files: a name stands there twice": len({*names}) < len(names),
-        "layers: a name stands there twice": len({*index.layers}) < len(index.layers),
-        "tensors: a name stands there twice": len({*tensors}) < len(tensors),
+        "files: a name is there twice": len({*names}) < len(names),
+        "layers: a name is there twice": len({*index.layers}) < len(index.layers),
+        "tensors: a name is there twice": len({*tensors}) < len(tensors),
         "tensors: a name is of no layer": not (
             {_kind(name) for name in tensors} <= {*_KINDS} and {_layer(name) for name in tensors} <= {*index.layers}
         ),

@@ -5,7 +5,7 @@ The paper reports BLEU and does not say how it decoded; beam search with a lengt
 last stage says which tokens could follow. Keys and values of earlier tokens are not kept, as that would be a second way
 to run a model, for sentences that are short.
 
-Every process of the run keeps the same hypotheses. What only the last stage has seen it tells the others once a step.
+Every process of the run keeps the same hypotheses: the logits, which only the last stage has, are gathered once a step.
 """
 
 import math
@@ -133,7 +133,7 @@ class Candidates:
         tokens, values = [torch.full_like(scores[:, END], END, dtype=torch.int64)], [scores[:, END].clone()]
         scores[:, END] = -math.inf
         for _ in range(self._wanted):
-            # not topk: which of equal values it finds is not said, and max finds the first
+            # not topk: which of equal values it finds is not defined, and max finds the first
             value, token = scores.max(dim=1)
             tokens.append(token)
             values.append(value)
@@ -223,12 +223,12 @@ def _run(
 def _agree(
     engine: Engine, team: ControlGroup, split: PairSplit | None, indices: Sequence[int]
 ) -> tuple[list[int], int]:
-    """The tokens of each source and the size of the vocabulary, which the process with the first stage says to all."""
+    """The tokens of each source and the size of the vocabulary, sent to all by the process with the first stage."""
     known = None
     if engine.has_first:
         assert split is not None
         known = split.sources.lengths_of(torch.tensor(indices)).tolist(), split.vocabulary_size
-    lengths, vocabulary = next(said for said in team.collect(known) if said is not None)
+    lengths, vocabulary = next(one for one in team.collect(known) if one is not None)
     return lengths, vocabulary
 
 

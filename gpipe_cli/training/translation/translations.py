@@ -39,8 +39,8 @@ def translated_test_set(
     test: Reading,
     on_decoded: Callable[[int, int], None],
 ) -> TranslationScores | None:
-    """What `gpipe evaluate` says of a translation model; None where there is nothing to translate, and in processes
-    that do not speak for the run. Called in every process, inside `engine.evaluating`; `on_decoded` is called with
+    """The scores of `gpipe evaluate`; None where there is nothing to translate, and in all processes but the first.
+    Called in every process, inside `engine.evaluating`; `on_decoded` is called with
     how many sentences of how many are done."""
     indices = _to_decode(config, test, settings.sentences)
     if not indices:
@@ -55,8 +55,8 @@ def translated_test_set(
 def translated_examples(
     config: TrainConfig, engine: Engine, team: ControlGroup, test: Reading
 ) -> tuple[Translation, ...]:
-    """A few sentences, the same at each evaluation, decoded greedily; none in processes that do not speak for the
-    run. Called in every process, inside `engine.evaluating`."""
+    """A few sentences, the same at each evaluation, decoded greedily; none in all processes
+    but the first. Called in every process, inside `engine.evaluating`."""
     indices = _to_decode(config, test, WATCHED)
     if not indices:
         return ()
@@ -65,7 +65,7 @@ def translated_examples(
     decoded = decode(engine, team, search, config.micro_batches, _limit(config), split, indices)
     if not team.leads:
         return ()
-    assert split is not None, "the process that leads has the first stage"
+    assert split is not None, "process 0 has the first stage"
     return tuple(shown(split, indices, decoded))
 
 
@@ -104,7 +104,7 @@ def translate(
     indices: Sequence[int],
     on_decoded: Callable[[int], None] = lambda done: None,
 ) -> TranslationScores | None:
-    """Decode the pairs `indices` (at least one) and score them; None in processes that do not speak for the run.
+    """Decode the pairs `indices` (at least one) and score them; None in all processes but the first.
 
     Called as `decode` is, and raises as it does.
     """
@@ -112,7 +112,7 @@ def translate(
     decoded = decode(engine, team, search, micro_batches, limit, split, indices, on_decoded)
     if not team.leads:
         return None
-    assert split is not None, "the process that leads has the first stage"
+    assert split is not None, "process 0 has the first stage"
     seconds = time.perf_counter() - began
     return score_translations(shown(split, indices, decoded), of=len(split), beam=search.beam, seconds=seconds)
 
