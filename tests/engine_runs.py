@@ -1,13 +1,18 @@
 """Small pipelined trainings, in this process or in one process per stage, for the tests of the laws.
 
-A process pool is started once per number of stages (fork server, torch preloaded) and serves every case.
+One pool of processes (fork server, torch preloaded) serves every case: a case of K stages uses the first K of them.
 """
 
+import itertools
 import multiprocessing
+import random
 import socket
 import traceback
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,9 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline.profile import tracing
-from gpipe_cli.pipeline.runtime import boundary
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes, split
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
@@ -27,7 +34,9 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 
-CLASSES = 5
+CLASSES, SIZE = 5, 8
+CPU = torch.device("cpu")
+NOTHING_FROZEN = Frozen()
 
 
 class Spread(nn.Module):
@@ -109,9 +118,8 @@ class Case:
     samples: tuple[int, ...] = (10, 7)
     channels_last: bool = False
     balance: tuple[int, ...] | None = None
+    frozen: Frozen = NOTHING_FROZEN
     device: str = "cpu"
-    size: int = 8
-    fail: str = ""
 
 
 @dataclass
@@ -133,79 +141,90 @@ class CrossEntropy:
 def data(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     samples = case.samples[step]
-    images = torch.randn(samples, 3, case.size, case.size, generator=generator)
+    images = torch.randn(samples, 3, SIZE, SIZE, generator=generator)
     return images.to(case.device), torch.randint(CLASSES, (samples,), generator=generator).to(case.device)
 
 
-def train(case: Case, stages_here: range, groups: tuple[Any, Any] | None) -> dict[str, torch.Tensor]:
-    """Run the case on some stages; returns losses, gradients, and the final state by global name."""
-    model = MODELS[case.model]()
-    layers = len(model)
-    images = boundary.as_boundary((torch.empty(1, 3, case.size, case.size),))
-    costs = tracing.trace_layers(model, images, training=True)
-    balance = case.balance or tuple(
-        layers // case.partitions + (k < layers % case.partitions) for k in range(case.partitions)
-    )
+def even(layers: int, partitions: int) -> tuple[int, ...]:
+    return tuple(layers // partitions + (k < layers % partitions) for k in range(partitions))
+
+
+def build_stages(
+    model: nn.Sequential,
+    costs: Sequence[LayerCost],
+    balance: Sequence[int],
+    *,
+    here: Sequence[int],
+    device: torch.device = CPU,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    frozen: Frozen = NOTHING_FROZEN,
+) -> dict[int, Stage]:
+    """The stages numbered `here` of a model on the meta device, in training mode, with weights from seed 7."""
     starts = [0, *accumulate(balance)]
-    boundaries = [costs[end - 1].outputs for end in starts[1:-1]]
+    stages = {}
+    for k in here:
+        module = materialize(model, starts[k], balance[k], run_seed=7, device=device).to(memory_format=memory_format)
+        freeze(module, frozen)
+        stages[k] = Stage(
+            k, module, first_layer=starts[k], inputs=costs[starts[k] - 1].outputs if k else (), device=device,
+            run_seed=7, memory_format=memory_format,
+        )  # fmt: skip
+        stages[k].set_training(True)
+    return stages
+
+
+@cache
+def costs_of(model: str, frozen: Frozen) -> tuple[LayerCost, ...]:
+    described = MODELS[model]()
+    freeze(described, frozen)
+    return trace_layers(described, as_boundary((torch.empty(1, 3, SIZE, SIZE),)), training=True)
+
+
+def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> dict[str, torch.Tensor]:
+    """Run the case on the stages `here`; returns losses, the gradients that there are, the final state by global name,
+    and the losses of an evaluation."""
+    model, costs = MODELS[case.model](), costs_of(case.model, case.frozen)
+    balance = case.balance or even(len(model), case.partitions)
     memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
     device = torch.device(case.device)
-    stages = {
-        k: Stage(
-            k,
-            materialize(model, starts[k], balance[k], run_seed=7, device=device).to(memory_format=memory_format),
-            first_layer=starts[k],
-            inputs=boundaries[k - 1] if k else (),
-            device=device,
-            run_seed=7,
-            memory_format=memory_format,
-        )
-        for k in stages_here
-    }
-    if groups is None:
-        transport: Any = LocalTransport([device] * case.partitions)
-    else:
+    stages = build_stages(
+        model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen
+    )
+    transport: Any = LocalTransport([device] * case.partitions)
+    if groups is not None:
         transport = P2PTransport(
-            stages_here[0], boundaries, ranks=range(case.partitions), forward=groups[0], backward=groups[1],
-            device=device, memory_format=memory_format, timeout_seconds=60,
+            here[0], [costs[end - 1].outputs for end in accumulate(balance[:-1])], ranks=range(case.partitions),
+            forward=groups[0], backward=groups[1], device=device, memory_format=memory_format, timeout_seconds=60,
         )  # fmt: skip
     executor = Executor(stages, case.partitions, transport)
     results: dict[str, torch.Tensor] = {}
+
+    def run(step: int, order: schedule.Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:
+        objective = CrossEntropy(split(targets, sizes), len(targets))
+        inputs = (images.contiguous(memory_format=memory_format),) if 0 in stages else None
+        executor.run(order, step, sizes, inputs, objective if case.partitions - 1 in stages else None)
+        return objective.losses.items()
+
     for step, samples in enumerate(case.samples):
         sizes = micro_batch_sizes(samples, case.micro_batches)
-        images, targets = data(case, step)
-        images = images.contiguous(memory_format=memory_format)
         order = schedule.build(case.schedule, case.partitions, len(sizes), case.recompute)
-        objective = CrossEntropy(split(targets, sizes), samples)
-        executor.run(
-            order, step, sizes, (images,) if 0 in stages else None, objective if case.partitions - 1 in stages else None
-        )
-        for micro_batch, loss in objective.losses.items():
-            results[f"loss {step} {micro_batch}"] = loss.cpu()
+        results |= {f"loss {step} {m}": loss.cpu() for m, loss in run(step, order, sizes, *data(case, step))}
         for stage in stages.values():
             for name, parameter in stage.module.named_parameters():
-                assert parameter.grad is not None, name
-                results[f"gradient {step} {name}"] = parameter.grad.clone().cpu()
-                with torch.no_grad():
-                    parameter -= 0.1 * parameter.grad
-                parameter.grad = None
+                assert (parameter.grad is not None) == parameter.requires_grad, name
+                if parameter.grad is not None:
+                    results[f"gradient {step} {name}"] = parameter.grad.clone().cpu()
+                    with torch.no_grad():
+                        parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
     for stage in stages.values():
-        stage.module.eval()
+        stage.set_training(False)
         results |= {f"final {name}": value.clone().cpu() for name, value in stage.module.state_dict().items()}
-    evaluate = schedule.forward_only(case.partitions, case.micro_batches)
-    images, targets = data(case, 0)
     sizes = micro_batch_sizes(case.samples[0], case.micro_batches)
-    objective = CrossEntropy(split(targets, sizes), case.samples[0])
-    last = case.partitions - 1 in stages
-    executor.run(
-        evaluate,
-        99,
-        sizes,
-        (images.contiguous(memory_format=memory_format),) if 0 in stages else None,
-        objective if last else None,
-    )
+    order = schedule.forward_only(case.partitions, len(sizes))
+    results |= {f"evaluated {m}": loss.cpu() for m, loss in run(99, order, sizes, *data(case, 0))}
     executor.settle()
-    return results | {f"evaluated {m}": loss.cpu() for m, loss in objective.losses.items()}
+    return results
 
 
 def free_port() -> int:
@@ -214,42 +233,43 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve(rank: int, partitions: int, port: int, connection: Connection) -> None:
-    """A process of the pool: one stage, case after case."""
+def serve(rank: int, processes: int, port: int, connection: Connection) -> None:
+    """A process of the pool: stage `rank`, case after case."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=partitions)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
     groups = dist.new_group(), dist.new_group()
     while (case := connection.recv()) is not None:
         try:
             # as plain numbers: tensors would travel through shared memory and need their sender alive
-            connection.send({name: value.numpy() for name, value in train(case, range(rank, rank + 1), groups).items()})
+            connection.send({name: value.numpy() for name, value in train(case, [rank], groups).items()})
         except Exception:
             connection.send(traceback.format_exc())
     dist.destroy_process_group()
 
 
 class Pool:
-    """`partitions` processes joined by Gloo on the loopback device."""
+    """Processes joined by Gloo on the loopback device."""
 
-    def __init__(self, partitions: int) -> None:
+    def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "engine_runs"])
         port = free_port()
         self.connections: list[Connection] = []
         self.processes = []
-        for rank in range(partitions):
+        for rank in range(processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, partitions, port, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, processes, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
 
     def run(self, case: Case) -> dict[str, torch.Tensor]:
-        for connection in self.connections:
+        used = self.connections[: case.partitions]
+        for connection in used:
             connection.send(case)
         results: dict[str, torch.Tensor] = {}
-        for rank, connection in enumerate(self.connections):
+        for rank, connection in enumerate(used):
             if not connection.poll(60):
                 raise TimeoutError(f"stage {rank} does not answer")
             answer = connection.recv()
@@ -259,7 +279,8 @@ class Pool:
 
     def close(self) -> None:
         for connection in self.connections:
-            connection.send(None)
+            with suppress(OSError):
+                connection.send(None)
         for process in self.processes:
             process.join(10)
             process.kill()
@@ -275,3 +296,23 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         name: float((one[name] - other[name]).abs().max()) for name in one if not torch.equal(one[name], other[name])
     }
     assert not different, f"{len(different)} of {len(one)} differ: {dict(list(different.items())[:5])}"
+
+
+def covering(**factors: Sequence[Any]) -> list[dict[str, Any]]:
+    """Few combinations, in which any two values of any two factors occur together: a covering array of strength two."""
+    choose = random.Random(0)
+    pairs = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(factors, 2)
+        for a, b in itertools.product(factors[one], factors[other])
+    }
+
+    def covered(row: Mapping[str, Any]) -> set[Any]:
+        return pairs.intersection(itertools.combinations(row.items(), 2))
+
+    rows = []
+    while pairs:
+        tried = [{name: choose.choice(values) for name, values in factors.items()} for _ in range(200)]
+        rows.append(max(tried, key=lambda row: len(covered(row))))
+        pairs -= covered(rows[-1])
+    return rows

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+from engine_runs import CPU, build_stages, even
 from torch import nn
 
 from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
@@ -16,15 +17,12 @@ from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
-from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.simulator import peak_bytes
 
 CLASSES, TOKENS, WIDTH, SIZE = 10, 12, 32, 32
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,10 @@ _PAIRS = tuple(
 )
 
 SAMPLES = {
-    "amoebanet": Sample(_amoebanet, _IMAGES, _images, _classes),
+    "amoebanet": Sample(lambda: _amoebanet(True), _IMAGES, _images, _classes, auxiliary_weight=0.4),
     "amoebanet channels last": Sample(_amoebanet, _IMAGES, _images, _classes, channels_last=True),
     "flattening": Sample(_flattening, _IMAGES, _images, _classes),
     "flattening channels last": Sample(_flattening, _IMAGES, _images, _classes, channels_last=True),
-    "auxiliary head": Sample(lambda: _amoebanet(True), _IMAGES, _images, _classes, auxiliary_weight=0.4),
     "language model": Sample(lambda: _language_model(0.0), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)),
     "attention with dropout": Sample(
         lambda: _language_model(0.1), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)
@@ -150,10 +147,6 @@ SAMPLES = {
 class Measured:
     peaks: tuple[int, ...]  # bytes, of each stage
     gradients: dict[str, torch.Tensor]
-
-
-def even(layers: int, partitions: int) -> tuple[int, ...]:
-    return tuple(layers // partitions + (k < layers % partitions) for k in range(partitions))
 
 
 def measure(
@@ -169,23 +162,11 @@ def measure(
     """One training step on real stages, one after the other in this process."""
     torch.manual_seed(0)
     partitions = len(order)
-    balance = even(len(model), partitions)
-    starts = [0, *accumulate(balance)]
     memory_format = sample.memory_format
-    stages = {
-        k: Stage(
-            k,
-            materialize(model, starts[k], balance[k], run_seed=7, device=CPU).to(memory_format=memory_format),
-            first_layer=starts[k],
-            inputs=costs[starts[k] - 1].outputs if k else (),
-            device=CPU,
-            run_seed=7,
-            memory_format=memory_format,
-        )
-        for k in range(partitions)
-    }
+    stages = build_stages(
+        model, costs, even(len(model), partitions), here=range(partitions), memory_format=memory_format
+    )
     for stage in stages.values():
-        stage.set_training(True)
         stage.count_saved(count)
     sizes = micro_batch_sizes(samples, micro_batches)
     data = tuple(t.contiguous(memory_format=memory_format) if t.dim() == 4 else t for t in sample.data(samples))

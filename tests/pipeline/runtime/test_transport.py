@@ -1,10 +1,11 @@
-"""What neighbours tell each other, and that a dead one ends the wait."""
+"""What neighbours send each other, and that the wait for one that has died ends."""
 
 import multiprocessing
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,50 +16,41 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
+def neighbours(tmp_path: Path) -> Iterator[list[Connection]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "transport_runs"])
-    processes = []
-
-    def launch(how: str) -> list[Connection]:
-        connections = []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=neighbour, args=(rank, how, tmp_path, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            connections.append(ours)
-        return connections
-
-    yield launch
+    processes, connections = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=neighbour, args=(rank, tmp_path, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        connections.append(ours)
+    yield connections
     for process in processes:
         process.kill()
         process.join()
 
 
-def hear(connection: Connection) -> object:
+def answer(connection: Connection) -> Any:
     assert connection.poll(30), "no answer"
     return connection.recv()
 
 
-def test_tensors_arrive_with_their_values_dtypes_and_layout(start) -> None:  # type: ignore[no-untyped-def]
-    first, _ = start("well")
-    assert hear(first) == "waiting"
-    gradients = hear(first)
+def test_tensors_arrive_and_a_peer_that_dies_ends_every_wait(neighbours: list[Connection]) -> None:
+    """With their values, types and layout. The wait for a dead one ends long before the timeout of two minutes, and
+    whatever was waited for, as the same kind of error: a consequence and not a cause."""
+    first, second = neighbours
+    gradients = answer(first)
     assert isinstance(gradients, list), gradients
     for m, gradient in zip((1, 0), gradients, strict=True):
         assert torch.equal(torch.from_numpy(gradient), -activation(m)[0])
-
-
-@pytest.mark.parametrize("how", ["gradient", "gather", "barrier", "collect"])
-def test_a_peer_that_dies_ends_the_wait(how: str, start) -> None:  # type: ignore[no-untyped-def]
-    """Not after the timeout of two minutes, and always as the same kind of error: a consequence and not a cause."""
-    first, second = start(how)
-    assert hear(first) == "waiting"
+    assert answer(first) == "waiting"
     second.send("die")
     began = time.monotonic()
-    answer = hear(first)
-    assert isinstance(answer, PeerLostError), answer
+    for _ in ("gradient", "gather", "barrier", "collect"):
+        error = answer(first)
+        assert isinstance(error, PeerLostError), error
     assert time.monotonic() - began < TIMEOUT / 4
 
 
