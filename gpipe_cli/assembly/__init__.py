@@ -1,1 +1,1 @@
-"""From settings to objects: model and data, loss, optimizer, learning rate, averages, frozen layers."""
+"""From settings to objects: model and data, loss, optimizer, learning rate, weight average, frozen layers."""

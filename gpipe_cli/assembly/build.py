@@ -1,6 +1,7 @@
-"""From settings to the model and the data they describe: the one place that knows every family by name."""
+"""From settings to the model and the data that they describe: the one place that knows every kind of model by name."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from typing import Literal
 
@@ -11,7 +12,6 @@ from gpipe_cli.config.dataset import ImagesConfig, TextConfig
 from gpipe_cli.config.model import (
     AmoebaNetConfig,
     CustomConfig,
-    ModelConfig,
     ResNetConfig,
     TimmConfig,
     TransformerLMConfig,
@@ -42,9 +42,9 @@ def build_model(config: TrainConfig) -> nn.Sequential:
 def real_model(config: TrainConfig, *, begins: bool) -> Callable[[], nn.Sequential] | None:
     """How to build the whole model with values, where its layers cannot be initialised one by one; or None.
 
-    timm's models, and those of users, set their initial values while they are built: every process builds all of it,
-    from the same seed, and keeps its own layers; once, however many stages it has. Weights from elsewhere are for a run
-    that `begins`: all others come from a checkpoint.
+    timm's models, and those of users, set their initial values while they are built: every process builds the whole
+    model once, from the same seed, and keeps the layers of its stages. Pretrained weights are for a run that `begins`:
+    all others start from a checkpoint.
     """
     if isinstance(config.model, (AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig)):
         return None
@@ -52,79 +52,31 @@ def real_model(config: TrainConfig, *, begins: bool) -> Callable[[], nn.Sequenti
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
+    """Every setting of a model is an argument of its function."""
     model, dataset = config.model, config.dataset
-    if isinstance(model, CustomConfig):
-        return build_custom(model.target, model.arguments or {})
-    return (
-        _reads_text(model, dataset)
-        if isinstance(dataset, TextConfig)
-        else _sees_images(model, dataset, weights=weights)
-    )
-
-
-def _sees_images(model: ModelConfig, dataset: ImagesConfig, *, weights: bool) -> nn.Sequential:
-    match model:
-        case AmoebaNetConfig():
-            return amoebanet(
-                variant=model.variant,
-                normal_cells=model.normal_cells,
-                filters=model.filters,
-                image_size=dataset.image_size,
-                num_classes=dataset.model_classes,
-                auxiliary_head=model.auxiliary_head,
-                dropout=model.dropout,
-                drop_path=model.drop_path,
-                batch_norm_epsilon=model.batch_norm_epsilon,
-                batch_norm_momentum=model.batch_norm_momentum,
-                stem=model.stem,
-            )
-        case ResNetConfig() | TimmConfig():
-            return build_timm(
-                model.name if isinstance(model, TimmConfig) else f"resnet{model.depth}",
-                num_classes=dataset.model_classes,
-                image_size=dataset.image_size,
-                dropout=model.dropout,
-                drop_path=model.drop_path,
-                pretrained=isinstance(model, TimmConfig) and model.pretrained and weights,
-                weights=model.weights if isinstance(model, TimmConfig) and weights else None,
-            )
-    raise AssertionError(f"{model.name} was let through to images")
-
-
-def _reads_text(model: ModelConfig, dataset: TextConfig) -> nn.Sequential:
-    match model:
-        case TransformerLMConfig():
-            return transformer_lm(
-                layers=model.layers,
-                width=model.width,
-                hidden=model.hidden,
-                heads=model.heads,
-                vocabulary=dataset.vocabulary,
-                length=model.length,
-                dropout=model.dropout,
-                attention_dropout=model.attention_dropout,
-            )
-        case TransformerNMTConfig():
-            return transformer_nmt(
-                layers=model.layers,
-                hidden=model.hidden,
-                heads=model.heads,
-                width=model.width,
-                head_width=model.head_width,
-                vocabulary=dataset.vocabulary,
-                length=model.length,
-                dropout=model.dropout,
-                attention_dropout=model.attention_dropout,
-                depth_scaled=model.depth_scaled,
-                logit_clip=model.logit_clip,
-                shared_embedding=model.shared_embedding,
-                pad=PAD,
-            )
-    raise AssertionError(f"{model.name} was let through to text")
+    settings = {field.name: getattr(model, field.name) for field in fields(model)}
+    name = settings.pop("name")
+    match model, dataset:
+        case CustomConfig(), _:
+            return build_custom(model.target, model.arguments or {})
+        case AmoebaNetConfig(), ImagesConfig():
+            del settings["auxiliary_weight"]  # it is the loss's
+            return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
+        case (ResNetConfig() | TimmConfig(), ImagesConfig()):
+            if isinstance(model, ResNetConfig):
+                name = f"resnet{settings.pop('depth')}"
+            elif not weights:
+                settings |= {"pretrained": False, "weights": None}
+            return build_timm(name, num_classes=dataset.model_classes, image_size=dataset.image_size, **settings)
+        case TransformerLMConfig(), TextConfig():
+            return transformer_lm(vocabulary=dataset.vocabulary, **settings)
+        case TransformerNMTConfig(), TextConfig():
+            return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, **settings)
+    raise AssertionError(f"model={name} cannot learn from dataset={dataset.name}; the settings were not checked")
 
 
 def model_inputs(config: TrainConfig) -> Boundary:
-    """What the first layer is given: images (N, 3, S, S), tokens (N, S), or sources (N, S) and targets so far (N, T)"""
+    """What the first layer gets: images (N, 3, S, S), tokens (N, S), or sources (N, S) and targets so far (N, T)."""
     if isinstance(config.dataset, ImagesConfig):
         size = config.dataset.image_size
         return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
@@ -135,7 +87,7 @@ def model_inputs(config: TrainConfig) -> Boundary:
 
 
 def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
-    """The most tokens of what the first layer is given; () for images."""
+    """The most tokens of each input of the first layer; () for images."""
     if isinstance(config.dataset, ImagesConfig):
         return ()
     length = config.model.length  # type: ignore[union-attr]  # models of images were refused
@@ -144,7 +96,7 @@ def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
 
 
 def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_last"]:
-    """How images, and the weights of a model that sees them, lie in memory: a key of MEMORY_FORMATS."""
+    """How images, and the weights of a model of images, lie in memory: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format
     # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/measurements/side_by_side.py)
@@ -152,7 +104,7 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
 
 
 def outputs_of(config: TrainConfig) -> int:
-    """Among how many classes, or tokens, the model chooses."""
+    """The number of logits: classes, or tokens of the vocabulary."""
     dataset = config.dataset
     return dataset.model_classes if isinstance(dataset, ImagesConfig) else dataset.vocabulary
 

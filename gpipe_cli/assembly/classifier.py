@@ -1,8 +1,8 @@
-"""Which tensors of a model are its classifier: the ones that paper section 4 draws anew for every data set.
+"""Which tensors of a model are its classifier: those that paper section 4 initialises anew for every data set.
 
-The paper takes "all but the last softmax layer". A layer is more than that: AmoebaNet has a second classifier in the
-middle, and the last layer of an EfficientNet also has a convolution that is worth taking. So the classifier is not a
-layer but the tensors whose shape depends on the number of classes.
+The paper takes "all but the last softmax layer" from a trained model. Our layers are not cut like that: AmoebaNet has a
+second classifier in the middle, and the last layer of an EfficientNet also has a convolution that is worth taking. So
+the classifier is the tensors whose shape depends on the number of classes.
 """
 
 from dataclasses import replace
@@ -16,11 +16,11 @@ from gpipe_cli.config.settings import TrainConfig
 
 
 def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
-    """The names of the classifier's tensors in `model`, which is what `config` describes.
+    """The names of the classifier's tensors in `model`, which was built for `config`.
 
-    Found by building the model for one class, or token, more: an embedding changes with the vocabulary too, but only
-    the last layer of a model of text is its classifier. The functions of users do not say which of their arguments
-    are classes: of their models it is the last module that has parameters.
+    Found by building the model for one class, or token, more. An embedding changes with the vocabulary too, so of a
+    model of text only the last layer is searched. Which argument of a user's function is the number of classes is not
+    known: of a user's model it is the last module that has parameters.
     """
     if isinstance(config.model, CustomConfig):
         *_, last = (name.rpartition(".")[0] for name, _ in model.named_parameters())

@@ -1,7 +1,7 @@
-"""From `freeze=...` to what is not trained: in paper section 4 everything is fine-tuned; freezing is the cheaper way.
+"""From `freeze=...` to what is not trained. Paper section 4 fine-tunes everything; freezing is cheaper.
 
-Patterns name layers, modules inside them or parameters. What is frozen is decided once, in the layout, so that every
-process freezes the same and every boundary knows whether gradients come back over it.
+Patterns name layers, modules inside them or parameters. What is frozen is decided once, before the workers start, so
+that every process freezes the same and every boundary knows whether gradients come back over it.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
 
 
 def _all_but(classifier: frozenset[str], model: nn.Sequential) -> tuple[list[str], list[str]]:
-    """The largest modules with tensors that have nothing of the classifier, and what parameters are besides."""
+    """The largest modules that have tensors and none of the classifier's, and the parameters that are left over."""
     whole: list[str] = []
     single: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: what a resumed run needs to know is the step and nothing else."""
+"""The learning rate as a pure function of the step: all that a resumed run has to know is its step."""
 
 import math
 

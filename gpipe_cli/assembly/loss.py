@@ -1,8 +1,8 @@
-"""What the last stage computes from the model's outputs: the loss that is minimised, and what is counted on the way.
+"""What the last stage computes from the model's outputs: the loss that is minimised, and the counts of a step.
 
 A micro-batch's loss is a sum over its elements (images, or tokens) divided by the *mini-batch's* number of elements.
 Uneven micro-batches and padding then weigh exactly as in one big batch, the gradients need no scaling afterwards, and
-the denominator is known before the first action. Averages of averages, as peers take them, are wrong as soon as two
+the denominator is known before the first action. Averages of averages, as other programs take them, are wrong if two
 micro-batches differ in size.
 """
 
@@ -43,8 +43,7 @@ class Totals:
 
 
 class CrossEntropy:
-    """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits if there
-    are.
+    """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits, if any.
 
     `targets` are the classes (N,) of the mini-batch, or its tokens (N, T) with IGNORED where there is nothing to
     predict; logits have the classes behind those dimensions. `sizes` are its micro-batches. Smoothing spreads over all
@@ -61,9 +60,11 @@ class CrossEntropy:
         auxiliary_weight: float,
         device: torch.device | None = None,
     ) -> None:
-        self._elements = targets.numel() - int((targets == IGNORED).sum())  # before they go to a GPU: no wait for it
+        self._elements = targets.numel() - int(
+            (targets == IGNORED).sum()
+        )  # counted on the CPU: nothing waits for a GPU
         self._targets = split(targets.to(device, non_blocking=True), sizes)
-        self._ranks = 1 if targets.ndim > 1 else 5  # nobody asks for the five best tokens
+        self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
         self._counted: list[torch.Tensor] = []
 
@@ -88,7 +89,7 @@ class CrossEntropy:
 
 
 def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[[Tensors], torch.Tensor]:
-    """The loss of logits on the meta device, for who wants to know what it costs."""
+    """The loss of logits on the meta device, to count what it costs."""
 
     def loss(outputs: Tensors) -> torch.Tensor:
         targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device="meta")

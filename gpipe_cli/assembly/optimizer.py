@@ -32,7 +32,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Named) -> torch.optim.O
     groups = [group for group in groups if group["params"]]
     match config:  # the learning rate is set before every step
         case RMSPropConfig():
-            from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm brings torchvision: seconds that others save
+            from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm imports torchvision, which takes seconds
 
             made: torch.optim.Optimizer = RMSpropTF(
                 groups, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
@@ -90,7 +90,7 @@ def load_optimizer_state(
 
 
 def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
-    """The bytes of what the optimizer keeps for these parameters from its first step on; nothing is allocated."""
+    """The bytes that the optimizer keeps for these parameters from its first step on; nothing is allocated."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(tensor.nbytes for p in trained for tensor in state_of(config, tuple(p.shape), p.dtype).values())
 
@@ -99,7 +99,7 @@ def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> 
 def state_of(config: OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """What the optimizer keeps for a parameter from its first step on, by key; tensors without values."""
     if isinstance(config, AdafactorConfig):
-        # its step reads values, so it cannot be made without them: one vector per dimension that is factored
+        # its step reads values, which meta tensors do not have; the state is one vector per factored dimension
         factored = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
         moments = factored if len(shape) > 1 else {"variance": shape}
         state = {key: torch.empty(of, dtype=dtype, device="meta") for key, of in moments.items()}

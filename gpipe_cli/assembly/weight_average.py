@@ -3,9 +3,9 @@
 Each stage averages what it owns, after the optimizer and after batch norm's commit; nothing crosses stages.
 
 Departs from the reference: it averages running statistics, which are averages themselves and lag 1 / momentum steps
-behind the weights. Over the reference's epochs of thousands of steps that is nothing. Where an epoch has 45 steps the
-statistics are then those of other weights: with weights that had top-1 50.6 % after it, the default training had 10.3 %
-and a loss of 260. Here each mini-batch's own statistics are averaged, so that they lag as much as the weights do.
+behind the weights. In the reference's epochs of thousands of steps that hardly matters. Where an epoch has 45 steps the
+statistics no longer fit the weights: the default training then had top-1 10.3 % and a loss of 260, in place of 50.6 %.
+Here each mini-batch's own statistics are averaged, so that they lag as much as the weights do.
 """
 
 from collections.abc import Iterable, Iterator

@@ -40,7 +40,7 @@ _LINK_ROUNDS = 15
 
 def measure(
     config: TrainConfig,
-    layout: Placement,
+    placement: Placement,
     segments: Placement,
     samples: int,
     seconds: float,
@@ -48,15 +48,13 @@ def measure(
     join: Callable[[], tuple[ControlGroup, Groups | None]],
     report: Callable[[object], None],
 ) -> None:
-    """Time every layer for a micro-batch of `samples`, as process number `process` of those that `layout` has.
+    """Time every layer for a micro-batch of `samples`, as process number `process` of those that `placement` has.
 
-    Process 0 reports the seconds of each layer, alone and among all, those of its update, those of what is done once a
-    step, and the link; and how far its passes lie apart (quartiles over the median), and the share of the time that it
-    had a core to itself. `segments` cuts the model into parts that fit the device one after another; each is timed for
-    about `seconds`.
+    Process 0 reports what was measured (LayerTimes). `segments` cuts the model into parts that fit the device one after
+    another; each is timed for about `seconds`.
     """
     team, groups = join()
-    segments = replace(segments, devices=(layout.devices[process],) * segments.partitions)  # each on its own
+    segments = replace(segments, devices=(placement.devices[process],) * segments.partitions)  # each on its own
     model = build_model(config)
     whole = real_model(config, begins=False)
     alone: Pass = []
@@ -76,8 +74,8 @@ def measure(
             set_up += timer.set_up()
             spread, share = max(spread, timer.spread), min(share, timer.share_of_core)
         team.barrier()
-        model = build_model(config) if index + 1 < segments.partitions else model  # its layers have left it
-    link = _time_link(layout, process, groups) if groups is not None else None
+        model = build_model(config) if index + 1 < segments.partitions else model  # the stage has taken its layers
+    link = _time_link(placement, process, groups) if groups is not None else None
     if team.leads:
         report(
             LayerTimes(
@@ -94,22 +92,22 @@ def measure(
 
 
 class _Timer:
-    """Runs one segment over and over and looks at the clock at every boundary between layers."""
+    """Runs one segment repeatedly, and reads the clock at every boundary between layers."""
 
-    def __init__(self, config: TrainConfig, layout: Placement, stage: Stage, samples: int, seconds: float) -> None:
+    def __init__(self, config: TrainConfig, placement: Placement, stage: Stage, samples: int, seconds: float) -> None:
         self._config, self._stage, self._seconds = config, stage, seconds
         self.spread, self.share_of_core = 0.0, 1.0  # the worst of all that was timed
         self._layers = list(stage.module.children())
-        self._last = stage.index == layout.partitions - 1
+        self._last = stage.index == placement.partitions - 1
         device = stage.device
         recorder = Recorder({stage.index: device})
         self._clock: Clock = recorder.clocks[stage.index]
         generator = torch.Generator().manual_seed(0)
-        described = layout.training_boundaries[stage.index - 1] if stage.index else layout.inputs
-        memory_format = MEMORY_FORMATS[layout.memory_format]
+        described = placement.training_boundaries[stage.index - 1] if stage.index else placement.inputs
+        memory_format = MEMORY_FORMATS[placement.memory_format]
 
         def drawn(boundary: Boundary, highest: int) -> Tensors:
-            shapes = [(t.shape(samples, layout.lengths), t.dtype) for t in boundary]
+            shapes = [(t.shape(samples, placement.lengths), t.dtype) for t in boundary]
             made = [
                 torch.randn(shape, generator=generator, dtype=dtype)
                 if dtype.is_floating_point
@@ -122,29 +120,29 @@ class _Timer:
         self._inputs = drawn(described, outputs)
         self._gradients: Sequence[torch.Tensor | None] = ()
         if not self._last:
-            boundary = layout.training_boundaries[stage.index]
+            boundary = placement.training_boundaries[stage.index]
             gradients = drawn(boundary, 1)
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
-        self._targets = torch.randint(outputs, (samples, *layout.lengths[-1:]), generator=generator)
+        self._targets = torch.randint(outputs, (samples, *placement.lengths[-1:]), generator=generator)
         self._samples = samples
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         for number, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(self._begins)
-            layer.register_forward_hook(self._ended(number))
+            layer.register_forward_pre_hook(self._on_layer)
+            layer.register_forward_hook(self._gradient_hook(number))
 
-    def _begins(self, layer: nn.Module, inputs: Any) -> None:
+    def _on_layer(self, layer: nn.Module, inputs: Any) -> None:
         self._forward.append(self._clock.now())
 
-    def _ended(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _gradient_hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def gradient_is_there(gradient: torch.Tensor) -> None:
             self._backward[number] = self._clock.now()
 
         def hook(layer: nn.Module, inputs: Any, outputs: Any) -> None:
             given = [tensor for value in inputs for tensor in as_tuple(value)]
             for tensor in as_tuple(outputs):
-                # what is only passed on gets its gradient when others have run backward too
+                # an input that is passed on has its gradient only when other layers have run backward too
                 if tensor.requires_grad and not any(tensor is other for other in given):
                     tensor.register_hook(gradient_is_there)
 
@@ -220,39 +218,42 @@ class _Timer:
         """The median seconds that the optimizer and the moving average take for each layer."""
         return [self._update(layer) for layer in self._layers]
 
-    def set_up(self) -> float:
-        """The median seconds of what comes once a step beside updates: batch norm's commit, the norms of gradients."""
-        gradients = gradients_of(self._stage.module.parameters())
-        taken = []
-        for _ in range(_WARM_UP + _LEAST):
-            self._clock.begin_step()
-            reader = self._clock.reader()
-            begun = self._clock.now()
-            if gradients:
-                torch.cat([norm.reshape(1) for norm in torch._foreach_norm(gradients)]).double().cpu()
-            taken.append(reader(self._clock.now()) - reader(begun))
-        return median(taken[_WARM_UP:]) + median(self._finishing)
-
     def _update(self, layer: nn.Module) -> float:
         optimizer = build_optimizer(self._config.optimizer, dict(layer.named_parameters()))
         average = WeightAverage(layer, self._config.ema_decay) if self._config.ema_decay else None
-        taken = []
-        for _ in range(_WARM_UP + _LEAST):
-            self._clock.begin_step()
-            reader = self._clock.reader()
-            begun = self._clock.now()
+
+        def update() -> None:
             if optimizer is not None:
                 optimizer.step()
             if average is not None:
                 average.update()
-            ended = self._clock.now()
-            taken.append(reader(ended) - reader(begun))
+
+        return self._median_seconds(update)
+
+    def set_up(self) -> float:
+        """The median seconds of what comes once a step beside updates: batch norm's commit, the norms of gradients."""
+        gradients = gradients_of(self._stage.module.parameters())
+
+        def norms() -> None:
+            if gradients:
+                torch.cat([norm.reshape(1) for norm in torch._foreach_norm(gradients)]).double().cpu()
+
+        return self._median_seconds(norms) + median(self._finishing)
+
+    def _median_seconds(self, work: Callable[[], None]) -> float:
+        taken = []
+        for _ in range(_WARM_UP + _LEAST):
+            self._clock.begin_step()
+            reader = self._clock.reader()
+            begun = self._clock.now()
+            work()
+            taken.append(reader(self._clock.now()) - reader(begun))
         return median(taken[_WARM_UP:])
 
 
-def _time_link(layout: Placement, process: int, groups: Groups) -> tuple[float, float]:
+def _time_link(placement: Placement, process: int, groups: Groups) -> tuple[float, float]:
     """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
-    device = torch.device(layout.devices[process])
+    device = torch.device(placement.devices[process])
     seconds = []
     for size in _LINK_BYTES if process < 2 else ():
         message = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """How fast a device is at each kind of operation: by its data sheet, or fitted to layers that were timed on it.
 
 The paper's cost estimate c_i of a layer (section 2.1) is the FLOPs of it. On real devices an operation also takes time
-to begin, and one that computes little takes the time of the bytes it moves; so seconds are a sum over these.
+to begin, and one that computes little takes the time of the bytes that it moves; so seconds are a sum of all three.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ class DeviceRates:
     update: Rates  # of weights
     link_seconds: float  # until the first byte of a message has arrived
     link_byte_seconds: float
-    tensor_seconds: float = 0.0  # once a step for each tensor that is trained, beside its update
+    tensor_seconds: float = 0.0  # once a step for each trained tensor, beside its update
     slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
     together: int = 1
 

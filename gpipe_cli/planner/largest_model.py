@@ -12,7 +12,7 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.search import Candidate, Comparison, CostsOf, NothingFitsError, try_plan
 
-_MOST_LAYERS = 3000  # where a search for the largest model ends: minutes away, and past the paper's largest
+_MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
 _SILENT_SECONDS = 5.0
 
 

@@ -20,7 +20,7 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
-AUTO = ("partitions", "micro_batches")  # settings that may be `auto` and are numbers otherwise
+AUTO = ("partitions", "micro_batches")  # settings that may be `auto` in place of a number
 _AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close, the first, as it needs least
 
 
@@ -67,7 +67,8 @@ class Comparison:
 def choose(
     config: TrainConfig, auto: Collection[str], profile: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
 ) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
-    """The fastest of all values of the settings in `auto`, and its plan; without any, the plan of `config`.
+    """The fastest of all values of the settings in `auto`, its plan, and what was compared; without any settings in
+    `auto`, the plan of `config`.
 
     `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
 
@@ -200,7 +201,7 @@ def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, p
 
 
 def _changes(config: TrainConfig, layers: int) -> Iterator[tuple[TrainConfig, str]]:
-    """Changes that save memory, the smallest first, as one writes them."""
+    """Changes that save memory, the smallest first, and how they are typed."""
     free = replace(config.partition, balance=None)
     if config.partition.balance is not None:
         yield replace(config, partition=free), "partition.balance=null"
