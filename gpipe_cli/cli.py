@@ -1,21 +1,18 @@
-"""`gpipe <command>`: finds the command and hands the rest to it; whatever the user got wrong ends as one line.
+"""`gpipe COMMAND`: runs the command; what the user got wrong ends as one line.
 
 Only the command that runs is imported, and no command imports torch before it knows that there is something to train:
 help must answer at once.
 """
 
-import errno
-import importlib
 import os
-import signal
 import sys
 import time
 from importlib.metadata import version
 
-from gpipe_cli.config.typed import nearest, one_line, show
-from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.system.interrupts import interruptible
-from gpipe_cli.system.streams import lost_output, prepare_streams
+from gpipe_cli.commands.process import BAD_INPUT, INTERRUPTED, UNREAD, outcome, run_command
+from gpipe_cli.config.typed import nearest, show
+from gpipe_cli.distributed.torchrun import leads
+from gpipe_cli.system.streams import prepare_streams
 
 COMMANDS = {
     "train": "train a model with GPipe, or with -m a sweep over settings",
@@ -42,80 +39,46 @@ USAGE = "\n".join(
         "",
     ]
 )
-FAILED = 1
-BAD_INPUT = 2
-SPEAKS_FIRST_SECONDS = 5.0  # the start that process 0 gets: torchrun ends all as soon as one has ended
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended: 128 + 2
-UNREAD = 128 + signal.SIGPIPE  # likewise of one that wrote to who has gone, `gpipe ... | head`
+LEADER_SECONDS = 5.0  # before another process than rank 0 reports an error: torchrun ends all when one has ended
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
     if arguments is None:
         prepare_streams()
-    try:
-        return _main(sys.argv[1:] if arguments is None else arguments)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
-    except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # so rich ends a process to whose console nobody listens
-            return UNREAD
-        raise
+    given = sys.argv[1:] if arguments is None else arguments
+    name = f"gpipe {given[0]}" if given and given[0] in COMMANDS else "gpipe"
+    ended = outcome(lambda: _main(given))
+    if ended.exit_code == UNREAD:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
+    elif ended.exit_code == INTERRUPTED and ended.error:
+        if leads():
+            sys.stderr.write(f"{name}: {ended.error}\n")
+    elif ended.error:
+        if not leads():  # rank 0 mostly has the same error, and torchrun ends this process with it
+            time.sleep(LEADER_SECONDS)
+            name += f": process {os.environ['RANK']}"
+        sys.stderr.write(f"{name}: {ended.error}\n")
+    return ended.exit_code
 
 
 def _main(given: list[str]) -> int:
-    name = "gpipe"
-    try:
-        match given:
-            case ["-h" | "--help"]:
-                sys.stdout.write(USAGE)
-                code = 0
-            case ["--version"]:
-                sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
-                code = 0
-            case ["-sc" | "--shell-completion", *rest]:
-                code = _complete(rest)
-            case [command, *rest] if command in COMMANDS:
-                name = f"gpipe {command}"
-                code = _run(command, rest)
-            case [command, *_]:
-                hint = nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
-                raise ValueError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
-            case _:
-                sys.stderr.write(USAGE)
-                code = BAD_INPUT
-        sys.stdout.flush()  # what cannot be written, or is not read, is known here and not when Python ends
-        if code == 0 and (lost := lost_output()) is not None:
-            raise lost
-        return code
-    except KeyboardInterrupt:  # before there was anything to say
-        if leads():
-            sys.stderr.write(f"{name}: interrupted\n")
-        return INTERRUPTED
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError) as error:  # bad input; what could not be written, or read
-        if os.environ.get("GPIPE_FULL_ERROR") == "1":  # for who looks for a fault in gpipe itself
-            raise
-        if not leads():  # process 0 comes to the same conclusion, mostly, and torchrun ends this one with it
-            time.sleep(SPEAKS_FIRST_SECONDS)
-            name += f": process {os.environ['RANK']}"
-        sys.stderr.write(f"{name}: {one_line(error)}\n")
-        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # the name of a file
-        return BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED
-
-
-def _run(command: str, arguments: list[str]) -> int:
-    torchrun()
-    try:
-        with interruptible():
-            code: int = importlib.import_module(f"gpipe_cli.commands.{command}").main(arguments)
-    except SystemExit as end:  # Hydra's --help; anything else is an error
-        if end.code not in (None, 0):
-            raise
-        return 0
-    return code
+    match given:
+        case ["-h" | "--help"]:
+            sys.stdout.write(USAGE)
+        case ["--version"]:
+            sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
+        case ["-sc" | "--shell-completion", *rest]:
+            return _complete(rest)
+        case [command, *rest] if command in COMMANDS:
+            return run_command(command, rest)
+        case [command, *_]:
+            hint = nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
+            raise ValueError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
+        case _:
+            sys.stderr.write(USAGE)
+            return BAD_INPUT
+    return 0
 
 
 def _complete(arguments: list[str]) -> int:
@@ -128,4 +91,4 @@ def _complete(arguments: list[str]) -> int:
     if command not in COMMANDS:
         return 0
     os.environ["COMP_LINE"] = " ".join(words)
-    return _run(command, ["-sc", *arguments])
+    return run_command(command, ["-sc", *arguments])

@@ -1,10 +1,7 @@
 """Recipes for the tests of `gpipe_cli.reproduction`: their commands run in this process, or a formula answers them."""
 
 import contextlib
-import io
 import json
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -12,8 +9,8 @@ from typing import IO, Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gpipe_cli.commands import take_auto
-from gpipe_cli.commands.child import error_line
+from gpipe_cli.commands.command_line import take_auto
+from gpipe_cli.commands.process import outcome, run_command
 from gpipe_cli.config.owners import OWNERS
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reporting.timeline_view import SHARES
@@ -27,20 +24,11 @@ TINY = ("model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "bat
 Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
 
 
-def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
-    """As `run_process`, without a process: importing torch again takes longer than what the tests train."""
-    from gpipe_cli.cli import main
-
-    arguments, hydra, errors = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(errors):
-            code = main(list(command[3:]))  # without python -m gpipe_cli
-    finally:
-        sys.argv = arguments
-        os.environ.pop("HYDRA_FULL_ERROR", None)
-        if hydra is not None:
-            os.environ["HYDRA_FULL_ERROR"] = hydra
-    return code, error_line(errors.getvalue()), False
+def perform(arguments: Sequence[str], log: IO[str]) -> tuple[int, str]:
+    """As `gpipe reproduce` runs a command, without a process of its own."""
+    with contextlib.redirect_stdout(log):
+        ended = outcome(lambda: run_command(arguments[0], arguments[1:]))
+    return ended.exit_code, ended.error
 
 
 def real_runner(name: str, folder: Path, *settings: str, desk: bool = True) -> Runner:
@@ -53,16 +41,16 @@ def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, sett
     """A runner of the recipe `nothing` whose commands are answered, and not run: what is made of the answers can be
     checked exactly. The user gave ``given``; the scale has ``settings``."""
 
-    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
+    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str]:
         values = dict(argument.partition("=")[::2] for argument in command if "=" in argument)
         place = next(Path(v.strip("'")) for k, v in values.items() if k in ("run_folder", "hydra.sweep.dir"))
         try:
-            name, content = answer(command[3], values, place)
+            name, content = answer(command[0], values, place)
         except ValueError as error:
-            return 2, str(error), False
+            return 2, str(error)
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(json.dumps(content), encoding="utf-8")
-        return 0, "", False
+        return 0, ""
 
     every = (*settings, *given)
     return Runner("nothing", Path("recipes"), folder, every, perform, lambda line: None, desk, users=given)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpipe_cli.cli import SPEAKS_FIRST_SECONDS, main
+from gpipe_cli.cli import LEADER_SECONDS, main
 from gpipe_cli.reproduction.recipe import FOLDER
 from gpipe_cli.system.interrupts import interruptible
 
@@ -42,8 +42,6 @@ sys.exit(main())
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -157,16 +155,16 @@ def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> 
         main(["train", "partitions=0"])
 
 
-def test_under_torchrun_process_0_speaks_first(
+def test_under_torchrun_rank_0_reports_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others wait, as torchrun ends all with the first one; what only they know, of their machine, is said."""
+    """The others wait, as torchrun ends all with the first one; then they report what only they can know."""
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     waited: list[float] = []
     monkeypatch.setattr("gpipe_cli.cli.time.sleep", waited.append)
     assert main(["train", "partitions=0"]) == 2
-    assert waited == [SPEAKS_FIRST_SECONDS]
+    assert waited == [LEADER_SECONDS]
     assert capsys.readouterr().err.startswith("gpipe train: process 1: partitions=0:")
 
 

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,8 +77,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "recipes").symlink_to(ROOT / "recipes")
     with pytest.MonkeyPatch().context() as patch:
         patch.chdir(folder)
-        patch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
-        patch.setenv("HYDRA_FULL_ERROR", "0")  # likewise
         patch.delenv("RANK", raising=False)
         for line, settings in FIRST.items():
             assert run(patch, line, settings) == 0

@@ -6,10 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from recipe_runs import perform
 from training_runs import children, command, start_program, wait_until
 
-from gpipe_cli.commands import reproduce
 from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reproduction.recipe import names
 
@@ -68,7 +66,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(reproduce, "run_process", perform)
     given = [*TINY, "steps=2", "executor=in_process"]
     assert command(monkeypatch, "reproduce", "breakdown", "scale=desk", "output=out", *given) == 0
     shown = " ".join(capsys.readouterr().out.split())

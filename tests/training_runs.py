@@ -82,8 +82,6 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     from gpipe_cli.cli import main
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", ["pytest"])  # Hydra reads it, so main sets it
-        patch.setenv("HYDRA_FULL_ERROR", "0")
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
             patch.delenv(name, raising=False)
         return main(list(arguments))

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from omegaconf import DictConfig
-
-from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
+from gpipe_cli.commands.command_line import compose, read, training
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.train import refuse_groups
-from gpipe_cli.config.settings import TrainConfig, find_run, from_tree
-from gpipe_cli.config.typed import show
+from gpipe_cli.commands.process import preparing
+from gpipe_cli.config.settings import TrainConfig, find_run
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
@@ -26,22 +23,15 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
-    arguments = arranged(arguments)
-    line = read("check", arguments)
-    if line.options["multirun"]:
-        raise ValueError("-m: check has no sweeps; it tries all partitions, schedules and recompute modes by itself")
-    refuse_groups(line)
-    for key, remedy in REFUSED.items():
-        if line.overrides.get(key):
-            raise ValueError(f"{key}={show(line.overrides[key])}: {remedy}")
-    received: list[DictConfig] = []
-    compose("check", arguments, TrainConfig, received)
-    if not received:
+    line = read("check", arguments, "it tries all partitions, schedules and recompute modes by itself")
+    line.refuse_groups()
+    line.refuse(REFUSED)
+    tree = compose(line, TrainConfig)
+    if tree is None:
         return 0
-    replace_batch_size(received[0], line.overrides)
-    for key in take_auto(received[0]):
+    config, auto = training(tree, line.overrides)
+    for key in auto:
         raise ValueError(f"{key}=auto: a check tries what it is told; give a number")
-    config = from_tree(TrainConfig, received[0])
     with preparing():
         return _check(config)
 

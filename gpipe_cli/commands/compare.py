@@ -80,7 +80,7 @@ def _folder(given: str) -> Path:
 
 
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
-    from gpipe_cli.commands.sweep_record import abandoned_runs, runs_without_result
+    from gpipe_cli.commands.sweep_folder import abandoned_runs, runs_without_result
     from gpipe_cli.reporting.compare.comparison import compare
     from gpipe_cli.reporting.compare.report import show_comparison, to_csv, write_comparison
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size
+from gpipe_cli.commands.command_line import compose, read, replace_batch_size
+from gpipe_cli.commands.process import preparing
 from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
 from gpipe_cli.config.typed import show
@@ -20,15 +21,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
-    arguments = arranged(arguments)
-    line = read("evaluate", arguments)
-    if line.options["multirun"]:
-        raise ValueError("-m: evaluate has no sweeps; call it once for each run")
-    received: list[DictConfig] = []
-    compose("evaluate", arguments, EvaluateSettings, received)
-    if not received:
+    line = read("evaluate", arguments, "call it once for each run")
+    tree = compose(line, EvaluateSettings)
+    if tree is None:
         return 0
-    config = evaluation(from_tree(EvaluateSettings, received[0]))
+    config = evaluation(from_tree(EvaluateSettings, tree))
     for key in line.overrides:
         if key.partition(".")[0] == "decode" and config.training.task != "translation":
             raise ValueError(

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
-from gpipe_cli.commands import arranged, compose, preparing, read, replace_batch_size, take_auto
+from gpipe_cli.commands.command_line import compose, read, training
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.train import refuse_groups
+from gpipe_cli.commands.process import preparing
 from gpipe_cli.config.owners import PlanSettings
-from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
@@ -22,28 +22,17 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the user can mend it; one line.
     """
-    arguments = arranged(arguments)
-    line = read("plan", arguments)
-    if line.options["multirun"]:
-        raise ValueError("-m: plan has no sweeps; partitions=auto and micro_batches=auto compare by themselves")
-    refuse_groups(line)
-    for key in ("resume", "dry_run"):
-        if line.overrides.get(key):
-            raise ValueError(
-                f"{key}={show(line.overrides[key])}: a plan runs nothing, and begins with nothing; leave it out"
-            )
+    line = read("plan", arguments, "partitions=auto and micro_batches=auto compare by themselves")
+    line.refuse_groups()
+    line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     if torchrun() is not None:
         raise ValueError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
-    received: list[DictConfig] = []
-    compose("plan", arguments, TrainConfig, received)
-    if not received:
+    tree = compose(line, TrainConfig)
+    if tree is None:
         return 0
-    tree = received[0]
     with open_dict(tree):
-        settings = typed(PlanSettings, {"solve": tree.pop("solve", None)})  # a recipe may know nothing of it
-    replace_batch_size(tree, line.overrides)
-    auto = take_auto(tree)
-    config = from_tree(TrainConfig, tree)
+        settings = typed(PlanSettings, {"solve": tree.pop("solve", None)})  # a recipe may not have it
+    config, auto = training(tree, line.overrides)
     if settings.solve is not None and config.partition.balance is not None:
         raise ValueError(
             f"partition.balance={show(config.partition.balance)}: is a cut of one size of the model, and "

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_cli.commands import arranged, read
-from gpipe_cli.commands.child import INTERRUPTED, run_process
+from gpipe_cli.commands.command_line import arranged, read
 from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
+from gpipe_cli.commands.process import INTERRUPTED, ended, fork_command, import_torch, run_command
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.reporting.run.lines import show_facts, show_line
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], output: str) -> int:
     console = Console()
+    import_torch()
     here = gpus()
     if scale != "auto":
         chosen, why = _scale(scale), "as was asked for"
@@ -115,9 +116,13 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         without = " without what was given" if given else ""
         show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores{without}")])
 
-    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
-        with following(console, Path(log.name)):
-            return run_process(command, log)
+    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str]:
+        fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
+        with following(console, Path(log.name)):  # in a thread, which must not be forked
+            result = ended(fork)
+        if result.error:
+            log.write(f"gpipe {command[0]}: {result.error}\n")
+        return result.exit_code, result.error
 
     try:
         found = reproduce(name, recipe, chosen, why, here, given, folder, perform, say)

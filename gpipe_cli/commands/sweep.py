@@ -1,18 +1,18 @@
-"""A sweep, `gpipe train -m micro_batches=1,4,8`: one fresh process tree for each run, one after the other.
+"""A sweep, `gpipe train -m micro_batches=1,4,8`: its runs one after the other, each in a fork of this process.
 
-Hydra's own launcher runs all jobs in one process, where a failed job keeps its tensors, process groups and CUDA context
-alive for the next one. This launcher starts the command anew for each run; Hydra's grammar and sweepers stay as they
-are. A failing run is reported at once and the others go on. What is finished is written down: a sweep can be resumed.
+Hydra's grammar and sweepers stay as they are; its own launcher would run all jobs in one process, where what a failed
+job leaves (tensors, process groups, a CUDA context) stays for the next one. A failing run is reported at once and the
+others go on. What has ended is written down: a sweep can be resumed.
 """
 
 import contextlib
-import signal
-import sys
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
@@ -24,222 +24,343 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from gpipe_cli.commands import drop_others, translated
-from gpipe_cli.commands.child import INTERRUPTED, run_process
-from gpipe_cli.commands.sweep_folder import SweepFolder
-from gpipe_cli.commands.sweep_names import differences, free_folder, values_of, varied_settings
-from gpipe_cli.commands.sweep_record import Attempt
+from gpipe_cli.commands.command_line import CommandLine, drop_others, read, translated
+from gpipe_cli.commands.process import BAD_INPUT, INTERRUPTED, UNREAD, Outcome, ended, fork_command, import_torch
+from gpipe_cli.commands.run_request import RunRequest
+from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import SettingError, quoted, settings
+from gpipe_cli.config.typed import SettingError, quoted, settings, show
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.bench import HOPELESS, bench_status
 from gpipe_cli.reporting.tables.sweep import Run, number_of, top1
 
-# Of a run that goes on: what its own settings do not say (they belong to one invocation of the command).
-_AGAIN = ("max_steps", "output", "dry_run")
-Configured = Callable[[DictConfig, Mapping[str, object]], object]
-_BAD_INPUT, _UNREAD = 2, 128 + signal.SIGPIPE  # unread: nobody reads the output any more, `| head`
+# What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
+Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
+# Settings of a place that would have no effect in a sweep, and in a single run; and those that have.
+_SWEEPS, _RUNS = "the folder of a sweep, in which those of its runs lie, is given by", "the folder of a run is given by"
+_NO_PLACE = {
+    True: {"run_folder": (_SWEEPS, "hydra.sweep.dir"), "hydra.run.dir": (_SWEEPS, "hydra.sweep.dir")},
+    False: {"hydra.sweep.dir": (_RUNS, "run_folder"), "hydra.run.dir": (_RUNS, "run_folder")},
+}
 
 
-class SweepLauncher(Launcher):
-    """Starts a process for each job of Hydra's multirun; what became of it goes to the task function."""
+@dataclass(frozen=True)
+class Cell:
+    """One of the combinations of settings that a sweep runs; in a sweep of several rounds it runs once in each."""
 
-    sweep: SweepFolder
-    configured: Configured | None
-    rounds: Callable[[DictConfig], int]
+    number: int  # within the sweep; the first is 1
+    name: str  # what differs: `micro_batches=4`
+    varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
+    overrides: Sequence[str]
+    request: RunRequest | ValueError  # why it cannot run
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config = config
-        self.report = task_function
-        self.loader = hydra_context.config_loader
-        self.ended: type[BaseException] | None = None  # why the sweep ends before all was run
-        folder = self.sweep.choose(Path(config.hydra.sweep.dir))
+
+class Sweep:
+    """What `-m` asks for; for a single run it has nothing to do."""
+
+    def __init__(
+        self, line: CommandLine, folder: SweepFolder, requested: Requested, rounds_of: Callable[[DictConfig], int]
+    ) -> None:
+        self.line = line
+        self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
+        self.rounds = 1
+        self.runs: list[Run] = []  # that have ended, also before the sweep went on
+        self._folder, self._requested, self._rounds_of = folder, requested, rounds_of
+        self._ended: type[BaseException] | None = None  # why it ends before all was run
+
+    @property
+    def path(self) -> Path:
+        assert self._folder.path is not None
+        return self._folder.path
+
+    @property
+    def go_on_with(self) -> str:
+        """The command that does what is left."""
+        return f"gpipe {self.line.command} {override('resume', str(self.path))}"
+
+    def end(self) -> None:
+        """Allow others into the folder again; nothing is left of a sweep that never began."""
+        self._folder.discard()
+
+    def set_up(self, config: DictConfig) -> None:
+        """Take the rounds from `config`, and set `hydra.sweep.dir` in it to the folder that the sweep gets."""
+        if torchrun() is not None:
+            raise ValueError(
+                f"torchrun: each of its processes would run the whole sweep; call gpipe {self.line.command} -m on one "
+                "machine without it, or torchrun once for each configuration"
+            )
+        folder = self._folder.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
-            config.hydra.sweep.dir = str(folder)  # the sweeper has this tree, too
+            config.hydra.sweep.dir = str(folder)
+        self.rounds = self._rounds_of(config)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        jobs = [[o for o in job if not o.lstrip("+~").startswith("hydra")] for job in job_overrides]
-        if initial_job_idx == 0 and self.configured is not None and not self.sweep.resumes:
-            self._refuse(job_overrides, self.configured)
-        rounds, of = self.rounds(self.config), initial_job_idx + len(jobs)
-        self.options, self.sweep.rounds = _options(self.config), rounds
-        self.sweep.begin(self.options)
-        task = list(self.config.hydra.overrides.task)
-        names, varied = differences(jobs, task), varied_settings(jobs, task)
-        self.sweep.planned += len(jobs) * rounds
-        runs: dict[int, Run] = {}
-        left = [(turn, index) for turn in range(1, rounds + 1) for index in range(len(jobs))]
-        while left:
-            turn, index = left.pop(0)
-            number, name = initial_job_idx + index + 1, names[index]
-            if number in runs and self._finished(runs[number]) and bench_status(runs[number]) in HOPELESS:
-                self.sweep.planned -= 1  # it would be no other in another round
+    def launch(self, jobs: Sequence[Sequence[str]], first: int, compose: Callable[[Sequence[str]], DictConfig]) -> None:
+        """Run a batch of a sweeper's jobs, of which the first one is number `first`, counted from 0."""
+        requests = [self._request(compose, job) for job in jobs]
+        if first == 0 and not self._folder.resumes:
+            _refuse(requests)
+        jobs = [[o for o in job if not o.lstrip("+~").startswith("hydra")] for job in jobs]
+        typed = self.line.options["overrides"]
+        assert isinstance(typed, list)
+        named, varied = differences(jobs, typed), varied_settings(jobs, typed)
+        cells = [
+            Cell(number, *of_job)
+            for number, of_job in enumerate(zip(named, varied, jobs, requests, strict=True), first + 1)
+        ]
+        self._folder.begin()
+        self.planned += len(cells) * self.rounds
+        turns = [(turn, cell) for turn in range(1, self.rounds + 1) for cell in cells]
+        last: dict[int, Run] = {}
+        for turn, cell in turns:
+            if (before := last.get(cell.number)) and self._is_final(before) and bench_status(before) in HOPELESS:
+                self.planned -= 1  # another round would give the same
                 continue
-            title = f"run {number} of {of}{f', round {turn} of {rounds}' if rounds > 1 else ''}: {name}"
-            run = self._finished_before(title, number, turn, name)
-            if run is None and self.ended is None:
-                run = self._perform(title, jobs[index], Attempt(number, turn, name, ""))
-            if run is not None:  # once the sweep has ended, those that were finished before it went on
-                runs[number] = run = replace(run, settings=varied[index])
-                self.report(run)
-                if run.exit_code == _BAD_INPUT and len(runs) <= 2 and not self.sweep.resumes:
-                    self._refuse_all(runs[min(runs)], runs[max(runs)], of)
-                    left.sort(key=lambda at: at != (1, len(jobs) - 1))  # the last one next
-        if self.ended is not None:
-            raise self.ended
-        # A sweeper that searches gets the accuracy or the speed; that a run failed is not Hydra's to report.
-        returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in jobs]
-        for number, returned in enumerate(returns, start=initial_job_idx + 1):
-            result = runs[number].result
-            speed = number_of(result.get("samples_per_second"))
-            returned.return_value = top1(result) if self.sweep.command == "train" else speed
-        return returns
+            run = self._turn(cell, turn, first + len(cells))
+            if run is not None:  # once the sweep has ended, those that ended before it went on
+                last[cell.number] = run
+                self.runs.append(run)
+        if self._ended is not None:
+            raise self._ended
+        refused = [run for run in self.runs if run.exit_code == BAD_INPUT]
+        if first == 0 and not self._folder.resumes and len(refused) == len(self.runs):
+            self._folder.withdraw()
+            self.runs.clear()
+            raise ValueError(refused[0].error)
 
-    def _refuse(self, jobs: Sequence[Sequence[str]], configured: Configured) -> None:
-        """Raises ValueError, before anything runs, if all runs would be refused, or one for a value that is wrong
-        whatever the others are."""
-        refusals: list[ValueError] = []
-        for job in jobs:
-            try:
-                tree = self.loader.load_sweep_config(self.config, list(job))
-                with read_write(tree), open_dict(tree):
-                    del tree["hydra"]
-                drop_others(self.sweep.command, tree)
-                configured(tree, values_of(job))
-            except SettingError:
-                raise
-            except ValueError as error:
-                refusals.append(error)
-            except (HydraException, OmegaConfBaseException) as error:
-                refusals.append(translated(error, settings(TrainConfig)))
-        if len(refusals) == len(jobs):
-            raise refusals[0]
+    def score(self, number: int) -> float | None:
+        """Of the cell `number`, for a sweeper that searches: the accuracy on the test set, or the measured speed."""
+        result = next(run.result for run in reversed(self.runs) if run.number == number)
+        return top1(result) if self.line.command == "train" else number_of(result.get("samples_per_second"))
 
-    def _refuse_all(self, first: Run, last: Run, of: int) -> None:
-        """Raises ValueError if the first run and the last, which differ in every setting that is swept, were refused in
-        the same words: then it is one of the others."""
-        if (first.number, last.number) == (1, of) and last.exit_code == _BAD_INPUT and first.error == last.error:
-            self.sweep.withdraw()
-            raise ValueError(first.error)
+    def _request(self, compose: Callable[[Sequence[str]], DictConfig], job: Sequence[str]) -> RunRequest | ValueError:
+        try:
+            return self._requested(compose(job), values_of(job))
+        except ValueError as error:
+            return error
+        except (HydraException, OmegaConfBaseException) as error:
+            return translated(error, settings(TrainConfig))
 
-    def _finished(self, run: Run) -> bool:
-        """Whether it would be no other if it were run again."""
-        if self.sweep.command == "bench":
+    def _turn(self, cell: Cell, turn: int, of: int) -> Run | None:
+        """One run of a cell; None if the sweep ended before it began."""
+        title = f"run {cell.number} of {of}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
+        before = self._folder.last(cell.number, turn, cell.name)
+        if before is not None and self._is_final(run := self._run(before, cell)):
+            if self._ended is None:
+                with self._console() as console:
+                    console.print(Text(f"{title}: {self._status(run)} before, skipped"), soft_wrap=True)
+            return run
+        if self._ended is None:
+            with self._console() as console:
+                console.rule(Text(title), align="left")
+        if self._ended is not None:
+            return None
+        if before is not None and self.line.command == "train" and before.folder:
+            folder = self.path / before.folder
+            if any((folder / "checkpoints").glob("step_*/index.json")):
+                run = self._perform(cell, before, folder, goes_on=True)
+                if run.exit_code != BAD_INPUT or self._ended is not None:
+                    return run
+                with self._console() as console:
+                    again = f"{escape(cell.name)} cannot go on; it begins again"
+                    console.print(again, soft_wrap=True, highlight=False)
+        if before is not None:
+            self._folder.give_up(before)
+        return self._perform(cell, Attempt(cell.number, turn, cell.name, ""), free_folder(self.path, cell.name))
+
+    def _perform(self, cell: Cell, attempt: Attempt, folder: Path, *, goes_on: bool = False) -> Run:
+        """Run a cell in a fork of this process; `goes_on`: from the last checkpoint that its folder has."""
+        attempt = replace(attempt, folder=folder.name, exit_code=None, error="")
+        self._folder.record(attempt)
+        begin = time.monotonic()
+        try:
+            now = self._in_fork(cell.request, folder, goes_on=goes_on)
+        except KeyboardInterrupt:
+            self._ended, now = KeyboardInterrupt, Outcome(INTERRUPTED)
+        if now.exit_code == UNREAD:
+            self._ended = BrokenPipeError
+        error = str(_result(folder).get("error") or now.error) if now.exit_code else ""
+        seconds = time.monotonic() - begin
+        attempt = replace(attempt, exit_code=now.exit_code, seconds=seconds, error=error)
+        self._folder.record(attempt)
+        run = self._run(attempt, cell)
+        if run.failed:
+            why = "" if self._ended is KeyboardInterrupt else f": {escape(error)}"
+            with self._console() as console:
+                line = f"[red]{self._status(run)}[/red] {escape(cell.name)}{why}"
+                console.print(line, soft_wrap=True, highlight=False)
+        return run
+
+    def _in_fork(self, request: RunRequest | ValueError, folder: Path, *, goes_on: bool) -> Outcome:
+        if isinstance(request, ValueError):
+            return Outcome(BAD_INPUT, str(request))
+        if not request.config.dry_run:
+            fork_server.start()  # all forks share it
+        import_torch()
+        return ended(fork_command(lambda: (request.going_on(folder) if goes_on else request.into(folder)).perform()))
+
+    def _run(self, attempt: Attempt, cell: Cell) -> Run:
+        folder = self.path / attempt.folder
+        result = _result(folder)
+        done = result.get("status") in ("completed", "dry_run")  # even if it was interrupted while it drew pictures
+        return Run(
+            attempt.name,
+            folder,
+            0 if done else INTERRUPTED if attempt.exit_code in (None, UNREAD) else attempt.exit_code,
+            attempt.seconds or number_of(result.get("seconds")) or 0.0,
+            result,
+            number=attempt.run,
+            round=attempt.round,
+            settings=cell.varied,
+            error=attempt.error,
+        )
+
+    def _is_final(self, run: Run) -> bool:
+        """Whether another attempt would give the same."""
+        if self.line.command == "bench":
             measured = bench_status(run) == "measured" and run.result.get("status") == "completed"
             return measured or bench_status(run) in HOPELESS
         return run.result.get("status") in ("completed", "dry_run")
 
-    def _finished_before(self, title: str, number: int, turn: int, name: str) -> Run | None:
-        """The run, if the sweep goes on and has it already."""
-        attempt = self.sweep.last(number, turn, name)
-        if attempt is None:
-            return None
-        run = self._run(attempt)
-        if not self._finished(run):
-            return None
-        status = bench_status(run).replace("_", " ") if self.sweep.command == "bench" else run.status
-        if self.ended is None:
-            with self._speaking() as console:
-                console.print(Text(f"{title}: {status} before, skipped"), soft_wrap=True)
-        return run
+    def _status(self, run: Run) -> str:
+        return bench_status(run).replace("_", " ") if self.line.command == "bench" else run.status
 
     @contextlib.contextmanager
-    def _speaking(self) -> Iterator[Console]:
-        """A console. If nobody reads it any more (`| head`), the sweep ends, with all that it has."""
+    def _console(self) -> Iterator[Console]:
+        """If nobody reads it any more (`| head`), the sweep ends, with all that it has."""
         try:
             yield Console()
-        except SystemExit:  # rich ends the process then
-            self.ended = BrokenPipeError
-
-    def _perform(self, title: str, job: Sequence[str], attempt: Attempt) -> Run | None:
-        """Performs one run in a process of its own; None if the sweep ended before it began.
-
-        Of a sweep that goes on, a training goes on where its last checkpoint is.
-        """
-        assert self.sweep.path is not None
-        with self._speaking() as console:
-            console.rule(Text(title), align="left")
-        if self.ended is not None:
-            return None
-        before = self.sweep.last(attempt.run, attempt.round, attempt.name)
-        if before is not None and self.sweep.command == "train":
-            folder = self.sweep.path / before.folder
-            if before.folder and any((folder / "checkpoints").glob("step_*/index.json")):
-                kept = [one for one in job if one.lstrip("+").partition("=")[0] in _AGAIN]
-                run = self._process([*kept, f"resume={quoted(folder)}"], folder, before)
-                if run.exit_code != _BAD_INPUT or self.ended is not None:
-                    return run
-                with self._speaking() as console:
-                    again = f"{escape(attempt.name)} cannot go on; it begins again"
-                    console.print(again, soft_wrap=True, highlight=False)
-        if self.sweep.command == "bench":
-            job = [*(one for one in job if one.lstrip("+").partition("=")[0] != "rounds"), "++rounds=1"]
-        if before is not None:
-            self.sweep.give_up(before)
-        return self._process(job, free_folder(self.sweep.path, attempt.name), attempt)
-
-    def _process(self, arguments: Sequence[str], folder: Path, attempt: Attempt) -> Run:
-        attempt = replace(attempt, folder=folder.name, exit_code=None, error="")
-        self.sweep.record(attempt)
-        own = [self.sweep.command, *self.options, *arguments, f"run_folder={quoted(folder)}"]
-        begin = time.monotonic()
-        command = [sys.executable, "-m", "gpipe_cli", *own]
-        exit_code, error, interrupted = run_process(command, held=self.sweep.held, without_refusal=True)
-        if interrupted or exit_code == _UNREAD:
-            self.ended = KeyboardInterrupt if interrupted else BrokenPipeError
-        error = str(_result(folder).get("error") or error) if exit_code else ""
-        attempt = replace(attempt, exit_code=exit_code, seconds=time.monotonic() - begin, error=error)
-        self.sweep.record(attempt)
-        run = self._run(attempt)
-        if run.failed:
-            # One that failed while it trained says so in its summary; stderr is for what went wrong before.
-            status = bench_status(run).replace("_", " ") if self.sweep.command == "bench" else run.status
-            why = "" if interrupted else f": {escape(error)}"
-            with self._speaking() as console:
-                console.print(f"[red]{status}[/red] {escape(run.differs)}{why}", soft_wrap=True, highlight=False)
-        return run
-
-    def _run(self, attempt: Attempt) -> Run:
-        assert self.sweep.path is not None
-        folder = self.sweep.path / attempt.folder
-        result = _result(folder)
-        done = result.get("status") in ("completed", "dry_run")  # even if it was interrupted while it drew pictures
-        exit_code = 0 if done else INTERRUPTED if attempt.exit_code in (None, _UNREAD) else attempt.exit_code
-        seconds = attempt.seconds or number_of(result.get("seconds")) or 0.0
-        return Run(
-            attempt.name,
-            folder,
-            exit_code,
-            seconds,
-            result,
-            number=attempt.run,
-            round=attempt.round,
-            error=attempt.error,
-        )
+        except SystemExit:  # which rich raises then
+            self._ended = BrokenPipeError
 
 
-def register_launcher(
-    sweep: SweepFolder, configured: Configured | None, rounds: Callable[[DictConfig], int] = lambda config: 1
-) -> None:
-    """Lets `hydra.launcher._target_` in conf/train.yaml name the launcher; Hydra wants names in `hydra_plugins`.
+class SweepLauncher(Launcher):
+    """How Hydra's sweepers run their jobs: as those of the one sweep of this process."""
 
-    Hydra makes the launcher by the name of its class and from the configuration, so the class is told what to launch.
-    `configured` raises ValueError for a run that would be refused; None: only the run itself can tell.
+    sweep: Sweep
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._config, self._loader = config, hydra_context.config_loader
+        self.sweep.set_up(config)  # the sweeper has this tree, too
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        self.sweep.launch(job_overrides, initial_job_idx, self._compose)
+        # that a run failed is not Hydra's to report
+        returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in job_overrides]
+        for number, returned in enumerate(returns, start=initial_job_idx + 1):
+            returned.return_value = self.sweep.score(number)
+        return returns
+
+    def _compose(self, job: Sequence[str]) -> DictConfig:
+        tree = self._loader.load_sweep_config(self._config, list(job))
+        with read_write(tree), open_dict(tree):
+            del tree["hydra"]
+        drop_others(self.sweep.line.command, tree)
+        return tree
+
+
+def sweep_of(
+    command: str,
+    arguments: Sequence[str],
+    requested: Requested,
+    rounds_of: Callable[[DictConfig], int] = lambda tree: 1,
+) -> Sweep:
+    """The sweep that the arguments begin or go on with. `rounds_of` a composed tree: how often each cell runs.
+
+    Raises:
+        ValueError: the user can mend it; one line.
     """
-    SweepLauncher.sweep, SweepLauncher.rounds = sweep, staticmethod(rounds)
-    SweepLauncher.configured = None if configured is None else staticmethod(configured)
+    line = read(command, arguments)
+    folder = _resumed_folder(line)
+    if folder is None:
+        _refuse_place(line)
+        folder = SweepFolder(command, arguments)
+    else:
+        line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
+    SweepLauncher.sweep = Sweep(line, folder, requested, rounds_of)
+    # `hydra.launcher._target_` names it; Hydra makes it by its name and from the configuration
     Plugins.instance().class_name_to_class["hydra_plugins.gpipe_cli.SweepLauncher"] = SweepLauncher
+    return SweepLauncher.sweep
 
 
-def _options(config: DictConfig) -> list[str]:
-    """The options of Hydra that say which configuration a run begins with."""
-    options = ["-cn", str(config.hydra.job.config_name)]
-    for source in config.hydra.runtime.config_sources:
-        if source.provider == "command-line":
-            options += ["-cd", str(source.path)]
-        elif source.provider == "main" and source.schema == "file":
-            options += ["-cp", str(source.path)]
-    return options
+def _refuse_place(line: CommandLine) -> None:
+    """Raises ValueError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
+    sweep = bool(line.options["multirun"]) or str(line.overrides.get("hydra.mode")) == "MULTIRUN"
+    for key, (remedy, meant) in _NO_PLACE[sweep].items():
+        if (value := line.overrides.get(key)) is not None:
+            raise ValueError(f"{key}={show(value)}: {remedy} {override(meant, str(value))}")
+
+
+def _resumed_folder(line: CommandLine) -> SweepFolder | None:
+    """The sweep that `resume` names; None if it names none.
+
+    Raises:
+        ValueError: more is given than that, or it is the sweep of another command.
+    """
+    given = line.overrides.get("resume")
+    if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
+        return None
+    typed = line.options["overrides"]
+    assert isinstance(typed, list)
+    more = [one for one in typed if one.partition("=")[0].lstrip("+") != "resume"]
+    named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
+    more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
+    if more:
+        raise ValueError(
+            f"{more[0]}: resume={given} is a sweep, whose runs would then differ in more than it says; leave it out"
+        )
+    folder = SweepFolder(line.command, (), Path(given))
+    folder.read()
+    return folder
+
+
+def _refuse(requests: Sequence[RunRequest | ValueError]) -> None:
+    """Raises ValueError, before anything runs, if every cell is refused, or one for a value that is wrong whatever the
+    others are."""
+    refusals = [request for request in requests if isinstance(request, ValueError)]
+    for refusal in refusals:
+        if isinstance(refusal, SettingError) or len(refusals) == len(requests):
+            raise refusal
+
+
+def differences(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[str]:
+    """What tells each job of a sweep from the others, `micro_batches=4,partitions=2`; `task` is what was typed."""
+    return [",".join(sorted(o.lstrip("+") for o in job)) or "run" for job in _varied(jobs, task)]
+
+
+def varied_settings(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[dict[str, object]]:
+    """The same as settings and their values, in the order in which they were typed."""
+    return [values_of(job) for job in _varied(jobs, task)]
+
+
+def values_of(job: Sequence[str]) -> dict[str, object]:
+    """The settings of one job and their values."""
+    return {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(list(job)) if not o.is_delete()}
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """A folder for the run `name` that does not exist yet; its name is one that every file system takes."""
+    safe = re.sub(r"[^\w.,=+\[\]-]", "_", name.replace("'", "").replace('"', ""))[:150].strip(".") or "run"
+    folder, count = parent / safe, 1
+    while folder.exists():
+        count += 1
+        folder = parent / f"{safe}-{count}"
+    return folder
+
+
+def _varied(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[list[str]]:
+    """Of each job the overrides that not all have."""
+    typed = OverridesParser.create().parse_overrides(list(task))
+    swept = {o.key_or_group for o in typed if o.is_sweep_override()}
+    same = {o.key_or_group for o in typed} - swept  # by key: Hydra writes a true as True
+
+    def varies(override: str) -> bool:
+        key = override.lstrip("+~").partition("=")[0]
+        return key not in same and (len(jobs) == 1 or any(override not in job for job in jobs))
+
+    return [[override for override in job if varies(override)] for job in jobs]
 
 
 def _result(folder: Path) -> dict[str, object]:

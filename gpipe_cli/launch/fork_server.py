@@ -78,12 +78,15 @@ class ForkServer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._starter = 0  # the process that has started the server; its forks use it, too
 
     def start(self) -> tuple[int, socket.socket]:
         """Start it, if it does not run yet; returns at once: its number, and the socket to it."""
-        if self._control is None or self._process is None or self._process.poll() is not None:
+        parent = os.getpid()
+        ended = self._starter == parent and self._process is not None and self._process.poll() is not None
+        if self._control is None or self._process is None or ended:
             self._control, theirs = socket.socketpair()
-            parent = os.getpid()
+            self._starter = parent
 
             def before_exec() -> None:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its workers
@@ -113,8 +116,13 @@ class ForkServer:
     def kill(self) -> None:
         """End it, in whatever state it is, and with it all that it has forked."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            if self._starter == os.getpid():
+                self._process.kill()
+                self._process.wait()
+            else:
+                with suppress(ProcessLookupError):
+                    os.kill(self._process.pid, signal.SIGKILL)
+            self._process = None
 
 
 fork_server = ForkServer()  # of this process

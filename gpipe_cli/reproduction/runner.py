@@ -7,7 +7,6 @@ a table.
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +18,12 @@ from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.numbers import changing
+from gpipe_cli.system.fork import Fork
 from gpipe_cli.units import duration
 
 LOG = "log.txt"
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
-Perform = Callable[[Sequence[str], IO[str]], tuple[int, str, bool]]  # exit code, error line, whether interrupted
+Perform = Callable[[Sequence[str], IO[str]], tuple[int, str]]  # exit code, error line
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,15 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    from torch import cuda
+    """Those of this machine. Asked for in a fork: a process that has used CUDA can fork none that uses it."""
 
-    found = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
-    return [Gpu(str(one.name), int(one.total_memory)) for one in found]
+    def found() -> list[Gpu]:
+        from torch import cuda
+
+        devices = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
+        return [Gpu(str(one.name), int(one.total_memory)) for one in devices]
+
+    return Fork(found).wait()[0] or []
 
 
 class CommandFailedError(RuntimeError):
@@ -147,9 +152,7 @@ class Runner:
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"\n$ {typed}\n")
             log.flush()
-            code, error, interrupted = self.perform([sys.executable, "-m", "gpipe_cli", *arguments], log)
-        if interrupted:
-            raise KeyboardInterrupt
+            code, error = self.perform(arguments, log)
         if code == 2:
             raise ValueError(error)
         if code != 0:

@@ -10,8 +10,8 @@ import pytest
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Runner, last_wins, with_users
 
 
-def runner(folder: Path, outcome: tuple[int, str, bool], seen: list[list[str]], *users: str) -> Runner:
-    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str, bool]:
+def runner(folder: Path, outcome: tuple[int, str], seen: list[list[str]], *users: str) -> Runner:
+    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str]:
         seen.append(list(command))
         log.write("said\n")
         return outcome
@@ -23,17 +23,17 @@ def runner(folder: Path, outcome: tuple[int, str, bool], seen: list[list[str]], 
 def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     with pytest.raises(FileNotFoundError):  # nothing was run, so there is nothing to read
-        runner(tmp_path, (0, "", False), seen, "threads=2").plan("a", "hardware=p40", "model.filters=8", "threads=4")
+        runner(tmp_path, (0, ""), seen, "threads=2").plan("a", "hardware=p40", "model.filters=8", "threads=4")
     (command,) = seen
     settings = command[command.index("-cn") + 2 :]
     assert settings == ["hardware=p40", "model.filters=16", "threads=2", f"run_folder='{tmp_path / 'a'}'"]
-    assert command[2:8] == ["gpipe_cli", "plan", "-cd", "recipes", "-cn", "some_recipe"]
+    assert command[:5] == ["plan", "-cd", "recipes", "-cn", "some_recipe"]
 
 
 def test_a_command_gets_no_setting_of_another(tmp_path: Path) -> None:
     """Commands that were told of steps and rounds dropped them: what the log shows to be typed was not what counted."""
     seen: list[list[str]] = []
-    both = runner(tmp_path, (0, "", False), seen, "steps=3", "warm_up_steps=1", "seed=2")
+    both = runner(tmp_path, (0, ""), seen, "steps=3", "warm_up_steps=1", "seed=2")
     for command in (both.bench, both.plan, both.train):
         with pytest.raises(FileNotFoundError):
             command("a")
@@ -44,7 +44,7 @@ def test_a_command_gets_no_setting_of_another(tmp_path: Path) -> None:
 
 def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_path: Path) -> None:
     seen: list[list[str]] = []
-    desk = runner(tmp_path, (0, "", False), seen, "seed=3")
+    desk = runner(tmp_path, (0, ""), seen, "seed=3")
     paper = desk.with_settings()
     assert paper.settings == ("seed=3",)
     assert desk.with_settings("seed=1", "epochs=2").settings == ("seed=3", "epochs=2")
@@ -57,13 +57,12 @@ def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_pa
 @pytest.mark.parametrize(
     ("outcome", "raised", "words"),
     [
-        ((2, "typo=1: there is no such setting", False), ValueError, "^typo=1: there is no such setting$"),
-        ((1, "RuntimeError: broken", False), CommandFailedError, r"^RuntimeError: broken; .*log\.txt$"),
-        ((130, "", True), KeyboardInterrupt, "^$"),
+        ((2, "typo=1: there is no such setting"), ValueError, "^typo=1: there is no such setting$"),
+        ((1, "RuntimeError: broken"), CommandFailedError, r"^RuntimeError: broken; .*log\.txt$"),
     ],
 )
 def test_what_becomes_of_a_command_is_told_by_its_exit_code(
-    tmp_path: Path, outcome: tuple[int, str, bool], raised: type[BaseException], words: str
+    tmp_path: Path, outcome: tuple[int, str], raised: type[BaseException], words: str
 ) -> None:
     with pytest.raises(raised, match=words):
         runner(tmp_path, outcome, []).bench("a", "partitions=1,2")
@@ -74,7 +73,7 @@ def test_what_becomes_of_a_command_is_told_by_its_exit_code(
 
 def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
     rows = [{"status": "impossible", "reason": "model.filters=x: must be a whole number"}]
-    here = runner(tmp_path, (1, "model.filters=x: must be a whole number", False), [])
+    here = runner(tmp_path, (1, "model.filters=x: must be a whole number"), [])
 
     def bench(*statuses: str) -> None:
         (tmp_path / "a").mkdir()
@@ -99,7 +98,7 @@ def test_a_run_that_failed_says_why(tmp_path: Path, name: str, content: dict[str
     """Its reason is in what it wrote: `exit code 1` was all that a recipe said of a training that diverged."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text(json.dumps(content))
-    here = runner(tmp_path, (1, "exit code 1", False), [])
+    here = runner(tmp_path, (1, "exit code 1"), [])
     with pytest.raises(CommandFailedError, match=r"^step 2: it has diverged; .*log\.txt$"):
         here.train("a") if name == "result.json" else here.bench("a")
 
@@ -114,5 +113,5 @@ def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> No
 
 
 def test_a_setting_that_is_found_out_takes_the_place_of_all(tmp_path: Path) -> None:
-    here = runner(tmp_path, (0, "", False), [], "model.filters=8")
+    here = runner(tmp_path, (0, ""), [], "model.filters=8")
     assert here.without("model.filters").settings == ("threads=1",)

@@ -1,0 +1,265 @@
+"""From the command line to settings: Hydra reads what was typed and composes `conf/`.
+
+The command runs after Hydra has returned the composed tree, so that an exception is the command's own, Ctrl-C ends the
+process, and no folder, log or change of directory comes from Hydra. Only the runs of a sweep start inside Hydra, from
+its launcher.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.main import get_args_parser
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from gpipe_cli.config.owners import OWNERS, key_of, owner
+from gpipe_cli.config.settings import TrainConfig, check_yaml, from_tree
+from gpipe_cli.config.typed import ELSEWHERE, SettingError, nearest, one_line, quoted, settings, show, unknown
+
+# Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
+_QUIET = (
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.launcher._target_=hydra_plugins.gpipe_cli.SweepLauncher",
+)
+FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
+GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command's arguments as Hydra reads them."""
+
+    command: str
+    arguments: tuple[str, ...]  # as Hydra takes them
+    options: dict[str, object]  # of Hydra: multirun, config_name, config_dir, ...
+    overrides: dict[str, object]  # what was set: key or group, without +, and value (of a sweep: its text)
+    swept: frozenset[str]  # those of them that have several values
+
+    def refuse(self, remedies: Mapping[str, str]) -> None:
+        """Raises ValueError for a setting that the command has no use for: key, and what to do instead."""
+        for key, value in self.overrides.items():
+            remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
+            if remedy is not None and ("." in key or value not in (None, False)):
+                raise ValueError(f"{key}={show(value)}: {remedy}")
+
+    def refuse_groups(self) -> None:
+        """Raises ValueError for a group that is set to something else than the name of a choice."""
+        if (preset := self.overrides.get("presets")) is not None:  # which is optional: Hydra ignores one that it lacks
+            raise ValueError(
+                f"presets={show(preset)}: the model and the data set choose it; leave it out, or give ~presets"
+            )
+        for group in GROUPS:
+            if not isinstance(choice := self.overrides.get(group, ""), str):
+                number = isinstance(choice, int | float) and group == "learning_rate"
+                hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
+                raise ValueError(f"{group}={show(choice)}: must be the name of a choice; {hint}")
+
+
+def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
+    """Reads the arguments without composing anything. `no_sweeps`: why the command has none.
+
+    Raises:
+        ValueError: an option that Hydra does not have, or a setting that is not of the form key=value.
+    """
+    arguments, complaint = arranged(given), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            options = vars(get_args_parser().parse_args(arguments))
+    except SystemExit:  # argparse prints its usage, many lines of it, and exits; its last line says what is wrong
+        line = complaint.getvalue().strip().rpartition(": error: ")[2]
+        if dashed := re.search(r"--([a-z_.]+)(=\S+)?$", line):
+            line += f"; a setting has no dashes: {dashed[1]}{dashed[2] or '=...'}"
+        raise ValueError(f"{line}; see gpipe {command} --hydra-help") from None
+    if options["multirun"] and no_sweeps:
+        raise ValueError(f"-m: {command} has no sweeps; {no_sweeps}")
+    try:
+        overrides = OverridesParser.create().parse_overrides(options["overrides"])
+        for o in overrides:
+            if not o.key_or_group:
+                raise ValueError(
+                    f"{o.input_line}: a value without a setting; write SETTING={str(o.input_line).lstrip('+=')}"
+                )
+            if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
+                raise ValueError(f"{o.input_line}: has no values; give one or more")
+        values: dict[str, object] = {
+            o.key_or_group: str(o.input_line).partition("=")[2] if o.is_sweep_override() else o.value()
+            for o in overrides
+            if not o.is_delete()
+        }
+    except HydraException as error:
+        raise translated(error, []) from error
+    except RecursionError as error:
+        raise ValueError("a setting is nested too deeply; no value is a list of lists") from error
+    swept = frozenset(o.key_or_group for o in overrides if o.is_sweep_override())
+    return CommandLine(command, tuple(arguments), options, values, swept)
+
+
+def arranged(arguments: Sequence[str]) -> list[str]:
+    """The arguments as Hydra takes them: options first, then settings, with quotes around folders that need them.
+
+    Hydra's parser refuses settings on both sides of an option, `epochs=2 -m partitions=1,2`. And the run of a sweep
+    lies in `micro_batches=4`: one types, or completes, `run=.../micro_batches=4`, which Hydra cannot read.
+    """
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            given: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
+    except SystemExit:  # `read` says what is wrong
+        return list(arguments)
+
+    def readable(argument: str) -> str:
+        key, _, value = argument.partition("=")
+        if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
+            return argument
+        return f"{key}={quoted(value)}"
+
+    options = [argument for argument in arguments if argument not in given]
+    return [*options, *(readable(argument) for argument in given)]
+
+
+def compose(line: CommandLine, kind: type) -> DictConfig | None:
+    """The tree that Hydra composes from `conf/COMMAND.yaml`, whose keys are those of the dataclass `kind`; None where
+    Hydra has answered by itself (`--help`, `--cfg`, `--info`, completion), or run a sweep.
+
+    Raises:
+        ValueError: the configuration cannot be composed.
+    """
+    command, arguments = line.command, line.arguments
+    keys = [*settings(kind), *(key for key, whose in OWNERS.items() if whose == command)]
+    for argument in arguments:  # what a recipe's file has for other commands is ignored; what is typed is not
+        if "=" in argument and owner(argument) not in (None, command):
+            key, value = key_of(argument), argument.partition("=")[2]
+            near = nearest(key, keys) or "; leave it out"
+            raise ValueError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
+    # A recipe for another command lacks what only this one has: `++` sets what is there and adds what is not.
+    arguments = tuple(f"++{one}" if one.partition("=")[0] in OWNERS else one for one in arguments)
+    shell_completion = arguments[:1] == ("-sc",)  # installs itself under the name of the program: gpipe
+    # Settings stand on one side of the options: behind them if there are some, before an option that may have a value.
+    quiet = () if shell_completion else _QUIET
+    behind = bool(arguments) and ("=" in arguments[-1] or arguments[-1].startswith("~"))
+    given = [*arguments, *quiet] if behind else [*quiet, *arguments]
+    composed: list[DictConfig] = []
+    try:
+        with _hydra("gpipe" if shell_completion else f"gpipe {command}", given):
+            hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(composed.append)()
+    except SystemExit as end:  # --help
+        if end.code not in (None, 0):
+            raise
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise translated(error, keys) from error
+    except RecursionError as error:  # in the list of its defaults, without end
+        raise ValueError("configuration: a file includes itself in its defaults; leave that line out") from error
+    for tree in composed:
+        drop_others(command, tree)
+        return tree
+    return None
+
+
+@contextlib.contextmanager
+def _hydra(program: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Inside, Hydra gets these arguments, which it takes from `sys.argv`, raises its errors instead of printing them,
+    and checks configuration files before it reads them."""
+    Plugins.instance()  # which registers Hydra's own way to read files first
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = _CheckedFiles
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [program, *arguments], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+class _CheckedFiles(FileConfigSource):
+    """Configuration files of users as Hydra reads them, but checked first: a few lines can keep it busy for ever."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if file.is_file():  # or else Hydra reports it
+            check_yaml(file)
+        try:
+            return super().load_config(config_path)
+        except OSError as error:  # raised for a file that holds a number
+            raise ValueError(f"{file}: holds no settings ({one_line(error)}); write lines key: value") from error
+
+
+def drop_others(command: str, tree: DictConfig) -> None:
+    """Removes from `tree` what a recipe's file has for other commands."""
+    with open_dict(tree):
+        for key in [key for key, whose in OWNERS.items() if whose != command]:
+            tree.pop(key, None)
+
+
+def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The training that `tree` describes, and its settings that are to be chosen, where a 1 stands for them.
+
+    `given` is what was typed. Raises ValueError, as `from_tree`.
+    """
+    replace_batch_size(tree, given)
+    auto = take_auto(tree)
+    return from_tree(TrainConfig, tree), auto
+
+
+def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
+    """What is given of `batch_size` and `batch_tokens` takes the place of the other in `tree`, be that a default, a
+    preset's or a run's; if both are, both stay."""
+    for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
+        if given.get(key) is not None and given.get(other) is None:
+            OmegaConf.update(tree, other, None, force_add=True)
+
+
+def take_auto(tree: DictConfig) -> tuple[str, ...]:
+    """The settings that are to be chosen; in `tree` they become 1."""
+    auto = tuple(key for key in ("partitions", "micro_batches") if OmegaConf.select(tree, key) == "auto")
+    for key in auto:
+        OmegaConf.update(tree, key, 1)
+    return auto
+
+
+def translated(error: Exception, keys: Sequence[str]) -> ValueError:
+    """Hydra's complaint in one line that says what to write instead."""
+    message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
+    match error:
+        case OverrideParseException():
+            # Around what is wrong stand "Error parsing override" and "See https://...".
+            lines = [line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))]
+            wrong = lines[0] if lines else "not setting=value"
+            if "=" not in str(error.override):
+                return ValueError(f"{error.override}: a setting without a value; write {error.override}=VALUE")
+            return ValueError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")
+        case MissingConfigException() if error.options and error.missing_cfg_file:
+            group, _, choice = error.missing_cfg_file.rpartition("/")
+            options = ", ".join(error.options)
+            hint = nearest(choice, list(error.options))
+            return SettingError(f"{group}={choice}: there is no such choice; choose one of {options}{hint}")
+        case MissingConfigException() if error.missing_cfg_file:
+            name = error.missing_cfg_file
+            return ValueError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
+        case ConfigCompositionException():
+            if found := re.match(r"Could not override '(.+?)'\.; To append to your config use \+\S+?=(.*)", message):
+                if found[1].startswith("hydra."):
+                    return ValueError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
+                return unknown(found[1], found[2], keys)
+            if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'", message):
+                return ValueError(
+                    f"{found[1]}: several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
+                )
+    return ValueError(f"configuration: {message}")

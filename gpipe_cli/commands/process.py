@@ -1,0 +1,117 @@
+"""How a command runs and ends: in this process, or in a fork of it.
+
+Sweeps (the tables of the paper) and recipes run many trainings. Each runs in a fork of a process that has imported
+torch and done nothing with it: it starts in milliseconds, and when it ends, however it ends, nothing of it stays, be
+that memory, a CUDA context, or what a user's own model code has changed. A crash ends one run, and not the sweep.
+"""
+
+import contextlib
+import errno
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gpipe_cli.config.typed import one_line
+from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.system.fork import Fork
+from gpipe_cli.system.interrupts import interruptible, interruptible_import
+from gpipe_cli.system.streams import lost_output
+
+FAILED, BAD_INPUT = 1, 2
+INTERRUPTED = 128 + signal.SIGINT  # as shells report a process that a signal ended
+UNREAD = 128 + signal.SIGPIPE  # likewise: the reader of stdout has ended, `gpipe ... | head`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    exit_code: int
+    error: str = ""  # one line
+
+
+def outcome(work: Callable[[], int]) -> Outcome:
+    """Call `work`, which returns an exit code. What the user or the system caused becomes an outcome; anything else,
+    and with GPIPE_FULL_ERROR=1 all of it, is raised."""
+    try:
+        exit_code = work()
+        sys.stdout.flush()
+        if exit_code == 0 and (lost := lost_output()) is not None:
+            raise lost
+        return Outcome(exit_code)
+    except KeyboardInterrupt:
+        return Outcome(INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        return Outcome(UNREAD)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the process when nobody reads its console
+            return Outcome(UNREAD)
+        raise
+    except (ValueError, OSError) as error:
+        if os.environ.get("GPIPE_FULL_ERROR") == "1":
+            raise
+        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a file name that the user gave
+        return Outcome(BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED, one_line(error))
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
+    torchrun()  # refuses what torchrun would never set
+    with interruptible():
+        exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
+    return exit_code
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Around what takes seconds before its first line (torch is imported, workers start): a terminal shows it.
+
+    The line has no end: every banner and every error begins with a longer one, which takes its place.
+    """
+    if (lost := lost_output()) is not None:
+        raise lost
+    note = "starting ..." if sys.stdout.isatty() and leads() else ""
+    sys.stdout.write(f"{note}\r" if note else "")
+    sys.stdout.flush()
+    try:
+        yield
+    finally:  # if nothing came after it
+        sys.stdout.write(f"\r{' ' * len(note)}\r" if note else "")
+        sys.stdout.flush()
+
+
+def import_torch() -> None:
+    """Import what trainings need, once for all forks."""
+    if "gpipe_cli.launch.training_run" in sys.modules:
+        return
+    with preparing(), interruptible_import():
+        importlib.import_module("gpipe_cli.launch.training_run")
+
+
+def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:
+    """A fork of this process that does what a command does; `output`: the file descriptor that it writes to."""
+
+    def contained() -> Outcome:
+        # torchrun may have started our parent, as one process; it did not start us, and will not start us again
+        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        try:
+            return outcome(work)
+        except SystemExit as end:  # a user's own code calls sys.exit
+            code = end.code if isinstance(end.code, int) else FAILED
+            return Outcome(code, f"exit code {code}")
+        except Exception as error:
+            traceback.print_exc()
+            return Outcome(FAILED, f"{type(error).__name__}: {one_line(error)}")
+
+    return Fork(contained, output)
+
+
+def ended(fork: Fork[Outcome]) -> Outcome:
+    """How the fork of a command ended, once it has. Raises KeyboardInterrupt if this process is interrupted."""
+    result, code = fork.wait()
+    return result or Outcome(code, f"exit code {code}")

@@ -1,0 +1,67 @@
+"""A training, or the measurement of one, from its settings to its end."""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from gpipe_cli.commands.folders import run_folder
+from gpipe_cli.commands.process import preparing
+from gpipe_cli.config.settings import TrainConfig, find_run, load
+from gpipe_cli.distributed.torchrun import leads, may_restart
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.launch.job import Bench
+from gpipe_cli.system.interrupts import interruptible_import
+
+# Settings that belong to one invocation of the command and not to the run that it goes on with.
+OF_INVOCATION = ("resume", "run_folder", "output", "dry_run", "max_steps")
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What is to be trained, or with `bench` measured."""
+
+    config: TrainConfig
+    auto: tuple[str, ...]  # settings that are to be chosen
+    bench: Bench | None = None
+
+    def into(self, folder: Path) -> "RunRequest":
+        """The same in this folder."""
+        return replace(self, config=replace(self.config, run_folder=str(folder)))
+
+    def going_on(self, folder: Path) -> "RunRequest":
+        """The run in this folder from its last checkpoint on, with its own settings but for those of an invocation.
+
+        Raises ValueError if they cannot be read.
+        """
+        now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
+        return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
+
+    def perform(self) -> int:
+        """Returns the exit code. Raises ValueError for what the user can mend."""
+        config, restarted = self.config, False
+        if config.init_from is not None and config.resume is None:
+            find_run("init_from", config.init_from, config.output)
+        if may_restart() and leads():
+            config, restarted = _after_restart(config)
+        what = "" if self.bench is None else "bench"
+        with preparing(), run_folder(config, datetime.now(), self.auto, what, restarted=restarted) as folder:
+            if not config.dry_run:
+                fork_server.start()  # in a process beside this one, while this one imports torch itself
+            with interruptible_import():
+                from gpipe_cli.launch.training_run import launch  # torch comes with it
+
+            return launch(config, folder, self.auto, self.bench)
+
+
+def _after_restart(config: TrainConfig) -> tuple[TrainConfig, bool]:
+    """What goes on with the run that an earlier start by torchrun has left, and whether there was one."""
+    fork_server.start()
+    with interruptible_import():
+        from gpipe_cli.distributed.rendezvous import earlier_folder
+        from gpipe_cli.training.checkpoint.store import checkpoints_in
+
+    folder = earlier_folder()
+    if folder is None:
+        return config, False
+    resume = str(folder) if checkpoints_in(folder) else config.resume
+    return replace(config, run_folder=str(folder), resume=resume), True

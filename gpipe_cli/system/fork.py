@@ -1,0 +1,79 @@
+"""Forks of this process that do one thing and end, whatever becomes of them."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Generic, NoReturn, TypeVar
+
+from gpipe_cli.system.parent_death import end_with_parent
+from gpipe_cli.system.streams import prepare_streams
+
+T = TypeVar("T")
+_GRACE_SECONDS = 3.5  # from Ctrl-C until a fork that has not ended is killed; a command ends within 5 s
+
+
+class Fork(Generic[T]):
+    """A fork of this process that calls `work`, in a session of its own: Ctrl-C reaches it through `wait` only, and all
+    of its processes can be killed together. It gets SIGTERM when this process ends."""
+
+    def __init__(self, work: Callable[[], T], output: int | None = None) -> None:
+        """Begin. `output`: the file descriptor that stdout and stderr go to, if not those of this process.
+
+        No other thread of this process may be at work, and nothing may have used CUDA.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self._received, sent = Pipe(duplex=False)
+        self._number = os.fork()
+        if self._number == 0:
+            _be_fork(parent, work, output, sent)
+        sent.close()
+
+    def wait(self) -> tuple[T | None, int]:
+        """What `work` returned, and 0; if it has not returned None and the exit code: minus the signal that killed it.
+
+        Raises KeyboardInterrupt if this process is interrupted meanwhile; the fork has ended all the same.
+        """
+        value = None
+        try:
+            value = self._received.recv()
+        except EOFError:  # it did not live to send one
+            pass
+        except KeyboardInterrupt:
+            os.kill(self._number, signal.SIGINT)
+            with contextlib.suppress(KeyboardInterrupt):
+                wait([self._received], _GRACE_SECONDS)
+            raise
+        finally:
+            for kill in (os.kill, os.killpg):  # before it has a session of its own the second one finds nothing
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self._number, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
+            self._received.close()
+        return (None, code) if value is None else (value, 0)
+
+
+def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: Connection) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        end_with_parent(parent, signal.SIGTERM)
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            prepare_streams()
+        value = work()
+        sent.send(value)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # what is registered for the exit is our parent's

@@ -1,0 +1,87 @@
+"""A fork does one thing; it ends with its parent, and all that it has started ends with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import wait_until
+
+from gpipe_cli.system import fork
+from gpipe_cli.system.fork import Fork
+
+PARENT = """
+import os, time
+from gpipe_cli.system.fork import Fork
+def work():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+Fork(work).wait()
+"""
+
+
+def fails() -> int:
+    raise RuntimeError("boom")
+
+
+def is_killed() -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def test_how_it_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Fork(lambda: {"answer": 42}).wait() == ({"answer": 42}, 0)
+    assert Fork(is_killed).wait() == (None, -9)
+    assert Fork(fails).wait() == (None, 1)
+    assert "RuntimeError: boom\n" in capfd.readouterr().err
+
+
+def test_its_output_can_go_to_a_file(tmp_path: Path) -> None:
+    def work() -> int:
+        print("out")
+        return os.system("echo more >&2")
+
+    with (tmp_path / "log.txt").open("w") as log:
+        assert Fork(work, log.fileno()).wait() == (0, 0)
+    assert (tmp_path / "log.txt").read_text() == "out\nmore\n"
+
+
+def test_an_interrupt_ends_all_of_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "_GRACE_SECONDS", 0.3)
+
+    def work() -> None:  # neither it nor its child wants to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "60"])
+        (tmp_path / "new").write_text(str(child.pid))
+        (tmp_path / "new").rename(tmp_path / "child")
+        time.sleep(60)
+
+    def interrupt_when_running() -> None:
+        wait_until((tmp_path / "child").exists, 30, "the child")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    forked = Fork(work)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt_when_running, daemon=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the interrupt may come as soon as the thread has begun)
+            thread.start()
+            forked.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    state = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    wait_until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", 10, "its end")
+
+
+def test_it_ends_with_a_parent_that_was_killed() -> None:
+    """A recipe that was killed left its measurement running for minutes: it has a session of its own."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = Path("/proc", parent.stdout.readline().strip())
+        assert child.exists()
+        parent.kill()
+        wait_until(lambda: not child.exists(), 10, "the fork ends")
