@@ -82,7 +82,7 @@ def _folder(given: str) -> Path:
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     from gpipe_cli.commands.sweep_folder import abandoned_runs, runs_without_result
     from gpipe_cli.reporting.compare.comparison import compare
-    from gpipe_cli.reporting.compare.report import show_comparison, to_csv, write_comparison
+    from gpipe_cli.reporting.compare.report import csv_of, show_comparison, write_comparison
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
@@ -108,7 +108,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
         sys.stderr.write(f"gpipe compare: left out: {problem}\n")
     comparison = compare(runs)
     if as_csv:
-        sys.stdout.write(to_csv(comparison))
+        sys.stdout.write(csv_of(comparison))
         return 0
     chosen = output or OUTPUT / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_compare"
     with locked_folder(chosen, f"--output {chosen}", new=output is None) as folder:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpipe_cli.reporting.compare.curves import same_curves
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
+from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
@@ -78,16 +79,12 @@ def _train(runner: Runner, partitions: int, seed: int) -> Trained:
 
 def _as_the_first(runs: Sequence[Trained]) -> list[bool]:
     """Whether the logged losses of every step are the first run's, to the last bit."""
-    from gpipe_cli.reporting.run.tensorboard import TRAIN_LOSS
-
     groups = same_curves([run.record for run in runs], TRAIN_LOSS)
     alike = next((group for group in groups if 0 in group), (0,))
     return [position in alike for position in range(len(runs))]
 
 
 def _losses_note(same: Sequence[Trained], losses: Sequence[bool]) -> str:
-    from gpipe_cli.reporting.run.tensorboard import TRAIN_LOSS
-
     curve = same[0].record.curves.get(TRAIN_LOSS)
     steps = len(curve.steps) if curve is not None else 0
     other = [str(run.partitions) for run, alike in zip(same, losses, strict=False) if not alike]
@@ -110,7 +107,6 @@ def _weights_note(same: Sequence[Trained], weights: Sequence[Any], digests: Sequ
 def _draw(runs: Sequence[Trained], folder: Path) -> Path:
     from gpipe_cli.reporting.plots.curves import draw_curves
     from gpipe_cli.reporting.plots.timeline import write_picture
-    from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 
     write_picture(folder / CURVES, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
     return folder / CURVES

@@ -4,111 +4,99 @@ A table of runs says something where its rows differ in little, so settings that
 and rows are named by the few that are not. What was measured, predicted and ideal are columns apart.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_names import differing, few, folded, names
 from gpipe_cli.reporting.compare.run_record import RunRecord
+from gpipe_cli.reporting.tables.table import Column
 from gpipe_cli.units import operations
 
 GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column of a comparison, with a value for each run; None where a run has none."""
-
-    key: str  # its heading in CSV, with the unit; of a setting its dotted key
-    heading: str  # as people read it, `step\nms`
-    values: tuple[Any, ...]  # in the units of result.json
-    texts: tuple[str, ...]  # in those of the heading; `-` where there is none
-    printed: bool = True  # in the table of 80 columns too
-    setting: bool = False
-
-    @property
-    def numeric(self) -> bool:
-        """Whether it holds nothing but numbers."""
-        return all(v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in self.values)
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """Runs beside each other, all they need to be shown."""
+    """Runs beside each other, all they need to be shown. Columns have a key, and None as value where a run has none."""
 
     runs: tuple[RunRecord, ...]
     names: tuple[str, ...]  # of the runs, no two of them alike
     by_settings: bool  # that is what they are named by
-    columns: tuple[Column, ...]  # settings that differ, then results
+    settings: tuple[Column, ...]  # those that differ, by their dotted keys; values as they are typed
+    results: tuple[Column, ...]  # values in the units of result.json, cells in those of the heading
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All of them."""
+        return *self.settings, *self.results
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """Puts runs beside each other."""
     assert runs, "nothing to compare"
     keys = differing(runs)
+    results = (column for column in _results(runs) if any(value is not None for value in column.plain_values))
     settings = (_setting(key, runs) for key in keys)
-    columns = (*settings, *(column for column in _results(runs) if any(v is not None for v in column.values)))
-    return Comparison(tuple(runs), tuple(names(runs)), few(keys), columns)
+    return Comparison(tuple(runs), tuple(names(runs)), few(keys), tuple(settings), tuple(results))
 
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     """`null` is a value; `-` is what a run has no such setting for."""
-    texts = tuple(show(run.settings[key]) if key in run.settings else "-" for run in runs)
+    values = [show(run.settings[key]) if key in run.settings else None for run in runs]
+    known = [run.settings[key] for run in runs if key in run.settings]
+    number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in known)
+    cells = ["-" if value is None else value for value in values]
     heading = folded(key.removesuffix(".name"))  # `model`, as one types it
-    return Column(key, heading, tuple(run.settings.get(key) for run in runs), texts, setting=True)
+    return Column(heading, cells=cells, number=number, key=key, values=values)
 
 
 def _results(runs: Sequence[RunRecord]) -> list[Column]:
     """What came of the runs, each column whether or not a run has a value there."""
 
-    def told(key: str, heading: str, of: Callable[[RunRecord], object], printed: bool = True) -> Column:
-        values = tuple(of(run) for run in runs)
-        return Column(key, heading, values, tuple("-" if v is None else str(v) for v in values), printed)
+    def text(key: str, heading: str, of: Callable[[RunRecord], str | None], printed: bool = True) -> Column:
+        values = [of(run) for run in runs]
+        return Column(heading, cells=[value or "-" for value in values], key=key, values=values, printed=printed)
 
     def number(
-        key: str, heading: str, of: Callable[[RunRecord], float | None], form: Callable[[float], str] = _plain,
+        key: str, heading: str, of: Callable[[RunRecord], float | None], form: Callable[[float], str] = _whole,
         printed: bool = True,
     ) -> Column:  # fmt: skip
-        values = tuple(of(run) for run in runs)
-        return Column(key, heading, values, tuple("-" if value is None else form(value) for value in values), printed)
+        values = [of(run) for run in runs]
+        cells = ["-" if value is None else form(value) for value in values]
+        return Column(heading, cells=cells, number=True, key=key, values=values, printed=printed)
 
     def of(*keys: str) -> Callable[[RunRecord], float | None]:
         return lambda run: run.number(*keys)
 
-    def quartile(key: str, which: int) -> Callable[[RunRecord], float | None]:
-        return lambda run: found[which] if len(found := run.numbers(f"{key}_quartiles")) == 2 else None
-
     def fullest(key: str) -> Callable[[RunRecord], float | None]:
         return lambda run: max(run.numbers(key), default=None)
 
+    def quartile(key: str, which: int) -> Callable[[RunRecord], float | None]:
+        return lambda run: found[which] if (found := run.numbers(key)) else None
+
     # Trainings have quartiles and FLOP/s too, but no room for them beside their accuracies.
-    commands = {str(run.result.get("command", "train")) for run in runs}
+    commands = {run.command for run in runs}
     bench = "bench" in commands
+    # A speed in samples says little of text, whose sentences differ in length: it is left to the page and to CSV.
+    images = not all(run.text for run in runs)
     time, seconds = _unit([run.number("seconds") for run in runs], (("s", 1), ("min", 60), ("h", 3600)), 120)
     step, step_seconds = _unit([run.number("step_seconds") for run in runs], (("ms", 1e-3), ("s", 1)), 10_000)
-    peaks = [fullest("memory_bytes")(run) for run in runs]
-    memory, size = _unit(peaks, (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
-    columns = [
-        told("command", "command", lambda run: str(run.result.get("command", "train")), len(commands) > 1),
-        told("status", "status", lambda run: run.status),
+    memory, size = _unit([fullest("memory_bytes")(run) for run in runs], (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
+    return [
+        text("command", "command", lambda run: run.command, len(commands) > 1),
+        text("status", "status", lambda run: run.status),
         number("test_top1", "top-1\n%", of("test", "top1"), _percent),
         number("best_top1", "best\n%", of("best", "top1"), _percent),
         number("test_perplexity", "perpl.\nfinal", of("test", "perplexity"), _short_number),
         number("best_perplexity", "perpl.\nbest", of("best", "perplexity"), _short_number),
         number("test_loss", "test loss", of("test", "loss"), _short_number, False),
-    ]
-    # A speed in samples says little of text, whose sentences differ in length: it is left to the page and to CSV.
-    for unit, printed in (("samples", not all(run.text for run in runs)), ("tokens", True)):
-        key = f"{unit}_per_second"
-        columns += [
-            number(key, f"{unit}\n/s", _speed(unit), _rate, printed),
-            number(f"{key}_q1", "q1\n/s", quartile(key, 0), _rate, printed and bench),
-            number(f"{key}_q3", "q3\n/s", quartile(key, 1), _rate, printed and bench),
-        ]
-    return [
-        *columns,
+        number("samples_per_second", "samples\n/s", of("samples_per_second"), _rate, images),
+        number("samples_per_second_q1", "q1\n/s", quartile("samples_per_second_quartiles", 0), _rate, images and bench),
+        number("samples_per_second_q3", "q3\n/s", quartile("samples_per_second_quartiles", 1), _rate, images and bench),
+        number("tokens_per_second", "tokens\n/s", of("tokens_per_second"), _rate),
+        number("tokens_per_second_q1", "q1\n/s", quartile("tokens_per_second_quartiles", 0), _rate, bench),
+        number("tokens_per_second_q3", "q3\n/s", quartile("tokens_per_second_quartiles", 1), _rate, bench),
         _speed_kind(runs),
         number("step_seconds", f"step\n{step}", of("step_seconds"), _scaled(step_seconds)),
         number("bubble_measured", "bubble\n%", of("bubble", "measured"), _percent),
@@ -125,48 +113,24 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         ),
         number("model_flops_per_second", "FLOP/s", of("model_flops_per_second"), operations, bench),
         number("mfu", "MFU\n%", of("mfu"), _percent, bench),
-        number("epochs_done", "epochs\ndone", of("epochs"), _plain, False),
+        number("epochs_done", "epochs\ndone", of("epochs"), printed=False),
         number("steps", "steps", of("steps")),
         number("seconds", f"time\n{time}", of("seconds"), _scaled(seconds)),
-        number("threads_per_process", "threads", of("hardware", "threads_per_process"), _plain, False),
-        told("machine", "machine", machine, False),
-        told("torch", "torch", lambda run: _inner(run, "versions").get("torch"), False),
-        told("model", "model", lambda run: run.result.get("model"), False),
-        told("dataset", "data set", lambda run: run.result.get("dataset"), False),
-        told("error", "error", lambda run: one_line(run.result.get("error")), False),
-        told("folder", "folder", lambda run: str(run.folder), False),
+        number("threads_per_process", "threads", of("hardware", "threads_per_process"), printed=False),
+        text("machine", "machine", lambda run: run.machine, False),
+        text("torch", "torch", lambda run: run.result["versions"]["torch"], False),
+        text("model", "model", lambda run: run.result["model"], False),
+        text("dataset", "data set", lambda run: run.result["dataset"], False),
+        text("error", "error", lambda run: run.error, False),
+        text("folder", "folder", lambda run: str(run.folder), False),
     ]  # fmt: skip
 
 
 def _speed_kind(runs: Sequence[RunRecord]) -> Column:
     """In the table only where a run is not `measured`; there is no room for `measured_one_device`."""
-    kinds = tuple(run.speed_kind for run in runs)
-    texts = tuple("-" if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds)
-    return Column("speed_kind", "speed", kinds, texts, any(run.shared for run in runs))
-
-
-def machine(run: RunRecord) -> str | None:
-    """What a run ran on: `2 cores of AMD EPYC`, `NVIDIA H200, 16 cores of ...`; None if it does not say."""
-    hardware = _inner(run, "hardware")
-    if not hardware:
-        return None
-    gpus = [str(name) for name in hardware.get("gpus") or []]
-    counted = [f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus)]
-    return ", ".join([*counted, f"{hardware.get('cores', '?')} cores of {hardware.get('cpu', 'unknown')}"])
-
-
-def one_line(text: object) -> str | None:
-    """An error without line breaks and control characters; None if there is none."""
-    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(text)).split()) if text else None
-
-
-def _inner(run: RunRecord, key: str) -> dict[str, Any]:
-    value = run.result.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _speed(unit: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: run.number(f"{unit}_per_second")
+    kinds = [run.speed_kind for run in runs]
+    cells = ["-" if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
+    return Column("speed", cells=cells, key="speed_kind", values=kinds, printed=any(run.shared for run in runs))
 
 
 def _unit(values: Sequence[float | None], units: Sequence[tuple[str, float]], most: float) -> tuple[str, float]:
@@ -179,7 +143,7 @@ def _scaled(size: float) -> Callable[[float], str]:
     return lambda value: f"{value / size:,.1f}"
 
 
-def _plain(value: float) -> str:
+def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.compare.comparison import Column, Comparison
+from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_names import labels
 from gpipe_cli.reporting.plots.curves import run_colour
 from gpipe_cli.reporting.plots.page_style import STYLE
+from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
@@ -64,34 +65,12 @@ def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[tuple
     yield f"<header><h1>{escape(title)}</h1><label>a click on a heading sorts</label></header><main>"
     if notes:
         yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
-    yield from _table(comparison)
+    columns = [column for column in comparison.columns if column.key != "command" or len(set(column.cells)) > 1]
+    columns.sort(key=lambda column: not column.printed)  # what the console has stands at the left
+    count = len(comparison.runs)
+    table = Table("", [Column("run", cells=labels(comparison.runs)), *columns])
+    yield f'<div class="wide">{to_html(table, [run_colour(position, count) for position in range(count)])}</div>'
     for path, alt in pictures:
         data = base64.b64encode(path.read_bytes()).decode("ascii")
         yield f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
     yield f"</main><script>{SCRIPT}</script></body></html>"
-
-
-def _table(comparison: Comparison) -> Iterator[str]:
-    known = [c for c in comparison.columns if c.key != "command" or len(set(c.values)) > 1]
-    columns = sorted(known, key=lambda column: not column.printed)  # what the console has stands at the left
-    heads = [f'<th scope="col"{_class(column)}>{escape(column.heading)}</th>' for column in columns]
-    yield '<div class="wide"><table><thead>'
-    yield f'<tr><th scope="col" class="text">run</th>{"".join(heads)}</tr></thead><tbody>'
-    count = len(comparison.runs)
-    for position, name in enumerate(labels(comparison.runs)):
-        mark = f'<i style="background:{run_colour(position, count)}"></i>'
-        cells = "".join(_cell(column, position) for column in columns)
-        yield f'<tr><th scope="row" data-value="{position}">{mark}{escape(name)}</th>{cells}</tr>'
-    yield "</tbody></table></div>"
-
-
-def _cell(column: Column, position: int) -> str:
-    value, text = column.values[position], column.texts[position]
-    raw = "" if value is None else text if not column.numeric else repr(value)
-    failed = " failed" if column.key == "status" and value == "failed" else ""
-    return f'<td data-value="{escape(raw)}"{_class(column, failed)}>{escape(text)}</td>'
-
-
-def _class(column: Column, more: str = "") -> str:
-    words = ("" if column.numeric else "text") + more
-    return f' class="{words.strip()}"' if words else ""

@@ -1,22 +1,44 @@
 """A finished run as a comparison reads it: settings, numbers and curves, from the run's own folder.
 
 The paper's tables set runs beside each other that took hours each. What is compared is read from what every run leaves,
-result.json and its events, so that runs of last year and of another machine can stand in one table.
+result.json and its events, so that runs of other machines can stand in one table.
 """
 
 import re
+import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.reporting.compare.curves import Curve, read_curves
+from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.result import RESULT, flattened, read_result
 
 CONFIG = "config.yaml"  # a folder that holds it is a run
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
+MOST_POINTS = 100_000  # of a curve; of longer ones TensorBoard's reader keeps a sample, always the same
+# Of result.json: what every run says of itself.
+_NEEDED = (
+    "command", "status", "error", "task", "model", "dataset", "samples_per_second_kind", "hardware", "versions",
+    "config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One scalar over the steps of a run."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]  # what 32-bit floats hold: so the events have them
+    complete: bool = True  # False: a sample of more than MOST_POINTS
+
+    @property
+    def bits(self) -> bytes:
+        """Steps and values bit for bit: NaN is like NaN here, and 0 unlike -0."""
+        return struct.pack(f"{len(self.steps)}q{len(self.values)}f", *self.steps, *self.values)
 
 
 @dataclass(frozen=True)
@@ -28,29 +50,43 @@ class RunRecord:
     result: Mapping[str, Any]  # result.json
 
     @property
+    def command(self) -> str:
+        """train | bench."""
+        return str(self.result["command"])
+
+    @property
     def status(self) -> str:
-        return str(self.result.get("status", "unknown"))
+        """completed | running | interrupted | failed | dry_run."""
+        return str(self.result["status"])
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed, in one line."""
+        return None if self.result["error"] is None else show(self.result["error"])
 
     @property
     def text(self) -> bool:
-        """Whether it is judged by tokens; runs from before there was text do not say so."""
-        return self.result.get("task", "classification") != "classification"
-
-    @property
-    def bench(self) -> bool:
-        """Whether it was a measurement; runs from before there was gpipe bench do not say so."""
-        return self.result.get("command") == "bench"
+        """Whether it is judged by tokens."""
+        return bool(self.result["task"] != "classification")
 
     @property
     def speed_kind(self) -> str | None:
         """measured | measured_contended | measured_one_device; None of a run without a speed, such as a dry run."""
-        kind = self.result.get("samples_per_second_kind")
-        return None if kind is None or self.number("samples_per_second") is None else str(kind)
+        kind: str | None = self.result["samples_per_second_kind"]
+        return kind
 
     @property
     def shared(self) -> bool:
         """Whether its stages shared a device or cores with each other or others: not the speed of a pipeline then."""
         return self.speed_kind in ("measured_one_device", "measured_contended")
+
+    @property
+    def machine(self) -> str:
+        """What it ran on: `2 cores of AMD EPYC`, `2 x NVIDIA H200, 16 cores of ...`."""
+        hardware = self.result["hardware"]
+        gpus = Counter(hardware["gpus"])
+        counted = [f"{number} x {name}" if number > 1 else name for name, number in gpus.items()]
+        return ", ".join([*counted, f"{hardware['cores']} cores of {hardware['cpu']}"])
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
@@ -61,14 +97,12 @@ class RunRecord:
         """A number of result.json, `number("test", "top1")`; None where there is none."""
         value: Any = self.result
         for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+            value = value.get(key) if value is not None else None
+        return None if value is None else float(value)
 
     def numbers(self, key: str) -> list[float]:
         """The numbers of a list in result.json; none where there is none."""
-        values = self.result.get(key)
-        listed = values if isinstance(values, list) else []
-        return [float(value) for value in listed if isinstance(value, int | float) and not isinstance(value, bool)]
+        return [float(value) for value in self.result.get(key) or []]
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -83,15 +117,34 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder}: has no {RESULT}, so nothing is known of this run; run it again") from None
     except OSError as error:
         raise ValueError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
-    if not isinstance(result.get("config"), dict):
-        raise ValueError(f"{folder / RESULT}: holds no settings, so it is not the result of a run; leave it out")
+    if missing := [key for key in _NEEDED if key not in result]:
+        raise ValueError(f"{folder / RESULT}: has no {missing[0]}, so it is not the result of a run; leave it out")
     for file in folder.glob("*tfevents*"):
         if not file.is_file():
             raise ValueError(f"{file}: must be a regular file, as it has the name of curves; remove it")
     settings = dict(flattened(result["config"]))
-    if result.get("command") == "bench":
+    if result["command"] == "bench":
         settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}
     return RunRecord(folder, settings, result)
+
+
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """Every scalar in the events of ``folder`` by tag; none where there are no events.
+
+    What a resumed run repeated counts once, as in TensorBoard: its own points take the place of the older ones.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # Here 0 would mean all of them: one picture is the fewest that the reader can be told to keep.
+    few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
+    accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
+    accumulator.Reload()
+    found = {}
+    for tag in accumulator.Tags()["scalars"]:
+        events = accumulator.Scalars(tag)
+        steps = tuple(event.step for event in events)
+        found[tag] = Curve(steps, tuple(event.value for event in events), len(events) < MOST_POINTS)
+    return found
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.compare.comparison import Column, Comparison
+from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_names import labels
 from gpipe_cli.reporting.plots.curves import run_colour
 from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+from gpipe_cli.reporting.tables.table import Column
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
     import numpy as np
@@ -59,9 +60,9 @@ def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
         axes = figure.add_axes(box)
         if column.key == "samples_per_second":  # of text it would be sentences, beside images
             text = [run.text for run in comparison.runs]
-            values = tuple(None if hidden else value for hidden, value in zip(text, column.values, strict=True))
-            texts = tuple("-" if hidden else word for hidden, word in zip(text, column.texts, strict=True))
-            column = replace(column, values=values, texts=texts)
+            values = [None if hidden else value for hidden, value in zip(text, column.plain_values, strict=True)]
+            cells = ["-" if hidden else cell for hidden, cell in zip(text, column.cells, strict=True)]
+            column = replace(column, values=values, cells=cells)
         _panel(axes, column, shared if "per_second" in column.key or "bubble" in column.key else [False] * rows)
         axes.set_yticks(range(rows), shown if number == 0 else [""] * rows, fontsize=9, color=INK)
     if any(shared):
@@ -74,10 +75,10 @@ def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
 
 def _panel(axes: "Axes", column: Column, hatched: Sequence[bool]) -> None:
     """One number of all runs, with its value behind each bar."""
-    rows = len(column.values)
-    values = [v if isinstance(v, int | float) and math.isfinite(v) else None for v in column.values]
+    rows = len(column.cells)
+    values = [v if isinstance(v, int | float) and math.isfinite(v) else None for v in column.plain_values]
     largest = max((value for value in values if value is not None), default=0.0) or 1.0
-    for row, (value, text) in enumerate(zip(values, column.texts, strict=True)):
+    for row, (value, text) in enumerate(zip(values, column.cells, strict=True)):
         if value is not None:
             axes.barh(
                 row, value, height=0.68, color=run_colour(row, rows, lightness=0.7), edgecolor="white", linewidth=0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.compare.curves import compared_curve, same_curves, speed_tags
+from gpipe_cli.reporting.compare.curves import SPEEDS, compared_curve, same_curves
 from gpipe_cli.reporting.compare.run_names import labels, referred
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.plots import palette
@@ -117,7 +117,7 @@ def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lo
             continue
         values = [value if math.isfinite(value) else math.nan for value in curve.values]
         finite = [value for value in values if value == value]
-        long = tag in speed_tags() and len(values) > LONG and len(finite) == len(values)
+        long = tag in SPEEDS and len(values) > LONG and len(finite) == len(values)
         smoothed |= long
         drawn = running_median(values) if long else values
         highest, least = max([highest, *finite]), min([least, *finite])

@@ -12,6 +12,7 @@ from pathlib import Path
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.page_style import PATTERNS, SCRIPT, STYLE
 from gpipe_cli.reporting.run.step_breakdown import share_word
+from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.reporting.timeline_view import (
     ACTIONS,
     BUSY,
@@ -72,7 +73,7 @@ def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
         for view in views:
             yield from _timeline(view, end)
         yield _legend(views, micro_batches)
-    yield from _table(picture)
+    yield _table(picture)
 
 
 def _timeline(view: TimelineView, end: float) -> Iterator[str]:
@@ -132,18 +133,17 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
     return f'<p class="legend">{"".join(entries)}<em>{last}</em></p>'
 
 
-def _table(picture: StepPicture) -> Iterator[str]:
+def _table(picture: StepPicture) -> str:
     """Numbers beside each other, in columns of their own: what was measured, what was predicted."""
-    views = (picture.measured, picture.predicted)
-    rows = [("step", ["-" if view is None else duration(view.step_seconds) for view in views])]
-    shown = [None if view is None else in_percent(view.breakdown) for view in views]
-    for name in (*BUSY, "idle", *IDLE):
-        cells = ["-" if shares is None else f"{shares[name]:.1f} %" for shares in shown]
-        rows.append((f"{'of it ' * (name in IDLE)}{share_word(name)}", cells))
-    yield "<table><thead><tr><th></th><th>measured</th><th>predicted</th></tr></thead><tbody>"
-    for name, cells in rows:
-        yield f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-    yield "</tbody></table>"
+    names = (*BUSY, "idle", *IDLE)
+    columns = [Column("", cells=["step", *("of it " * (name in IDLE) + share_word(name) for name in names)])]
+    for heading, view in (("measured", picture.measured), ("predicted", picture.predicted)):
+        cells = ["-"] * (1 + len(names))
+        if view is not None:
+            shares = in_percent(view.breakdown)
+            cells = [duration(view.step_seconds), *(f"{shares[name]:.1f} %" for name in names)]
+        columns.append(Column(heading, cells=cells, number=True))
+    return to_html(Table("", columns))
 
 
 def _colours(micro_batches: int) -> Iterator[str]:

@@ -52,11 +52,16 @@ class EventFile:
                 del self._waiting[: file.write(self._waiting)]
 
     def _add(self, event: "Event", step: int | None = None) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         event.wall_time = time.time()
         if step is not None:
             event.step = step
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        self._waiting += record.getvalue()
+        self._waiting += record(event)
+
+
+def record(event: "Event") -> bytes:
+    """An event as it stands in a file, with its length and checksums."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    file = io.BytesIO()
+    RecordWriter(file).write(event.SerializeToString())
+    return file.getvalue()

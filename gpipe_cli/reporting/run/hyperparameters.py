@@ -1,16 +1,14 @@
-"""The settings of runs as TensorBoard's HParams shows them: the sweeps over K and M of the paper's tables 2, 3 and 5.
+"""The settings of runs for TensorBoard's tab HParams: the sweeps over K and M of the paper's tables 2, 3 and 5.
 
-Everything goes into the run's own events, as `SummaryWriter.add_hparams` would make a run of its own beside it. Three
-summaries: the settings when the run begins, its status when it ends, and the columns of the table. TensorBoard takes
-the columns from one run, whichever it meets first, so every run lists those of all: the settings of every model and
-data set, and the final metrics of every task. Without such a list it would find the settings by itself, and take each
-curve of a run for a metric. Which settings are shown at first is told in the list as well.
+Three summaries in the run's own events (`SummaryWriter.add_hparams` would write a second run beside it): the settings
+when the run begins, its status when it ends, and the columns of the table. TensorBoard takes the columns from the run
+that it reads first, so every run lists those of all: the settings of every model and data set, and the final metrics
+of every task. Without such a list TensorBoard would take each curve of a run for a metric.
 """
 
 import math
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.description import Setting, Status
+from gpipe_cli.reporting.run.event_file import record
+from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.system.files import write_whole
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ Value = bool | float | str
 SHOWN_AT_FIRST = 5  # columns of settings; TensorBoard has boxes to tick for the others
 # What fills them up behind the settings that a sweep varies.
 _USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
-_TAGS = b"_hparams_/"  # with which the names of all three summaries begin
-_LARGEST = 2**20  # bytes of one of them; pictures are larger
 
 
 def hyperparameters(config: Mapping[str, Any], settings: Sequence[Setting] = ()) -> dict[str, Value]:
@@ -39,19 +37,8 @@ def hyperparameters(config: Mapping[str, Any], settings: Sequence[Setting] = ())
 
     A key in ``settings`` is not taken apart further, as the free arguments of a custom model.
     """
-    whole = {setting.key for setting in settings}
-    found: dict[str, Value] = {}
-
-    def visit(values: Mapping[str, Any], prefix: str) -> None:
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, Mapping) and value and key not in whole:
-                visit(value, f"{key}.")
-            elif value is not None:
-                found[key] = _plain(value)
-
-    visit(config, "")
-    return found
+    known = flattened(config, whole={setting.key for setting in settings})
+    return {key: _plain(value) for key, value in known if value is not None}
 
 
 @lru_cache
@@ -98,14 +85,9 @@ def start_summary(values: Mapping[str, Value], at_seconds: float) -> "Summary":
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=at_seconds)
+    fields = {"switch": "bool_value", "text": "string_value", "number": "number_value"}
     for key, value in values.items():
-        match value:
-            case bool():
-                start.hparams[key].bool_value = value
-            case str():
-                start.hparams[key].string_value = value
-            case _:
-                start.hparams[key].number_value = value
+        setattr(start.hparams[key], fields[_kind_of(value)], value)
     return _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
 
@@ -121,32 +103,20 @@ def end_summary(status: Status, at_seconds: float) -> "Summary":
 
 
 def forget(folder: Path) -> None:
-    """Takes the three summaries out of the events in ``folder``, all else stays.
+    """Removes the three summaries from the events in ``folder``; all else stays.
 
     TensorBoard keeps the first ones that it reads of a run. One that was resumed into its own folder, perhaps with
-    another K, would show for ever what it was told at first, and how it was interrupted.
+    another K, would always show the settings and the end of the run before it.
     """
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.plugins.hparams.metadata import PLUGIN_NAME
+
     for path in sorted(folder.glob("*tfevents*")):
-        kept, forgotten = [], 0
-        for record in _records(path.read_bytes()):
-            about_settings = len(record) <= _LARGEST and _TAGS in record
-            forgotten += about_settings
-            if not about_settings:
-                kept.append(record)
-        if forgotten:
-            write_whole(path, b"".join(kept))
-
-
-def _records(content: bytes) -> Iterator[bytes]:
-    """An event file's records: length (8 bytes), its checksum (4), the event, its checksum (4); the last may be cut."""
-    at = 0
-    while at + 12 <= len(content):
-        (length,) = struct.unpack_from("<Q", content, at)
-        end = at + 12 + length + 4
-        if end > len(content):
-            return
-        yield content[at:end]
-        at = end
+        events = list(LegacyEventFileLoader(str(path)).Load())
+        plugins = ({value.metadata.plugin_data.plugin_name for value in event.summary.value} for event in events)
+        kept = [event for event, names in zip(events, plugins, strict=True) if PLUGIN_NAME not in names]
+        if len(kept) < len(events):
+            write_whole(path, b"".join(map(record, kept)))
 
 
 def _summary(tag: str, **data: Any) -> "Summary":

@@ -5,7 +5,7 @@ It is written whole or not at all, so that whoever reads it while the run goes o
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,14 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
     return result
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested settings; an empty group stays a value."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{key}.")
+def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested settings; an empty group stays a value, and so does one that is in ``whole``."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in whole:
+            yield from flattened(value, f"{key}.", whole)
         else:
-            yield f"{prefix}{key}", value
+            yield key, value
 
 
 def _plain(value: Any) -> Any:

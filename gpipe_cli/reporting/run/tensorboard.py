@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard.summary import custom_scalars, image, scalar, text
-
 from gpipe_cli.reporting.run.description import Prediction, RunDescription, Status
 from gpipe_cli.reporting.run.event_file import EventFile
 from gpipe_cli.reporting.run.hyperparameters import (
@@ -25,6 +23,7 @@ from gpipe_cli.reporting.run.hyperparameters import (
 )
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.task import Task, perplexity, words_of
+from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
 from gpipe_cli.training.events import Evaluated, StepDone, Translation
 from gpipe_cli.units import duration, size
@@ -100,6 +99,9 @@ class Dashboard:
     """
 
     def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
+        from torch.utils.tensorboard import summary  # torch: who only reads tags does without
+
+        self._summary = summary
         # A resumed run repeats what came after its checkpoint.
         self._events = EventFile(folder, first_step + 1)
         self._folder = folder
@@ -111,7 +113,8 @@ class Dashboard:
         """Puts the configuration and the banner beside the curves."""
         # Four blanks are Markdown for text that stays as it is.
         for tag, words in ((CONFIG, config_yaml), (BANNER, banner)):
-            self._events.add(text(tag, "\n".join(f"    {line}" for line in words.splitlines())), self._first_step)
+            indented = "\n".join(f"    {line}" for line in words.splitlines())
+            self._events.add(self._summary.text(tag, indented), self._first_step)
         self._events.flush()
 
     def begin(self, run: RunDescription) -> None:
@@ -142,8 +145,8 @@ class Dashboard:
                 (BUBBLE_PREDICTED, prediction.breakdown["bubble"]),
                 (PREDICTED_STEP_SECONDS, prediction.step_seconds),
             )
-            self._events.add(text(PREDICTION, _prediction_table(prediction)), self._first_step)
-        self._events.add(custom_scalars(_layout(self._text, prediction is not None)))
+            self._events.add(self._summary.text(PREDICTION, _prediction_table(prediction)), self._first_step)
+        self._events.add(self._summary.custom_scalars(_layout(self._text, prediction is not None)))
         self._events.flush()
 
     def step(self, message: StepDone) -> None:
@@ -161,17 +164,17 @@ class Dashboard:
         """The curves of the test set, and what was translated of it."""
         self._draw(message.step, _test_text(message) if self._text else _test_images(message))
         if self._text and message.translations:
-            self._events.add(text(TRANSLATIONS, _table(message.translations)), message.step)
+            self._events.add(self._summary.text(TRANSLATIONS, _translation_table(message.translations)), message.step)
         self._events.flush()
 
     def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
         """A picture of a step, of shape (height, width, 3)."""
-        self._events.add(image(TIMELINE, picture, dataformats="HWC"), step)
+        self._events.add(self._summary.image(TIMELINE, picture, dataformats="HWC"), step)
         self._events.flush()
 
     def partitions(self, picture: "NDArray[np.uint8]") -> None:
         """A picture of the cut, of shape (height, width, 3)."""
-        self._events.add(image(PARTITIONS, picture, dataformats="HWC"), self._first_step)
+        self._events.add(self._summary.image(PARTITIONS, picture, dataformats="HWC"), self._first_step)
         self._events.flush()
 
     def flush(self) -> None:
@@ -181,7 +184,7 @@ class Dashboard:
     def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:
         for tag, value in points:
             if value is not None:
-                self._events.add(scalar(tag, value), step)
+                self._events.add(self._summary.scalar(tag, value), step)
 
 
 def _training(message: StepDone) -> Iterator[tuple[str, float | None]]:
@@ -257,27 +260,26 @@ def _prediction_table(prediction: Prediction) -> str:
     """As Markdown: the shares of a step, then the stages."""
     shown = in_percent(prediction.breakdown)
     names = (*BUSY, "idle", *IDLE)
-    shares = "".join(f"| {'of it ' * (name in IDLE)}{share_word(name)} | {shown[name]:.1f} % |\n" for name in names)
-    stages = "".join(
-        f"| {stage} | {size(memory)} | {size(activations)} |\n"
-        for stage, (memory, activations) in enumerate(
-            zip(prediction.memory_bytes, prediction.activation_bytes, strict=True)
-        )
+    shares = (
+        Column("of a step's stage-time", cells=["of it " * (name in IDLE) + share_word(name) for name in names]),
+        Column("predicted", cells=[f"{shown[name]:.1f} %" for name in names], number=True),
     )
-    return (
-        f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step\n\n"
-        f"| of a step's stage-time | predicted |\n| --- | --- |\n{shares}\n"
-        f"| stage | memory without libraries, predicted | of it activations |\n| --- | --- | --- |\n{stages}"
+    stages = (
+        Column("stage", cells=[str(stage) for stage in range(len(prediction.memory_bytes))]),
+        Column("memory without libraries, predicted", cells=[*map(size, prediction.memory_bytes)], number=True),
+        Column("of it activations", cells=[*map(size, prediction.activation_bytes)], number=True),
     )
+    title = f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step"
+    return f"{title}\n\n{to_markdown(Table(title, shares))}\n{to_markdown(Table(title, stages))}"
 
 
-def _table(translations: Iterable[Translation]) -> str:
+def _translation_table(translations: Iterable[Translation]) -> str:
     """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
     rows = ((shown.pair, shown.source, shown.reference, shown.translation) for shown in translations)
-    lines = ["| pair | source | reference | translation |", "| --- | --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
+    headings = ("pair", "source", "reference", "translation")
+    return to_markdown(Table.of_rows("", map(Column, headings), (list(map(_escaped, row)) for row in rows)))
 
 
-def _cell(text: str) -> str:
+def _escaped(text: str) -> str:
     one_line = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_{}\[\]|])", r"\\\1", one_line)
+    return re.sub(r"([\\`*_{}\[\]])", r"\\\1", one_line)

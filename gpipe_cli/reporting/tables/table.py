@@ -96,7 +96,7 @@ def to_markdown(table: Table) -> str:
     """As a pipe table, whose lines end in line breaks."""
 
     def line(cells: Iterable[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
     headings = line(", ".join(filter(None, (column.heading, column.origin_line))) for column in table.columns)
     ruler = line("---:" if column.right else "---" for column in table.columns)
@@ -116,7 +116,7 @@ def to_html(table: Table, colours: Sequence[str] = ()) -> str:
         line = f'<th scope="row" data-value="{row}">{mark}{escape(name)}</th>'
         for column, cell in zip(table.columns[1:], cells, strict=True):
             value = column.plain_values[row]
-            raw = "" if value is None else repr(value) if column.right and column.values is not None else cell
+            raw = "" if value is None else str(value) if column.right else cell
             line += f'<td data-value="{escape(raw)}"{_class(column, cell)}>{escape(cell)}</td>'
         lines.append(f"<tr>{line}</tr>")
     return "\n".join([*lines, "</tbody></table>"])
