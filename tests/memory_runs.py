@@ -15,9 +15,9 @@ from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_boundary
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.simulator import peak_bytes

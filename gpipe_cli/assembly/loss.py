@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, split
+from gpipe_cli.pipeline.runtime.boundary import Tensors
+from gpipe_cli.pipeline.runtime.micro_batch import split
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.runtime.memory_layout import in_layout
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain

@@ -15,8 +15,8 @@ from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.activity import Awaited
 from gpipe_cli.distributed.control_group import ControlGroup, Gathered
-from gpipe_cli.pipeline.runtime.memory_layout import in_layout
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import Recording
 from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
 from gpipe_cli.planner.placement import Placement

@@ -14,9 +14,10 @@ from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, real_model
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.models.drop_path import set_progress
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.materialize import materialize
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, as_value, split_all
+from gpipe_cli.pipeline.runtime.micro_batch import split_all
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.planner.placement import Placement
 

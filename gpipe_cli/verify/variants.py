@@ -22,10 +22,11 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement

@@ -70,9 +70,10 @@ from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.runtime import boundary
+from gpipe_cli.pipeline.runtime.boundary import as_value
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
-from gpipe_cli.pipeline.runtime.micro_batch import as_value, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, Transport

@@ -16,10 +16,10 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, o
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.checking import _Checked
 from gpipe_cli.pipeline.profile.layer_probes import Finding, Watch, watching
+from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import build

@@ -45,13 +45,13 @@ class ActivationMemory:
         charged = [cost.saved.inside_bytes(samples) for cost in costs]
         for at, cost in enumerate(costs):
             saved = [current[position] for position in cost.saved.inputs]
-            origins = cost.saved.origins or (None,) * len(cost.outputs)
             made: list[_Tensor] = []
-            for described, origin in zip(cost.outputs, origins, strict=True):
-                if origin is None:
+            shared = cost.saved.same_memory or (None,) * len(cost.outputs)
+            for described, other in zip(cost.outputs, shared, strict=True):
+                if other is None:
                     made.append(_Tensor(described.bytes(samples, lengths)))
                 else:
-                    made.append(current[origin] if origin >= 0 else made[-1 - origin])
+                    made.append((current if other.of == "input" else made)[other.position])
             saved += [made[position] for position in cost.saved.outputs]
             for tensor in saved:
                 if tensor.first_saver is None:

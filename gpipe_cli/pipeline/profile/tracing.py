@@ -12,18 +12,15 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, OperationKind, Operations, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, OperationKind, Operations, SameMemory, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import describable_call
-from gpipe_cli.pipeline.runtime.memory_layout import in_layout
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple
-from gpipe_cli.pipeline.runtime.storage_bytes import Extents, extent_of, storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, counting_saved, storage_of
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 
@@ -122,7 +119,7 @@ class _Run:
     saved_inputs: tuple[int, ...]
     saved_outputs: tuple[int, ...]
     inside_bytes: int
-    origins: tuple[int | None, ...]
+    same_memory: tuple[SameMemory | None, ...]
     backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
 
 
@@ -180,36 +177,42 @@ def _run(
 ) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
     tensors = [*layer.module.parameters(), *layer.module.buffers()]
-    saved = Extents(without={storage_of(tensor) for tensor in tensors})
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add((tensor,))
-        return tensor.detach()  # the tensor itself would own the graph that owns it
+    saved = StorageBytes(without={storage_of(tensor) for tensor in tensors})
 
     closed: torch.Tensor | None = None
     counter = OperationCounter()
-    with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), saved_tensors_hooks(keep, lambda kept: kept):
+    with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), counting_saved(saved):
         returned = describable_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)
-    described = [extent_of(tensor) for tensor in inputs]
-    made = [extent_of(tensor) for tensor in outputs]
-    origins = tuple(
-        next((i for i, other in enumerate(described) if extent.meets(other)), None)
-        if any(extent.meets(other) for other in described)
-        else next((-1 - p for p, other in enumerate(made[:at]) if extent.meets(other)), None)
-        for at, extent in enumerate(made)
-    )
-    saved_inputs = tuple(i for i, extent in enumerate(described) if saved.meets(extent))
-    saved_outputs = tuple(p for p, extent in enumerate(made) if origins[p] is None and saved.meets(extent))
-    across = Extents()
+    given = [byte_range(tensor) for tensor in inputs]
+    made = [byte_range(tensor) for tensor in outputs]
+    same_memory: list[SameMemory | None] = []
+    known = {SameMemory("input", i): span for i, span in enumerate(given)}
+    for p, span in enumerate(made):
+        same_memory.append(next((whose for whose, other in known.items() if span.meets(other)), None))
+        known[SameMemory("output", p)] = span
+    saved_inputs = tuple(i for i, span in enumerate(given) if saved.meets(span))
+    saved_outputs = tuple(p for p, span in enumerate(made) if same_memory[p] is None and saved.meets(span))
+    across = StorageBytes()
     across.add([*(inputs[i] for i in saved_inputs), *(outputs[p] for p in saved_outputs)])
     if closed is not None:
         saved.add((closed,))  # a stage holds it until the backward
     inside = max(0, saved.bytes - across.bytes)
     alone = isinstance(returned, torch.Tensor)
-    return _Run(layer.module, inputs, outputs, not alone, closed, counter, saved_inputs, saved_outputs, inside, origins)
+    return _Run(
+        layer.module,
+        inputs,
+        outputs,
+        not alone,
+        closed,
+        counter,
+        saved_inputs,
+        saved_outputs,
+        inside,
+        tuple(same_memory),
+    )
 
 
 def _trace_backward(runs: Sequence[_Run]) -> list[tuple[tuple[bool, ...], _Backward]]:
@@ -274,7 +277,7 @@ def _cost(
             run.saved_outputs,
             run.inside_bytes - per_sample_bytes * first,
             per_sample_bytes,
-            run.origins,
+            run.same_memory,
         ),
     )
 

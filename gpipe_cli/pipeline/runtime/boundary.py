@@ -1,12 +1,17 @@
-"""What crosses the boundary between two layers: known from shapes alone, so that no step needs a handshake."""
+"""What crosses the boundary between two layers: tensors whose shapes and strides are known beforehand.
+
+Shapes follow from the meta device, so that no step needs a handshake. Strides are the same for every cut, so that
+kernels, which choose by strides, do the same; images lie channels last where the run is in that format.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,47 @@ def as_boundary(examples: Tensors) -> Boundary:
         BoundaryTensor((0, *tensor.shape[1:]), (1, *(0 for _ in tensor.shape[1:])), tensor.dtype, False)
         for tensor in examples
     )
+
+
+def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
+    """What travels between layers is a tensor or a tuple of tensors; inside the engine it is always a tuple."""
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors:
+    """The argument of the next layer: a single tensor alone, unless it came `in_tuple`; several as a tuple."""
+    return tensors[0] if len(tensors) == 1 and not in_tuple else tensors
+
+
+def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """The same values with the strides that tensors between layers have: images (N, C, H, W) in `memory_format`."""
+    strides = layout_strides(tensor.shape, memory_format)
+    if tensor.stride() == strides:
+        return tensor
+    if tensor.dim() == 4 and memory_format is torch.channels_last:
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    else:
+        tensor = tensor.contiguous()
+    # with a dimension of size 1 several strides mean the same memory, and kernels choose by strides
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def layout_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape, channels last where that is asked for and there are four
+    dimensions."""
+    order = list(range(len(shape)))
+    if len(shape) == 4 and memory_format is torch.channels_last:
+        order = [0, 2, 3, 1]
+    strides = [0] * len(shape)
+    size = 1
+    for dimension in reversed(order):
+        strides[dimension] = size
+        size *= max(1, shape[dimension])
+    return tuple(strides)
+
+
+def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """A contiguous view of the same memory: what is sent has no strides of its own, the receiver knows them."""
+    if tensor.dim() == 4 and memory_format is torch.channels_last:
+        tensor = tensor.permute(0, 2, 3, 1)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()

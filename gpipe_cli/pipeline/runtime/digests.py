@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
+from gpipe_cli.pipeline.runtime.boundary import Tensors
 
 
 def digest(tensors: Tensors) -> str:

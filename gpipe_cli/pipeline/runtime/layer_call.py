@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_value
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_value
 
 
 class ChangedInputError(ValueError):

@@ -5,11 +5,10 @@ them wrongly is what broke deferred batch norm in torchgpipe, so sizes are compu
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
+from gpipe_cli.pipeline.runtime.boundary import Tensors
 
 
 def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
@@ -35,13 +34,3 @@ def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
 def split(batch: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Views of `batch` (N, ...) with the given sizes along the first dimension."""
     return tuple(batch.split(list(sizes)))
-
-
-def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
-    """What travels between layers is a tensor or a tuple of tensors; inside the engine it is always a tuple."""
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
-
-
-def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors:
-    """The argument of the next layer: a single tensor alone, unless it came `in_tuple`; several as a tuple."""
-    return tensors[0] if len(tensors) == 1 and not in_tuple else tensors

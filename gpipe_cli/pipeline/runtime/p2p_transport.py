@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.runtime.memory_layout import as_sent
+from gpipe_cli.pipeline.runtime.boundary import Boundary, as_sent
 from gpipe_cli.pipeline.runtime.receive_buffers import ReceiveBuffers
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight

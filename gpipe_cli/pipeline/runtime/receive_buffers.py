@@ -13,8 +13,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
-from gpipe_cli.pipeline.runtime.memory_layout import as_sent, layout_strides
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 
 

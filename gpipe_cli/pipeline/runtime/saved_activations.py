@@ -2,15 +2,17 @@
 
 The paper's claim about memory (section 2.3, Table 1) is about these bytes: activations kept between forward and
 backward. The peak of an allocator says something else: it also has gradients, workspace and what is cached.
+
+What autograd saves are often views: the same activation flattened for one kernel and transposed for another, or a slice
+of the mini-batch. So the memory behind them is counted, once and as far as it is used.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-
-from gpipe_cli.pipeline.runtime.storage_bytes import Extents, storage_of
 
 
 class SavedBytes:
@@ -22,7 +24,7 @@ class SavedBytes:
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._static: set[int] = set()
-        self._held: dict[int, Extents] = {}
+        self._held: dict[int, StorageBytes] = {}
 
     def begin_step(self, static: Iterable[torch.Tensor]) -> None:
         """Begin anew. `static` tensors are not counted: parameters, buffers, and what else outlives a micro-batch."""
@@ -34,20 +36,81 @@ class SavedBytes:
     def recording(self, micro_batch: int, static: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """Count what is saved in here for a backward of `micro_batch`; `static` tensors are known only now."""
         self._static |= {storage_of(tensor) for tensor in static}
-        held = self._held[micro_batch] = Extents(self._static)
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            held.add((tensor,))
-            return tensor.detach()  # the tensor itself would own the graph that owns it
-
-        with saved_tensors_hooks(keep, lambda kept: kept):
+        held = self._held[micro_batch] = StorageBytes(self._static)
+        with counting_saved(held):
             yield
 
     def hold(self, micro_batch: int, *tensors: torch.Tensor) -> None:
         """The stage itself keeps `tensors` of this micro-batch."""
-        self._held.setdefault(micro_batch, Extents(self._static)).add(tensors)
-        self.peak_bytes = max(self.peak_bytes, sum(extents.bytes for extents in self._held.values()))
+        self._held.setdefault(micro_batch, StorageBytes(self._static)).add(tensors)
+        self.peak_bytes = max(self.peak_bytes, sum(held.bytes for held in self._held.values()))
 
     def drop(self, micro_batch: int) -> None:
         """Its backward has ended."""
         self._held.pop(micro_batch, None)
+
+
+@contextmanager
+def counting_saved(counted: "StorageBytes") -> Iterator[None]:
+    """Inside, the memory of every tensor that autograd saves for a backward is added to `counted`."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        counted.add((tensor,))
+        return tensor.detach()  # the tensor itself would own the graph that owns it
+
+    with saved_tensors_hooks(keep, lambda kept: kept):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes `start` to `end` of the storage number `storage`; the number is good as long as the storage lives."""
+
+    storage: int
+    start: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.start
+
+    def meets(self, other: "ByteRange") -> bool:
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
+
+
+def byte_range(tensor: torch.Tensor) -> ByteRange:
+    """From the tensor's first byte to its last; a tensor that is stretched (stride 0) takes no more than it has."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    end = start + reach + 1 if tensor.numel() else start
+    width = tensor.dtype.itemsize
+    return ByteRange(storage_of(tensor), start * width, end * width)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class StorageBytes:
+    """The memory behind a set of tensors: for each storage one range, from the first byte used to the last."""
+
+    def __init__(self, without: Collection[int] = ()) -> None:
+        """`without` are storages that do not count: parameters and buffers."""
+        self._without = without
+        self._ranges: dict[int, ByteRange] = {}
+        self.bytes = 0
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            span = byte_range(tensor)
+            if span.storage in self._without or not span.bytes:
+                continue
+            if (known := self._ranges.get(span.storage)) is not None:
+                self.bytes -= known.bytes
+                span = ByteRange(span.storage, min(known.start, span.start), max(known.end, span.end))
+            self._ranges[span.storage] = span
+            self.bytes += span.bytes
+
+    def meets(self, span: ByteRange) -> bool:
+        known = self._ranges.get(span.storage)
+        return known is not None and known.meets(span)

@@ -20,12 +20,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
-from gpipe_cli.pipeline.runtime.memory_layout import in_layout
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, as_tuple, as_value
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import SavedBytes
 from gpipe_cli.pipeline.schedule.schedules import Retain

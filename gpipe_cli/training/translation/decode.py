@@ -18,7 +18,8 @@ from gpipe_cli.data.pairs import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Tensors
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.step import evaluation_schedule
 

@@ -8,7 +8,7 @@ import torch
 from memory_runs import SAMPLES
 
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, Saved
+from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, SameMemory, Saved
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 
@@ -30,12 +30,12 @@ def counted(costs: list[LayerCost], inputs: Boundary, samples: int, first: int, 
         made: list[tuple[object, int]] = []
         sizes = {}
         for position, described in enumerate(costs[at].outputs):
-            origin = saved.origins[position]
-            if origin is None:
+            shared = saved.same_memory[position]
+            if shared is None:
                 made.append((at, position))
                 sizes[at, position] = described.bytes(samples)
             else:
-                made.append(current[origin] if origin >= 0 else made[-1 - origin])
+                made.append((current if shared.of == "input" else made)[shared.position])
         for position in saved.inputs:
             if current[position] not in held:
                 held[current[position]] = bytes_of(costs, current[position], samples)
@@ -63,23 +63,24 @@ def random_layers(generator: random.Random) -> tuple[list[LayerCost], Boundary]:
     inputs = tuple(tensor(widths[number]) for number in range(2))
     costs, names, fresh = [], [0, 1], 2
     for _ in range(generator.randint(1, 7)):
-        origins: list[int | None] = []
+        same_memory: list[SameMemory | None] = []
         made: list[int] = []
         for _ in range(generator.randint(1, 3)):
             choices = [i for i, name in enumerate(names) if name not in made]
             if choices and generator.random() < 0.4:
-                origins.append(generator.choice(choices))
-                made.append(names[origins[-1] or 0])
+                position = generator.choice(choices)
+                same_memory.append(SameMemory("input", position))
+                made.append(names[position])
             else:
-                origins.append(None)
+                same_memory.append(None)
                 made.append(fresh)
                 fresh += 1
         saved = Saved(
             tuple(i for i in range(len(names)) if generator.random() < 0.4),
-            tuple(p for p, origin in enumerate(origins) if origin is None and generator.random() < 0.4),
+            tuple(p for p, shared in enumerate(same_memory) if shared is None and generator.random() < 0.4),
             generator.randint(0, 5),
             generator.randint(0, 5),
-            tuple(origins),
+            tuple(same_memory),
         )
         costs.append(layer(tuple(tensor(widths[name]) for name in made), saved))
         names = made
@@ -98,7 +99,7 @@ def test_every_stage_holds_what_counting_finds() -> None:
 
 def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twice() -> None:
     costs = [
-        layer((tensor(5), tensor(5)), Saved(origins=(None, -1))),
+        layer((tensor(5), tensor(5)), Saved(same_memory=(None, SameMemory("output", 0)))),
         layer((tensor(1),), Saved((0, 1), (), 0, 0, (None,))),
     ]
     memory = ActivationMemory(costs, (tensor(2),), 1)
@@ -108,8 +109,13 @@ def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twi
 
 
 def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
-    frozen = [layer((tensor(5, False),), Saved(origins=(None,)), trained=0) for _ in range(2)]
-    costs = [*frozen, layer((tensor(3),), Saved((0,), (), 0, 1, (None,))), layer((tensor(1),), Saved(origins=(None,)))]
+    frozen = [layer((tensor(5, False),), Saved(same_memory=(None,)), trained=0) for _ in range(2)]
+    last = layer((tensor(1),), Saved(same_memory=(None,)))
+    costs = [*frozen, layer((tensor(3),), Saved((0,), (), 0, 1, (None,))), last]
+        *frozen,
+        layer((tensor(3),), Saved((0,), (), 0, 1, (None,))),
+        layer((tensor(1),), Saved(same_memory=(None,))),
+    ]
     memory = ActivationMemory(costs, (tensor(2, False),), 1)
     assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
     assert memory.input_bytes(0) == memory.input_bytes(0, 3) == 4 * 2

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind
 from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
-from gpipe_cli.pipeline.runtime.storage_bytes import Extents
+from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved
 
 
 def test_views_are_no_operations() -> None:
@@ -54,16 +54,10 @@ def attention(device: str, mask: bool, causal: bool, dropout: float, width: int 
     query, key = (torch.rand(2, 4, 8, width, device=device, requires_grad=True) for _ in range(2))
     value = torch.rand(2, 4, 8, 16, device=device, requires_grad=True)
     seen = torch.ones(2, 1, 1, 8, dtype=torch.bool, device=device) if mask else None
-    saved = Extents()
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())
-        saved.add((tensor,))
-        return kept[-1]
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor), KernelsOfCpu():
-        F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, is_causal=causal)
+    saved = StorageBytes()
+    with counting_saved(saved), KernelsOfCpu():
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, is_causal=causal)
+    assert mixed.requires_grad  # and alive, with all that is saved for its backward
     return saved.bytes
 
 

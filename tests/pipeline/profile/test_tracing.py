@@ -7,7 +7,7 @@ import torch
 from memory_runs import SAMPLES
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Saved
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, SameMemory, Saved, Work
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -56,11 +56,11 @@ def test_a_depthwise_and_a_transposed_convolution() -> None:
 def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
     layers = OrderedDict(conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU(), flat=nn.Flatten(), head=nn.Linear(8 * 16, 2))
     inputs = as_boundary((torch.empty(1, 3, 6, 6),))
-    for memory_format, origin in ((torch.contiguous_format, 0), (torch.channels_last, None)):
+    for memory_format, whose in ((torch.contiguous_format, SameMemory("input", 0)), (torch.channels_last, None)):
         model = nn.Sequential(layers).to("meta")
         *_, flat, head = trace_layers(model, inputs, training=True, memory_format=memory_format)
-        assert flat.saved.origins == (origin,)
-        assert (flat.forward.bytes > 0) == (origin is None)
+        assert flat.saved.same_memory == (whose,)
+        assert (flat.forward.bytes > 0) == (whose is None)
         assert head.saved.inputs == (0,)
 
 
@@ -290,20 +290,20 @@ def saved(name: str, costs: dict[str, LayerCost]) -> Saved:
 def test_what_linear_layers_and_activations_save() -> None:
     layers = {"first": nn.Linear(20, 30), "tanh": nn.Tanh(), "gelu": nn.GELU(), "second": nn.Linear(30, 7)}
     costs = trace((20,), **layers)
-    assert saved("first", costs) == Saved(inputs=(0,), origins=(None,))
-    assert saved("tanh", costs) == Saved(outputs=(0,), origins=(None,))
-    assert saved("gelu", costs) == Saved(inputs=(0,), origins=(None,))
-    assert saved("second", costs) == Saved(inputs=(0,), origins=(None,))
+    assert saved("first", costs) == Saved(inputs=(0,), same_memory=(None,))
+    assert saved("tanh", costs) == Saved(outputs=(0,), same_memory=(None,))
+    assert saved("gelu", costs) == Saved(inputs=(0,), same_memory=(None,))
+    assert saved("second", costs) == Saved(inputs=(0,), same_memory=(None,))
     costs = trace((20,), both=nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 7)))
-    assert saved("both", costs) == Saved(inputs=(0,), per_sample_bytes=30 * 4, origins=(None,))
+    assert saved("both", costs) == Saved(inputs=(0,), per_sample_bytes=30 * 4, same_memory=(None,))
     assert costs["both"].saved.inside_bytes(5) == 600
 
 
 def test_what_does_not_grow_with_the_micro_batch() -> None:
     """The mean and the deviation of a channel, and dropout's mask, which a CPU keeps in four bytes."""
     costs = trace((4, 3, 3), stem=nn.Conv2d(4, 5, 1), norm=nn.BatchNorm2d(5), drop=nn.Dropout(0.5))
-    assert saved("norm", costs) == Saved(inputs=(0,), base_bytes=2 * 5 * 4, origins=(None,))
-    assert saved("drop", costs) == Saved(per_sample_bytes=5 * 9 * 4, origins=(None,))
+    assert saved("norm", costs) == Saved(inputs=(0,), base_bytes=2 * 5 * 4, same_memory=(None,))
+    assert saved("drop", costs) == Saved(per_sample_bytes=5 * 9 * 4, same_memory=(None,))
 
 
 class Passes(nn.Module):
@@ -316,14 +316,16 @@ class Passes(nn.Module):
 
 def test_whose_memory_outputs_are() -> None:
     costs = trace((4, 3), stem=nn.Linear(3, 3), passes=Passes())
-    assert saved("passes", costs) == Saved(outputs=(2,), origins=(0, 0, None, -3, None))
+    whole = SameMemory("input", 0)
+    shared = (whole, whole, None, SameMemory("output", 2), None)
+    assert saved("passes", costs) == Saved(outputs=(2,), same_memory=shared)
 
 
 def test_nothing_is_saved_without_a_backward() -> None:
     costs = trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh())
-    assert all(cost.saved == Saved(origins=(None,)) for cost in costs.values())
+    assert all(cost.saved == Saved(same_memory=(None,)) for cost in costs.values())
     frozen = nn.Linear(20, 30).requires_grad_(False)
-    assert saved("first", trace((20,), first=frozen)) == Saved(origins=(None,))
+    assert saved("first", trace((20,), first=frozen)) == Saved(same_memory=(None,))
 
 
 def test_the_loss_belongs_to_the_last_layer() -> None:
@@ -337,8 +339,21 @@ def test_the_loss_belongs_to_the_last_layer() -> None:
     plain = trace_layers(model, inputs, training=True)
     closed = trace_layers(model, inputs, training=True, loss=loss)
     assert closed[0] == plain[0]
-    assert closed[1].saved == Saved(inputs=(0,), base_bytes=4, per_sample_bytes=7 * 4, origins=(None,))
+    assert closed[1].saved == Saved(inputs=(0,), base_bytes=4, per_sample_bytes=7 * 4, same_memory=(None,))
     assert closed[1].forward.operations == plain[1].forward.operations + 2
     assert closed[1].backward.operations > plain[1].backward.operations
     assert closed[1].backward.flops == plain[1].backward.flops
     assert closed[1].outputs == plain[1].outputs
+
+
+def test_work_is_flops_and_moved_bytes_forward_and_backward() -> None:
+    product, other = Operations(2, 100.0, 8.0, 40.0), Operations(3, 0.0, 5.0)
+    forward = Work({OperationKind.PRODUCT: product, OperationKind.ELEMENTWISE: other})
+    cost = LayerCost("a", 7, forward, Work({OperationKind.PRODUCT: Operations(4, 200.0)}), ())
+    assert (forward.operations, forward.flops, forward.bytes) == (5, 100, 13)
+    assert cost.flops == 300
+    assert cost.saved == Saved()
+
+
+def test_what_is_saved_inside_grows_with_samples() -> None:
+    assert Saved(base_bytes=10, per_sample_bytes=3).inside_bytes(4) == 22

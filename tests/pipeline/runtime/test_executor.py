@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.order import linearize

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gpipe_cli.pipeline.runtime.micro_batch import as_tuple, as_value, micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
 
 
 @pytest.mark.parametrize("samples", range(1, 20))
@@ -27,9 +27,3 @@ def test_pieces_are_views_in_order() -> None:
     assert [len(piece) for piece in pieces] == [3, 2, 2]
     assert torch.equal(torch.cat(pieces), batch)
     assert pieces[1].data_ptr() == batch[3:].data_ptr()
-
-
-def test_a_tensor_alone_and_several() -> None:
-    one, two = torch.ones(1), torch.ones(2)
-    assert as_value(as_tuple(one)) is one
-    assert as_value(as_tuple((one, two))) == (one, two)

@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.micro_batch import Tensors
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
 

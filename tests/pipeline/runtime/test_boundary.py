@@ -1,9 +1,38 @@
+"""What crosses a boundary: its shapes for any micro-batch, and the strides that it has for every cut."""
+
 from math import prod
 
 import pytest
 import torch
 
-from gpipe_cli.pipeline.runtime.memory_layout import as_sent, in_layout, layout_strides
+from gpipe_cli.pipeline.runtime.boundary import (
+    BoundaryTensor,
+    as_boundary,
+    as_sent,
+    as_tuple,
+    as_value,
+    in_layout,
+    layout_strides,
+)
+
+
+def test_a_shape_follows_samples_and_lengths() -> None:
+    tensor = BoundaryTensor((1, 0, 6), (2, 0, 0), torch.float16, True, ((0, 1, 0), (0, 3, 0)))
+    assert tensor.shape(5, (4, 2)) == (11, 10, 6)
+    assert tensor.bytes(5, (4, 2)) == 11 * 10 * 6 * 2
+
+
+def test_examples_vary_in_their_first_dimension_only() -> None:
+    images, ids = as_boundary((torch.empty(1, 3, 8, 8), torch.zeros(1, 7, dtype=torch.int64)))
+    assert images.shape(4) == (4, 3, 8, 8)
+    assert ids.bytes(2) == 2 * 7 * 8
+    assert not images.has_gradient
+
+
+def test_a_tensor_alone_and_several() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    assert as_value(as_tuple(one)) is one
+    assert as_value(as_tuple((one, two))) == (one, two)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
