@@ -17,19 +17,25 @@ SETTINGS = [*AMOEBANET, "partitions=2", "micro_batches=4"]
 NEAR = 1.15
 
 
-def main(rounds: int, steps: int, cuts: int | None, settings: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cuts", type=int, help="the first so many of the other cuts; all, if not given")
+    options = parser.parse_args(arguments)
+    settings = options.settings
     plans = {cost: gpipe("plan", *SETTINGS, *settings, f"cost={cost}") for cost in ("measured_anew", "figures")}
     picked = {cost: len(plan["stages"][0]["layers"]) for cost, plan in plans.items()}
     layers, best = len(plans["figures"]["layers"]), picked["measured_anew"]
 
     def step_seconds(first: int) -> float:
         cut = f"partition.balance=[{first},{layers - first}]"
-        seconds: float = gpipe("train", *SETTINGS, *settings, cut, f"max_steps={steps}")["step_seconds"]
+        seconds: float = gpipe("train", *SETTINGS, *settings, cut, f"max_steps={options.steps}")["step_seconds"]
         return seconds
 
     ratios: dict[int, list[float]] = {best: [1.0]}
-    others = [first for first in range(1, layers) if first != best][:cuts]
-    for turn in range(rounds):
+    others = [first for first in range(1, layers) if first != best][: options.cuts]
+    for turn in range(options.rounds):
         for first in others:
             if turn == 0 or median(ratios[first]) < NEAR:
                 pair = (first, best) if turn % 2 else (best, first)  # who goes first changes
@@ -44,9 +50,4 @@ def main(rounds: int, steps: int, cuts: int | None, settings: Sequence[str]) -> 
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--cuts", type=int, help="the first so many of the other cuts; all, if not given")
-    options = parser.parse_args()
-    main(options.rounds, options.steps, options.cuts, options.settings)
+    main()

@@ -9,10 +9,12 @@ Prints how many there were of each kind, and those that failed; exit code 1 if o
 
 import atexit
 import ctypes
+import importlib
 import json
 import math
 import os
 import random
+import re
 import select
 import shlex
 import shutil
@@ -21,9 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,7 +42,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import Within, settings
 from gpipe_cli.system.files import FolderLock
 
-SECONDS = 40.0  # for one command line; a machine may be busy
+SECONDS = 120.0  # for one command line; a machine may be busy
 GRACE_SECONDS = 3.0  # for what a command has started to end with it
 OWN_PROGRAM = 20  # every so many-th line is started as a program
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: processes whose parent has ended become our children
@@ -51,7 +54,7 @@ CHOICES = {
 TINY = [
     "model.normal_cells=3", "model.filters=4", "dataset=synthetic_images", "dataset.image_size=16",
     "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=8", "partitions=1",
-    "data_workers=0", "threads=1", "max_steps=2", "device=cpu",
+    "data_workers=0", "threads=1", "max_steps=2", "device=cpu", "hardware=cpu",
 ]  # fmt: skip
 
 
@@ -67,68 +70,69 @@ class Line:
         return ascii(f"{variables}gpipe {typed if len(typed) < 300 else typed[:300] + '...'}")[1:-1]
 
 
-# --- what lies in the folder in which they are typed
+# --- the folder in which they are typed
+
+DEEP = "[" * 100_000 + "]" * 100_000
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{key}: &{key} [{','.join([f'*{before}'] * 9)}]\n" for before, key in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES = {
+    "empty": b"", "text": b"some words\n" * 3, "binary": bytes(range(256)), "deep": DEEP.encode(), "list": b"- a\n",
+    "no_text/a.txt": b" \n", "latin1.txt": "Gr\u00fc\u00dfe\n".encode("latin-1"),
+    "two.tsv": b"a\tb\n", "languages.tsv": b"a\tb\tgerman\n", "empty_side.tsv": b"a\t\tde-en\n",
+    "latin1.tsv": "\u00fc\tb\tde-en\n".encode("latin-1"),
+    "broken.py": b"def build(:\n", "raises.py": b"def build():\n    raise RuntimeError('two\\nlines')\n",
+    "number.py": b"def build():\n    return 3\n", "leaves.py": b"import sys\n\ndef build():\n    sys.exit(7)\n",
+    "conf/self.yaml": b"defaults: [self, _self_]\n", "conf/empty.yaml": b"", "conf/bomb.yaml": BOMB.encode(),
+    "conf/deep.yaml": f"a: {DEEP}\n".encode(), "conf/binary.yaml": bytes(range(256)),
+    "conf/latin1.yaml": "output: \u00fc\n".encode("latin-1"), "conf/tab.yaml": b"a:\n\t- b\n",
+    "conf/list.yaml": b"- a\n- b\n", "conf/word.yaml": b"word\n", "conf/number.yaml": b"3\n",
+    "conf/tag.yaml": b"a: !!python/object/apply:os.getcwd []\n", "conf/other.yaml": b"other: 3\n",
+    "conf/defaults.yaml": b"defaults: 3\n", "conf/missing.yaml": b"defaults: [nothing]\n",
+    "conf/cut.yaml": b"a: [1,\n", "conf/twice.yaml": b"defaults: [train, _self_]\nseed: 1\nseed: abc\n",
+    "conf/wrong.yaml": b"defaults: [train, _self_]\nseed: many\n",
+    "conf/interpolated.yaml": b"defaults: [train, _self_]\nseed: ${nowhere}\n",
+    "conf/circle.yaml": b"defaults: [train, _self_]\nseed: ${batch_size}\nbatch_size: ${seed}\n",
+}  # fmt: skip
+BAD = ("empty", "binary", "deep", "list", "fifo", "folder")  # contents of a file that is to be read
 
 
 def furnish() -> FolderLock:
     """Makes a run, and files and folders that are not what they should be; returns the lock of `locked`."""
     run_child(lambda: gpipe_with(["train", *TINY, "run_folder=run"]), Path.cwd())
-    os.mkfifo("fifo")
-    for folder in ("folder", "locked", "no_text", "no_images/train", "one_class/train/a", "conf", "conf/folder.yaml"):
+    for folder in ("folder", "locked", "no_text", "no_images/train", "one_class/train/a", "conf/folder.yaml"):
         Path(folder).mkdir(parents=True)
-    deep = "[" * 100_000 + "]" * 100_000
-    bomb = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
-        f"{key}: &{key} [{','.join([f'*{before}'] * 9)}]\n" for before, key in zip("abcdefgh", "bcdefghi", strict=True)
-    )
-    for name, content in {
-        "empty": b"", "text": b"some words\n" * 3, "binary": bytes(range(256)), "deep.json": deep.encode(),
-        "no_text/a.txt": b" \n", "latin1.txt": "Gr\u00fc\u00dfe\n".encode("latin-1"),
-        "two.tsv": b"a\tb\n", "languages.tsv": b"a\tb\tgerman\n", "empty_side.tsv": b"a\t\tde-en\n",
-        "latin1.tsv": "\u00fc\tb\tde-en\n".encode("latin-1"),
-        "broken.py": b"def build(:\n", "raises.py": b"def build():\n    raise RuntimeError('two\\nlines')\n",
-        "number.py": b"def build():\n    return 3\n", "leaves.py": b"import sys\n\ndef build():\n    sys.exit(7)\n",
-        "conf/self.yaml": b"defaults: [self, _self_]\n", "conf/empty.yaml": b"", "conf/bomb.yaml": bomb.encode(),
-        "conf/deep.yaml": f"a: {deep}\n".encode(), "conf/binary.yaml": bytes(range(256)),
-        "conf/latin1.yaml": "output: \u00fc\n".encode("latin-1"), "conf/tab.yaml": b"a:\n\t- b\n",
-        "conf/list.yaml": b"- a\n- b\n", "conf/word.yaml": b"word\n", "conf/number.yaml": b"3\n",
-        "conf/tag.yaml": b"a: !!python/object/apply:os.getcwd []\n", "conf/other.yaml": b"other: 3\n",
-        "conf/defaults.yaml": b"defaults: 3\n", "conf/missing.yaml": b"defaults: [nothing]\n",
-        "conf/cut.yaml": b"a: [1,\n", "conf/twice.yaml": b"defaults: [train, _self_]\nseed: 1\nseed: abc\n",
-        "conf/wrong.yaml": b"defaults: [train, _self_]\nseed: many\n",
-        "conf/interpolated.yaml": b"defaults: [train, _self_]\nseed: ${nowhere}\n",
-        "conf/circle.yaml": b"defaults: [train, _self_]\nseed: ${batch_size}\nbatch_size: ${seed}\n",
-    }.items():  # fmt: skip
+    for name, content in FILES.items():
         Path(name).write_bytes(content)
-    os.mkfifo("conf/fifo.yaml")
-    for name, config in {
-        "empty": "empty",
-        "binary": "binary",
-        "deep": "conf/deep.yaml",
-        "list": "conf/list.yaml",
-    }.items():
-        Path(f"run_{name}").mkdir()
-        shutil.copy(config, f"run_{name}/config.yaml")
-        shutil.copytree("run", f"index_{name}", symlinks=True)
-        (index,) = Path(f"index_{name}/checkpoints").glob("step_*/index.json")
-        shutil.copy("deep.json" if name == "deep" else config, index)
-        shutil.copytree("run", f"result_{name}", symlinks=True)
-        shutil.copy("deep.json" if name == "deep" else config, f"result_{name}/result.json")
-        Path(f"sweep_{name}").mkdir()
-        shutil.copy("deep.json" if name == "deep" else config, f"sweep_{name}/sweep.json")
-    for name in ("run", "sweep"):
-        Path(f"{name}_fifo").mkdir()
-        Path(f"{name}_folder/{'config.yaml' if name == 'run' else 'sweep.json'}").mkdir(parents=True)
-    os.mkfifo("run_fifo/config.yaml")
-    os.mkfifo("sweep_fifo/sweep.json")
-    shutil.copytree("run", "result_fifo", symlinks=True)
-    Path("result_fifo/result.json").unlink()
-    os.mkfifo("result_fifo/result.json")
+    for name in ("fifo", "conf/fifo.yaml"):
+        os.mkfifo(name)
+    for bad in BAD:
+        for name in ("index", "result"):
+            shutil.copytree("run", f"{name}_{bad}", symlinks=True)
+        (index,) = Path(f"index_{bad}/checkpoints").glob("step_*/index.json")
+        for name in ("run", "sweep"):
+            Path(f"{name}_{bad}").mkdir()
+        files = (
+            Path(f"run_{bad}/config.yaml"),
+            Path(f"sweep_{bad}/sweep.json"),
+            Path(f"result_{bad}/result.json"),
+            index,
+        )
+        for file in files:
+            file.unlink(missing_ok=True)
+            match bad:
+                case "fifo":
+                    os.mkfifo(file)
+                case "folder":
+                    file.mkdir()
+                case _:
+                    shutil.copy(bad, file)
     Path("sweep_list/sweep.json").write_text(json.dumps({"command": 3, "arguments": {}, "options": 5, "runs": "x"}))
     Path("loop").symlink_to("loop")
     return FolderLock(Path("locked"))
 
 
-# --- kinds of mistakes
+# --- kinds of mistakes: those made up from the settings of a training
 
 
 def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,50 +155,26 @@ def bare(hint: Any) -> Any:
 KEYS = dict(keys_of(TrainConfig))
 ALL_KEYS = settings(TrainConfig)
 NUMBERS = {
-    key: (get_args(bare(hint))[0], get_args(bare(hint))[1])
+    key: get_args(bare(hint))[:2]
     for key, hint in KEYS.items()
     if get_origin(bare(hint)) is Annotated and isinstance(get_args(bare(hint))[1], Within)
 }
-RUNS = [f"run_{name}" for name in ("empty", "binary", "deep", "list", "fifo", "folder")]
-SWEEPS = [f"sweep_{name}" for name in ("empty", "binary", "deep", "list", "fifo", "folder")]
-TSV = ["two.tsv", "languages.tsv", "empty_side.tsv", "latin1.tsv"]
-INDEXES = [f"index_{name}" for name in ("empty", "binary", "deep", "list")]
-ODD = [
-    "fifo",
-    "empty",
-    "text",
-    "binary",
-    "folder",
-    "missing",
-    "/dev/null",
-    "/dev/zero",
-    "loop",
-    "run/config.yaml",
-    "a" * 300,
-]
-UNWRITABLE = ["fifo", "text", "text/below", "/dev/null", "/proc/here", "loop", "loop/below", "a" * 300]
 CONTROLS = ["\n", "\r", "\x1b[31m", "\x7f", "\x01", "a\nb", "\x85", "\udcff", "caf\udce9", "\n\n\nx"]
+Arguments = tuple[str, ...]
 
 
-def unknown_setting(pick: random.Random) -> Line:
+def unknown_setting(pick: random.Random) -> Arguments:
     key = pick.choice(ALL_KEYS)
     at = pick.randrange(len(key))
-    wrong = pick.choice(
-        [key[:at] + key[at + 1 :], key[:at] + "x" + key[at:], key.upper(), key + "s", f"model.{key}", key + ".x"]
-    )
+    changed = [key[:at] + key[at + 1 :], key[:at] + "x" + key[at:], key.upper(), key + "s", f"model.{key}", key + ".x"]
+    wrong = pick.choice(changed)
     if wrong in ALL_KEYS or not wrong or wrong[0] == "." or wrong[-1] == ".":
         wrong = "nothing_like_it"
-    sign = pick.choice(["", "", "", "+", "++"])
-    return Line(
-        "",
-        (
-            pick.choice([*TRAINS, "evaluate", "reproduce"]),
-            f"{sign}{wrong}={pick.choice(['3', 'abc', '[1,2]', 'null'])}",
-        ),
-    )
+    setting = f"{pick.choice(['', '', '', '+', '++'])}{wrong}={pick.choice(['3', 'abc', '[1,2]', 'null'])}"
+    return pick.choice([*TRAINS, "evaluate", "reproduce"]), setting
 
 
-def wrong_type(pick: random.Random) -> Line:
+def wrong_type(pick: random.Random) -> Arguments:
     key = pick.choice(list(KEYS))
     hint = bare(KEYS[key])
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
@@ -205,219 +185,186 @@ def wrong_type(pick: random.Random) -> Line:
         str: ["{a:1}", "[a,b]", "3", "true", "1.5"],
     }
     other = ["sideways", "{a:1}", "-7"] if get_origin(hint) in (Literal, tuple) else ["3", "[{a:1}]"]
-    return Line("", (pick.choice(TRAINS), f"{key}={pick.choice(values.get(kind, other))}"))
+    return pick.choice(TRAINS), f"{key}={pick.choice(values.get(kind, other))}"
 
 
-def out_of_range(pick: random.Random) -> Line:
+def out_of_range(pick: random.Random) -> Arguments:
     key = pick.choice(list(NUMBERS))
     kind, bounds = NUMBERS[key]
     values = ["nan", "inf", "-inf", "9" * 400, "-" + "9" * 400, "9" * 5000, "1e400", "-1e308"]
     step = 1 if kind is int else max(abs(bounds.least), 1.0)
     values += [str(kind(bounds.least - step)), str(kind(bounds.most) + (0 if bounds.below else kind(bounds.most)))] * 3
-    return Line("", (pick.choice(TRAINS), f"{key}={pick.choice(values)}"))
+    return pick.choice(TRAINS), f"{key}={pick.choice(values)}"
 
 
-def empty(pick: random.Random) -> Line:
+def empty(pick: random.Random) -> Arguments:
     key = pick.choice([*KEYS, "model", "dataset", "optimizer", "hardware"])
-    typed = pick.choice(
-        [f"{key}=", f"{key}=''", f'{key}=""', key, f"={key}", "=", "", " ", f"{key}=???", f"+={key}", f"{key}= "]
-    )
-    return Line("", (pick.choice([*TRAINS, "evaluate"]), typed))
+    typed = [f"{key}=", f"{key}=''", f'{key}=""', key, f"={key}", "=", "", " ", f"{key}=???", f"+={key}", f"{key}= "]
+    return pick.choice([*TRAINS, "evaluate"]), pick.choice(typed)
 
 
-def syntax(pick: random.Random) -> Line:
+def syntax(pick: random.Random) -> Arguments:
     key = pick.choice(list(KEYS))
     value = pick.choice(
-        ["[1,2", "{a:1", "'3", '"3', "[4,[8]", "3)", "$(", "{b:[c}", "[" * 500, "[" * 50_000, "a:b:c{", "]",
-         "choice(", "${",
-         "${nowhere}", "${oc.env:GPIPE_NOTHING}", f"${{{key}}}", "${oc.decode:'['}", "${now:}", "${oc.create:{a:1}}",
-         "range(1)", "glob(*)", "sort(3,1)", "int(abc)", "extend_list(1)", "\\", "a=b=c", "${..}", "${oc.env:}"]
+        ["[1,2", "{a:1", "'3", '"3', "[4,[8]", "3)", "$(", "{b:[c}", "[" * 500, "[" * 50_000, "a:b:c{", "]", "choice(",
+         "${", "${nowhere}", "${oc.env:GPIPE_NOTHING}", f"${{{key}}}", "${oc.decode:'['}", "${now:}",
+         "${oc.create:{a:1}}", "range(1)", "glob(*)", "sort(3,1)", "int(abc)", "extend_list(1)", "\\", "a=b=c",
+         "${..}", "${oc.env:}"]
     )  # fmt: skip
-    return Line("", (pick.choice([*TRAINS, "evaluate", "reproduce"]), f"{key}={value}"))
+    return pick.choice([*TRAINS, "evaluate", "reproduce"]), f"{key}={value}"
 
 
-def group(pick: random.Random) -> Line:
-    return Line("", (pick.choice(TRAINS), *pick.choice(
-        ["model=nothing", "dataset=../digits", "model=3", "model=[amoebanet]", "learning_rate=0.1", "optimizer=null",
-         "hardware=cpu9", "model.depth=50", "dataset.root=x", "model@x=amoebanet", "dataset=digits dataset=cldr",
-         "model=transformer_lm dataset=digits", "model=resnet dataset=python_docs", "+model=resnet", "model=null",
-         "dataset=cifar10", "dataset=image_folder", "dataset=text_files model=transformer_lm", "optimizer={a:1}",
-         "model=custom", "model=timm", "model=timm model.name=no_such_network", "model=custom model.target=os",
-         "model=custom model.target=nothing:here", "model=custom model.target=os:nothing", "~dataset", "~model.filters",
-         "model=custom model.target=broken:build", "model=custom model.target=raises:build", "~nothing", "presets=x",
-         "model=custom model.target=number:build", "model=custom model.target=leaves:build", "hydra=x", "hydra.x=3",
-         "model=amoebanet/x", "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0", "hydra/launcher=nothing",
-         "model=custom model.target=os:getcwd", "model=resnet model.depth=19",
-          "dataset=synthetic_images dataset.root=x"]
-    ).split()))  # fmt: skip
-
-
-def control(pick: random.Random) -> Line:
+def control(pick: random.Random) -> Arguments:
     odd, command = pick.choice(CONTROLS), pick.choice([*TRAINS, "evaluate", "reproduce", "compare"])
     key = pick.choice(
         ["output", "run_folder", "resume", "init_from", "run", "seed", "model", "dataset", "dataset.root"]
     )
     typed = pick.choice([f"{key}={odd}", f'{key}="{odd}"', f"{key}='x{odd}y'", f"{odd}={odd}", f"{key}{odd}=3", odd])
-    return pick.choice([Line("", (command, typed)), Line("", (odd,)), Line("", (command + odd, "seed=1"))])
-
-
-def files(pick: random.Random) -> Line:
-    command = pick.choice(TRAINS)
-    text, pairs = ["model=transformer_lm", "dataset=text_files"], ["model=transformer_nmt", "dataset=parallel_text"]
-    places = {
-        ("train", "resume"): [*ODD, *RUNS, *INDEXES, *SWEEPS],
-        ("train", *TINY, "init_from"): [*ODD, *RUNS, *INDEXES],
-        ("evaluate", "run"): [*ODD, *RUNS, *INDEXES],
-        (command, "run_folder"): [*UNWRITABLE, "run", "locked"],
-        (command, "output"): UNWRITABLE,
-        ("train", "-m", "seed=1,2", "hydra.sweep.dir"): [*UNWRITABLE, "locked"],
-        ("train", *text, "dataset.root"): [
-            "fifo",
-            "empty",
-            "binary",
-            "no_text",
-            "missing",
-            "/dev/zero",
-            "latin1.txt",
-            "loop",
-        ],
-        ("train", *pairs, "dataset.root"): ["fifo", "empty", "text", "binary", "folder", "missing", "/dev/null", *TSV],
-        ("train", "dataset=image_folder", "dataset.root"): ["fifo", "empty", "no_images", "one_class", "missing"],
-        ("train", "dataset=cifar10", "dataset.root"): ["fifo", "folder", "missing", "text"],
-        ("train", "model=timm", "model.name=resnet10t", "model.weights"): [
-            "fifo",
-            "binary",
-            "folder",
-            "missing",
-            "loop",
-        ],
-    }
-    line = pick.choice(list(places))
-    return Line("", (*line[:-1], f"{line[-1]}={pick.choice(places[line])}"))
-
-
-def configuration(pick: random.Random) -> Line:
-    name = pick.choice([*(path.stem for path in Path("conf").iterdir()), "nothing", "../text", ""])
-    place = pick.choice(
-        [("-cd", "conf")] * 12 + [("-cd", "missing"), ("-cd", "text"), ("-cp", "conf"), ("--config-dir",)]
-    )
-    return Line("", (pick.choice(TRAINS), *place, "-cn", name))
+    return pick.choice([(command, typed), (odd,), (command + odd, "seed=1")])
 
 
 def torchrun(pick: random.Random) -> Line:
     whole = {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
-    }
+    }  # fmt: skip
     number = pick.choice(["abc", "-1", "1e3", "", "0x2", "99999999999999999999", "\u0662", "1.5", " 2", "nan"])
     environment = pick.choice(
         [{"RANK": number}, {"WORLD_SIZE": number}, {"RANK": "5", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0"},
          whole | {"LOCAL_WORLD_SIZE": number}, whole | {"RANK": number}, whole | {"MASTER_ADDR": ""},
          whole | {"MASTER_PORT": "abc"}]
     )  # fmt: skip
-    command = pick.choice(
-        [
-            ("train", "partitions=2"),
-            ("evaluate", "run=run"),
-            ("plan",),
-            ("check",),
-            ("bench",),
-            ("train", "-m", "seed=1,2"),
-        ]
-    )
-    return Line("", command, environment)
+    commands = ["train partitions=2", "evaluate run=run", "plan", "check", "bench", "train -m seed=1,2"]
+    return Line("", tuple(pick.choice(commands).split()), environment)
 
 
-def together(pick: random.Random) -> Line:
-    return Line("", tuple(pick.choice(
-        ["train batch_size=4 batch_tokens=8", "train partitions=2 partitions=3", "train resume=run init_from=run",
-         "train partition.costs=[1] cost=measured", "train micro_batches=64 batch_size=8", "train init_head=new",
-         "train partition.balance=[1,2,3]", "train freeze=[taken]", "train batch_size=null batch_tokens=64",
-         "plan dry_run=true", "plan resume=run", "check partitions=auto", "check dry_run=true", "bench epochs=3",
-         "bench rounds=2", "bench resume=run", "bench max_steps=3", "evaluate run=run decode.beam=3", "evaluate",
-         "evaluate -m run=run", "evaluate run=run partitions=99", "evaluate run=run batch_size=0", "plan -m seed=1,2",
-         "evaluate run=run micro_batches=99 batch_size=8", "evaluate run=run dataset=digits", "train partitions=20",
-         "evaluate run=run checkpoint=worst", "train resume=run model=resnet", "train resume=run batch_size=4 epochs=0",
-         "train resume=run optimizer=adam", "train resume=run epochs=1 max_steps=1", "train steps=3", "train solve=x",
-         "train partitions=5000 micro_batches=100000 batch_size=100000", "train batch_size=1000000",
-          "check batch_size=9999",
-         "plan solve=nothing", "train freeze=[no_such_layer]", "train dataset.classes=[1,1]",
-          "train dataset.classes=[99]",
-         "train device=cuda", "train executor=in_process device=cuda",
-          "train hardware.memory_gib=0.0001 recompute=auto",
-         "train partition.costs=[0,0]", "train partition.costs=[1,2,3]", 
-         "train dataset=synthetic_text", "train model=transformer_lm model.heads=3 model.width=8",
-         "train model=transformer_lm dataset.vocabulary=100", "train dry_run=true partitions=99",
-          "train run_folder=run"]
-    ).split()))  # fmt: skip
-
-
-def mistyped_command(pick: random.Random) -> Line:
+def mistyped_command(pick: random.Random) -> Arguments:
     command = pick.choice(list(COMMANDS))
     at = pick.randrange(len(command))
-    wrong = pick.choice(
-        [command[:at] + command[at + 1 :], command.upper(), command + "x", f"--{command}", f"{command}=1"]
-    )
-    return Line("", pick.choice([
-        (wrong, "seed=1"), ("list",), ("--vers",), ("-x",), ("",), ("seed=1", command), ("-m",), ("help",),
-         (command, "--no-such-option"),
-        ("train", "--partitions", "4"), ("train", "--partitions=4"), ("train", "-q"), ("plan", "-h", "-x"), ("train",
-         "-cn"),
-        ("train", "train"), ("evaluate", "run"), ("train", "--cfg"), ("train", "--cfg", "nothing"), ("train",
-         "--info", "x"),
-        ("compare", "--csvv"), ("compare", "-m", "run"), ("reproduce", "--scale", "desk"), ("train", "--", "epochs"),
-    ]))  # fmt: skip
+    wrong = [command[:at] + command[at + 1 :], command.upper(), command + "x", f"--{command}", f"{command}=1"]
+    return pick.choice([(pick.choice(wrong), "seed=1"), phrase("mistyped command", pick)])
 
 
-def sweeps(pick: random.Random) -> Line:
-    command = pick.choice(["train", "bench"])
-    return Line("", tuple(pick.choice(
-        ["{} -m partitions=0,-1", "{} -m partitions=1,abc", "{} -m model=nothing,amoebanet",
-         "{} -m run_folder=x seed=1,2",
-         "{} seed=1,2", "{} -m seed=range(0,-5)", "{} -m seed=choice()", "{} -m epochs=${{nowhere}} seed=1,2",
-         "{} -m nothing=1,2", "{} -m seed=1,2 model.depth=50", "{} -m lr=0.1,0.2", "{} -m dataset=cldr,cldr",
-         "{} -m seed=1,-1", "{} -m hydra.sweep.dir=text seed=1,2", "{} -m seed=1, batch_size=x",
-          "{} -m seed=1,2 -cn nothing",
-         "{} -m resume=sweep_list", "{} resume=sweep_list", "{} -m micro_batches=1,2,inf", "{} -m output=,x",
-          "{} -m seed=1,2 hydra.run.dir=x"]
-    ).format(command).split()))  # fmt: skip
+# --- kinds of mistakes: those that are written here, as one would type them; `<word>` is one of WORDS
+
+ODD = ("fifo", "empty", "text", "binary", "folder", "missing", "/dev/null", "/dev/zero", "loop", "run/config.yaml",
+       "a" * 300)  # fmt: skip
+WORDS: dict[str, Sequence[str]] = {
+    "trains": TRAINS,
+    "sweeps": ("train", "bench"),
+    "any": tuple(COMMANDS),
+    "recipe": ("table1_amoebanet", "breakdown", "consistency", "transfer_cifar10", "multilingual_400m"),
+    "odd": ODD,
+    "unwritable": ("fifo", "text", "text/below", "/dev/null", "/proc/here", "loop", "loop/below", "a" * 300),
+    "bad": BAD,
+    "data": ("fifo", "empty", "text", "binary", "folder", "missing", "/dev/null"),
+    "tsv": ("two.tsv", "languages.tsv", "empty_side.tsv", "latin1.tsv"),
+    "yaml": (*(name[5:-5] for name in FILES if name.endswith(".yaml")), "fifo", "folder", "nothing", "../text", "''"),
+    "tiny": (" ".join(TINY),),
+    "surrogate": ("\udcff",),
+}
+PHRASES = {
+    "group": """
+        <trains> model=nothing | <trains> dataset=../digits | <trains> model=3 | <trains> model=[amoebanet]
+        <trains> learning_rate=0.1 | <trains> optimizer=null | <trains> hardware=cpu9 | <trains> model.depth=50
+        <trains> dataset.root=x | <trains> model@x=amoebanet | <trains> dataset=digits dataset=cldr
+        <trains> model=transformer_lm dataset=digits | <trains> model=resnet dataset=python_docs | <trains> model=null
+        <trains> +model=resnet | <trains> dataset=cifar10 | <trains> dataset=image_folder | <trains> optimizer={a:1}
+        <trains> dataset=text_files model=transformer_lm | <trains> model=custom | <trains> model=timm
+        <trains> model=timm model.name=no_such_network | <trains> model=custom model.target=os
+        <trains> model=custom model.target=nothing:here | <trains> model=custom model.target=os:nothing
+        <trains> ~dataset | <trains> ~model.filters | <trains> ~nothing | <trains> presets=x | <trains> hydra=x
+        <trains> model=custom model.target=broken:build | <trains> model=custom model.target=raises:build
+        <trains> model=custom model.target=number:build | <trains> model=custom model.target=leaves:build
+        <trains> model=custom model.target=os:getcwd | <trains> hydra.x=3 | <trains> model=amoebanet/x
+        <trains> optimizer=sgd optimizer.nesterov=true optimizer.momentum=0 | <trains> hydra/launcher=nothing
+        <trains> model=resnet model.depth=19 | <trains> dataset=synthetic_images dataset.root=x
+    """,
+    "files": """
+        train resume=<odd> | train resume=run_<bad> | train resume=index_<bad> | train resume=sweep_<bad>
+        train <tiny> init_from=<odd> | train <tiny> init_from=run_<bad> | train <tiny> init_from=index_<bad>
+        evaluate run=<odd> | evaluate run=run_<bad> | evaluate run=index_<bad>
+        <trains> run_folder=<unwritable> | <trains> run_folder=run | <trains> run_folder=locked
+        <trains> output=<unwritable> | train -m seed=1,2 hydra.sweep.dir=<unwritable>
+        train -m seed=1,2 hydra.sweep.dir=locked | train model=transformer_lm dataset=text_files dataset.root=fifo
+        train model=transformer_lm dataset=text_files dataset.root=empty
+        train model=transformer_lm dataset=text_files dataset.root=no_text
+        train model=transformer_lm dataset=text_files dataset.root=latin1.txt
+        train model=transformer_lm dataset=text_files dataset.root=/dev/zero
+        train model=transformer_nmt dataset=parallel_text dataset.root=<data>
+        train model=transformer_nmt dataset=parallel_text dataset.root=<tsv>
+        train dataset=image_folder dataset.root=fifo | train dataset=image_folder dataset.root=no_images
+        train dataset=image_folder dataset.root=one_class | train dataset=cifar10 dataset.root=<data>
+        train model=timm model.name=resnet10t model.weights=fifo
+        train model=timm model.name=resnet10t model.weights=binary
+        train model=timm model.name=resnet10t model.weights=folder
+        train model=timm model.name=resnet10t model.weights=loop
+    """,
+    "configuration": """
+        <trains> -cd conf -cn <yaml> | <trains> -cd conf -cn <yaml> | <trains> -cd conf -cn <yaml>
+        <trains> -cd missing -cn <yaml> | <trains> -cd text -cn <yaml> | <trains> -cp conf -cn <yaml>
+        <trains> --config-dir -cn <yaml>
+    """,
+    "together": """
+        train batch_size=4 batch_tokens=8 | train partitions=2 partitions=3 | train resume=run init_from=run
+        train partition.costs=[1] cost=measured | train micro_batches=64 batch_size=8 | train init_head=new
+        train partition.balance=[1,2,3] | train freeze=[taken] | train batch_size=null batch_tokens=64
+        plan dry_run=true | plan resume=run | plan -m seed=1,2 | plan solve=nothing
+        check partitions=auto | check dry_run=true | check batch_size=9999
+        bench epochs=3 | bench rounds=2 | bench resume=run | bench max_steps=3
+        evaluate | evaluate -m run=run | evaluate run=run partitions=99 | evaluate run=run batch_size=0
+        evaluate run=run decode.beam=3 | evaluate run=run micro_batches=99 batch_size=8
+        evaluate run=run dataset=digits | evaluate run=run checkpoint=worst
+        train partitions=20 | train resume=run model=resnet | train resume=run batch_size=4 epochs=0
+        train resume=run optimizer=adam | train resume=run epochs=1 max_steps=1 | train steps=3 | train solve=x
+        train partitions=5000 micro_batches=100000 batch_size=100000 | train batch_size=1000000
+        train freeze=[no_such_layer] | train dataset.classes=[1,1] | train dataset.classes=[99] | train device=cuda
+        train executor=in_process device=cuda | train hardware.memory_gib=0.0001 recompute=auto
+        train partition.costs=[0,0] | train partition.costs=[1,2,3] | train dataset=synthetic_text
+        train model=transformer_lm model.heads=3 model.width=8 | train model=transformer_lm dataset.vocabulary=100
+        train dry_run=true partitions=99 | train run_folder=run
+    """,
+    "mistyped command": """
+        list | --vers | -x | '' | seed=1 <any> | -m | help | <any> --no-such-option | train --partitions 4
+        train --partitions=4 | train -q | plan -h -x | train -cn | train train | evaluate run | train --cfg
+        train --cfg nothing | train --info x | compare --csvv | compare -m run | reproduce --scale desk
+        train -- epochs
+    """,
+    "sweep": """
+        <sweeps> -m partitions=0,-1 | <sweeps> -m partitions=1,abc | <sweeps> -m model=nothing,amoebanet
+        <sweeps> -m run_folder=x seed=1,2 | <sweeps> seed=1,2 | <sweeps> -m 'seed=range(0,-5)'
+        <sweeps> -m 'seed=choice()' | <sweeps> -m epochs=${nowhere} seed=1,2 | <sweeps> -m nothing=1,2
+        <sweeps> -m seed=1,2 model.depth=50 | <sweeps> -m lr=0.1,0.2 | <sweeps> -m dataset=cldr,cldr
+        <sweeps> -m seed=1,-1 | <sweeps> -m hydra.sweep.dir=text seed=1,2 | <sweeps> -m seed=1, batch_size=x
+        <sweeps> -m seed=1,2 -cn nothing | <sweeps> -m resume=sweep_list | <sweeps> resume=sweep_list
+        <sweeps> -m micro_batches=1,2,inf | <sweeps> -m output=,x | <sweeps> -m seed=1,2 hydra.run.dir=x
+    """,
+    "compare": """
+        compare | compare <odd> | compare run_<bad> | compare result_<bad> | compare run --csv --output x
+        compare run --output <unwritable> | compare run --output locked | compare run --output | compare run --output ''
+        compare run --outptu x | compare seed=1 | compare run<surrogate> | compare fifo folder missing | compare ''
+    """,
+    "reproduce": """
+        reproduce <recipe>x | reproduce <recipe> scale=huge | reproduce <recipe> nothing=3
+        reproduce breakdown batch_size=x | reproduce <recipe> <recipe> | reproduce <recipe> ~seed
+        reproduce <recipe> -m | reproduce <recipe> run_folder=x | reproduce <recipe> output=<unwritable>
+        reproduce <recipe> seed=1,2 | reproduce <recipe> dry_run=true | reproduce seed=1 | reproduce <recipe> scale=
+        reproduce <recipe> resume=run | reproduce <recipe> batch_size=[1 | reproduce ../train | reproduce ''
+        reproduce <recipe> output= | reproduce table1_amoebanet partitions=2 | reproduce <recipe> =3
+        reproduce <recipe> model.filters=abc scale=desk | reproduce <recipe> --help=3
+    """,
+}
 
 
-def compared(pick: random.Random) -> Line:
-    results = [f"result_{name}" for name in ("empty", "binary", "deep", "list", "fifo")]
-    return Line("", pick.choice([
-        ("compare",), ("compare", pick.choice([*ODD, *RUNS])), ("compare", pick.choice(results)), ("compare", "run",
-         "--csv", "--output", "x"),
-        ("compare", "run", "--output", pick.choice([*UNWRITABLE, "locked"])), ("compare", "run", "--output"),
-         ("compare", "run", "--output", ""),
-        ("compare", "run", "--outptu", "x"), ("compare", "seed=1"), ("compare", "run\udcff"), ("compare", "fifo",
-         "folder", "missing"), ("compare", ""),
-    ]))  # fmt: skip
+def phrase(kind: str, pick: random.Random) -> Arguments:
+    written = pick.choice(re.split(r"[|\n]", PHRASES[kind].strip()))
+    return tuple(shlex.split(re.sub(r"<(\w+)>", lambda word: pick.choice(WORDS[word[1]]), written)))
 
 
-def reproduced(pick: random.Random) -> Line:
-    name = pick.choice(["table1_amoebanet", "breakdown", "consistency", "transfer_cifar10", "multilingual_400m"])
-    return Line("", ("reproduce", *pick.choice(
-        [[name + "x"], [name, "scale=huge"], [name, "nothing=3"], ["breakdown", "batch_size=x"], [name, name],
-         [name, "~seed"],
-         [name, "-m"], [name, "run_folder=x"], [name, f"output={pick.choice(UNWRITABLE)}"], [name, "seed=1,2"],
-          [name, "dry_run=true"],
-         ["seed=1"], [name, "scale="], [name, "resume=run"], [name, "batch_size=[1"], ["../train"], [""],
-          [name, "output="],
-         ["table1_amoebanet", "partitions=2"], [name, "model.filters=abc", "scale=desk"], [name, "=3"],
-          [name, "--help=3"]]
-    )))  # fmt: skip
-
-
-KINDS: dict[str, Callable[[random.Random], Line]] = {
+KINDS: dict[str, Callable[[random.Random], Arguments | Line]] = {
     "unknown setting": unknown_setting, "wrong type": wrong_type, "out of range": out_of_range, "empty": empty,
-    "syntax": syntax, "group": group, "control characters": control, "files": files, "configuration": configuration,
-    "torchrun": torchrun, "together": together, "mistyped command": mistyped_command, "sweep": sweeps,
-    "compare": compared, "reproduce": reproduced,
+    "syntax": syntax, "control characters": control, "torchrun": torchrun,
+    **{kind: partial(phrase, kind) for kind in PHRASES}, "mistyped command": mistyped_command,
 }  # fmt: skip
 
 
@@ -426,7 +373,7 @@ def lines(count: int, seed: int) -> list[Line]:
     pick, found = random.Random(seed), dict[str, Line]()
     for kind in (kind for _ in range(100 * count) for kind in KINDS):
         made = KINDS[kind](pick)
-        line = Line(kind, made.arguments, made.environment)
+        line = Line(kind, made.arguments, made.environment) if isinstance(made, Line) else Line(kind, made)
         found.setdefault(str(line), line)
         if len(found) == count:
             return list(found.values())
@@ -534,25 +481,19 @@ def fault(line: Line, own: bool, place: Path, temporary: Path) -> str | None:
     return "; ".join(wrong) or None
 
 
-def main(count: int, seed: int, given: list[str], show: bool) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--lines", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", action="store_true", help="each line as it is tried")
+    options = parser.parse_args(arguments)
+    count, seed = options.lines, options.seed
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GPIPE_FULL_ERROR",
-    ):
-        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name.startswith(("GPIPE_", "LOCAL_", "MASTER_", "RANK", "WORLD_"))]:
+        del os.environ[name]
     sys.path.append(".")  # where custom models are looked for
-    import gpipe_cli.commands.compare
-    import gpipe_cli.commands.reproduce
-    import gpipe_cli.launch.checking
-    import gpipe_cli.launch.training_run
-    import gpipe_cli.launch.worker
-    import gpipe_cli.reporting.compare.report  # noqa: F401
+    for module in ("commands.compare", "commands.reproduce", "launch.checking", "launch.training_run", "launch.worker"):
+        importlib.import_module(f"gpipe_cli.{module}")  # once, and not in every child
 
     began, counts, faults = time.monotonic(), Counter[str](), []
     folder = tempfile.mkdtemp()  # not TemporaryDirectory, which every child would clear away at its end
@@ -565,11 +506,11 @@ def main(count: int, seed: int, given: list[str], show: bool) -> int:
         lock = furnish()
         for number, line in enumerate(lines(count, seed)):
             if line.arguments[:1] and line.arguments[0] in TRAINS:
-                line = Line(line.kind, (*line.arguments, *given), line.environment)
+                line = Line(line.kind, (*line.arguments, *options.settings), line.environment)
             counts[line.kind] += 1
             if found := fault(line, number % OWN_PROGRAM == 0, place, temporary):
                 faults.append((line, found))
-            if show:
+            if options.show:
                 print(f"{line.kind}: {line}{f': {found}' if found else ''}", flush=True)
         lock.release()
     finally:
@@ -586,9 +527,4 @@ def main(count: int, seed: int, given: list[str], show: bool) -> int:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--lines", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", action="store_true", help="each line as it is tried")
-    options = parser.parse_args()
-    sys.exit(main(options.lines, options.seed, options.settings, options.show))
+    sys.exit(main())

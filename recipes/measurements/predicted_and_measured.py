@@ -10,30 +10,16 @@ Usage: python recipes/measurements/predicted_and_measured.py [--rounds 5] [--job
        on 2 cores 5 minutes for each round, and 2 for the bytes
 """
 
-import os
+import contextlib
 import tempfile
 from collections.abc import Sequence
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 
 from runs import AMOEBANET, command_line, gpipe
 
-OWN_MODEL = """
-from torch import nn
-
-
-def digits(width=16):
-    return nn.Sequential(
-        nn.Conv2d(3, width, 3, stride=2),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        nn.Conv2d(width, width, 3, stride=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(width * 25, 10),
-    )
-"""
+README = Path(__file__).parents[2] / "README.md"
 TRANSFORMER = [
     "model=transformer_lm", "model.layers=4", "model.width=128", "model.hidden=512", "model.heads=4",
     "model.length=64", "dataset=synthetic_text", "dataset.vocabulary=1000", "dataset.train_samples=512",
@@ -69,32 +55,36 @@ def show_times(rounds: int, jobs: int, steps: int, settings: Sequence[str]) -> N
             print(f"{cells}  {' '.join(f'{off:+.0f}' for off in each)}", flush=True)
 
 
-def show_memory(models: dict[str, Sequence[str]], settings: Sequence[str]) -> None:
+def show_memory(cells: int, settings: Sequence[str]) -> None:
+    models = {"AmoebaNet-D (6, 64), 128 px": AMOEBANET, "Transformer, 4 layers of width 128": TRANSFORMER}
     print("\nmost activations saved at once per stage in MiB, M = 4; difference of the predicted from the counted")
     print(f"{'model':<36}{'K':>3}  {'recompute':<12}{'predicted':>16}{'counted':>16}{'difference':>12}")
     worst = 0.0
-    for (name, model), k, mode in product(models.items(), (1, 2), ("always", "except_last", "never")):
+    for (name, model), k, mode in islice(product(models.items(), (1, 2), ("always", "except_last", "never")), cells):
         cell = f"partitions={k}", "micro_batches=4", f"recompute={mode}", "max_steps=2", "hardware=cpu"
         result = gpipe("train", *model, *settings, *cell)
         predicted, counted = result["predicted_activation_bytes"], result["activation_bytes"]
         off = max((p / q - 1 for p, q in zip(predicted, counted, strict=True)), key=abs)
         worst = max(worst, abs(off))
-        cells = (" ".join(f"{value / 2**20:.1f}" for value in values) for values in (predicted, counted))
-        print(f"{name:<36}{k:>3}  {mode:<12}{next(cells):>16}{next(cells):>16}{100 * off:>10.1f} %", flush=True)
+        shown = [" ".join(f"{value / 2**20:.1f}" for value in values) for values in (predicted, counted)]
+        print(f"{name:<36}{k:>3}  {mode:<12}{shown[0]:>16}{shown[1]:>16}{100 * off:>10.1f} %", flush=True)
     print(f"worst difference {100 * worst:.1f} %")
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=len(JOBS), help="the first so many of them")
     parser.add_argument("--steps", type=int, default=24, help="of each training")
-    parser.add_argument("--no-memory", action="store_true", help="step times only")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        Path("mymodel.py").write_text(OWN_MODEL, encoding="utf-8")
+    parser.add_argument("--memory", type=int, default=12, help="the first so many rows of saved activations; 0: none")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        own_model = README.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+        Path("mymodel.py").write_text(own_model, encoding="utf-8")
         show_times(options.rounds, options.jobs, options.steps, options.settings)
-    if not options.no_memory:
-        models = {"AmoebaNet-D (6, 64), 128 px": AMOEBANET, "Transformer, 4 layers of width 128": TRANSFORMER}
-        show_memory(dict(list(models.items())[: options.jobs]), options.settings)
+    if options.memory:
+        show_memory(options.memory, options.settings)
+
+
+if __name__ == "__main__":
+    main()

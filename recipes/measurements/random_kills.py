@@ -129,7 +129,12 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def main(kills: int, seed: int, settings: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    kills, seed, settings = options.kills, options.seed, options.settings
     getLogger("tensorboard").setLevel(ERROR)  # it warns of what a resumed run repeated
     random = Random(seed)
     with tempfile.TemporaryDirectory(prefix="kills_") as base:
@@ -169,8 +174,4 @@ def main(kills: int, seed: int, settings: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    main(options.kills, options.seed, options.settings)
+    main()

@@ -46,9 +46,13 @@ class Silent:
         pass
 
 
-def main(steps: int, settings: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args(arguments)
+    steps: int = options.steps
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        tree = compose("train", ["executor=in_process", "threads=1", "device=cpu", *settings])
+        tree = compose("train", ["executor=in_process", "threads=1", "device=cpu", *options.settings])
     config = from_tree(TrainConfig, tree)
     layout = make_placement(config)
     torch.set_num_threads(1)
@@ -89,7 +93,4 @@ def main(steps: int, settings: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
-    main(options.steps, options.settings)
+    main()

@@ -1,12 +1,14 @@
 """What the measurements here share: `gpipe` as a user calls it, the model that they are about, their command line."""
 
 import argparse
+import contextlib
+import io
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from gpipe_cli.cli import main
 
 # AmoebaNet-D (6, 64) at 128 px on noise, read inline, so that no other process takes part
 AMOEBANET = [
@@ -24,13 +26,14 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 def gpipe(command: str, *settings: str) -> dict[str, Any]:
-    """Runs `gpipe`; returns the plan.json or the result.json that it wrote. Ends the program if it fails."""
-    with tempfile.TemporaryDirectory() as output:
-        line = [sys.executable, "-m", "gpipe_cli", command, f"output={output}", *settings]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(line)}\n{done.stdout}{done.stderr}")
-        name = {"plan": "plan.json", "train": "result.json"}[command]
-        (file,) = Path(output).glob(f"*/{name}")
+    """Runs `gpipe` in this process, which computes nothing: its workers do. Returns the plan.json or result.json that
+    it wrote. Ends the program if it fails."""
+    output = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(output):
+            code = main([command, f"output={folder}", *settings])
+        if code:
+            raise SystemExit(f"gpipe {command} {' '.join(settings)}\n{output.getvalue()}")
+        (file,) = Path(folder).glob(f"*/{'plan' if command == 'plan' else 'result'}.json")
         read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return read

@@ -1,26 +1,19 @@
 """This engine and its peers at the same settings, side by side in one run, on CPU cores.
 
-Source    none of the paper's tables: the paper compares GPipe with itself. The settings are those at which the field
-          was once measured for this repository: AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K=2, two cores, one
-          thread per process. Samples/s belong to one machine on one day; only ratios of one run count.
-Command   python recipes/measurements/side_by_side.py                               everything
-          python recipes/measurements/side_by_side.py --micro-batches 4 --only ScheduleGPipe gpipe-never --rounds 9
-          python recipes/measurements/side_by_side.py --profile --only gpipe-never  where the time of each stage goes
-          torchgpipe must be installed by hand, without the torch of 2020 it would ask for:
-          pip install --no-deps torchgpipe==0.0.7
-Hardware  two idle CPU cores, 3 GB of memory
-Duration  about 5 minutes a round of all contestants on an idle machine (an estimate), 5 rounds;
-          --only, --micro-batches and --steps make it shorter
+AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K=2, two cores, one thread per process: the settings at which the
+field was once measured for this repository. No table of the paper, which compares GPipe with itself. Samples/s belong
+to one machine on one day; only ratios of one run count.
 
-Contestants. All train the same model from the same initial weights on the same fixed random batch; a step is forward,
-backward and the step of timm's RMSpropTF. Dropout is off, so that losses and gradients must agree: the script fails if
-they do not.
+All contestants train the same model from the same initial weights on the same fixed random batch; a step is forward,
+backward and the step of timm's RMSpropTF. Dropout is off, so that losses and gradients must agree: the program fails
+if they do not.
 
 * plain-1, plain-2: the `nn.Sequential` as it is, the whole batch at once, with one and with two threads.
 * torchgpipe-*: version 0.0.7 with `devices=["cpu", "cpu"]`, deferred batch norm off (its default), `except_last` (its
   default) and `never`. It is written for GPUs: it has one worker thread per *device*, and here both partitions are on
   the same one, so that they take turns and one core is idle. `torchgpipe-except_last-2` therefore has two threads for
-  each operation, as plain-2 has. What is compared is what a user of CPU cores gets from it. No shims were needed.
+  each operation, as plain-2 has. To be installed by hand, without the torch of 2020 it would ask for:
+  pip install --no-deps torchgpipe==0.0.7
 * ScheduleGPipe: `torch.distributed.pipelining` with a `PipelineStage` per process over Gloo, our cut, no recomputation
   (it has none). Its loss is a sum divided by the batch size, so that it need not rescale gradients.
 * gpipe-*: `gpipe_cli.pipeline`, one process per stage over Gloo; gpipe-K1: one partition in one process.
@@ -31,26 +24,28 @@ the latter, as each program comes.
 
 Rounds are interleaved, A B C A B C ..., each contestant with new processes every time, so that a slow minute of the
 machine hits all. Ratios are taken within a round; reported is their median, with the least and the greatest.
+
+Usage: python recipes/measurements/side_by_side.py                      5 rounds of 5 minutes on two idle cores, 3 GB
+       python recipes/measurements/side_by_side.py --micro-batches 4 --only ScheduleGPipe gpipe-never --rounds 9
 """
 
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
-import platform
 import resource
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -66,21 +61,21 @@ from torch.nn import functional as F
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.config.optimizer import RMSPropConfig
+from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.pipeline.profile import tracing
-from gpipe_cli.pipeline.runtime import boundary
-from gpipe_cli.pipeline.runtime.boundary import as_value
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, Transport
-from gpipe_cli.pipeline.schedule import schedules as schedule
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
+from gpipe_cli.pipeline.schedule import schedules
 from gpipe_cli.pipeline.schedule.partition import check_balance, partition
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.planner.device_rates import by_sheet
+from gpipe_cli.reporting.run.measurement import hardware, versions
 
 CPU = torch.device("cpu")
 CLASSES, SEED, LEARNING_RATE, WARM_UP, TIMEOUT_SECONDS = 10, 0, 1e-4, 2, 600
@@ -109,6 +104,9 @@ class Contestant:
     @property
     def memory_format(self) -> torch.memory_format:
         return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    def __str__(self) -> str:
+        return f"{self.name}, M={self.micro_batches}"
 
 
 PLAIN = (Contestant("plain-1", partitions=1), Contestant("plain-2", partitions=1, threads=2))
@@ -147,9 +145,8 @@ class Settings:
     batch_size: int
     steps: int
     allocator: str
-    profile: bool
     balances: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    boundaries: dict[int, tuple[boundary.Boundary, ...]] = field(default_factory=dict)
+    boundaries: dict[int, tuple[Boundary, ...]] = field(default_factory=dict)
 
     def model(self) -> nn.Sequential:
         """On the meta device; without dropout, which every engine seeds in its own way."""
@@ -173,96 +170,21 @@ class Settings:
         return images.contiguous(memory_format=contestant.memory_format), targets
 
 
-@dataclass
-class Measured:
-    """What one process of one contestant reports of one round."""
+# --- the engines: each returns its layers and a step: forward and backward, which returns the loss where it is known
 
-    seconds: float
-    losses: list[float]
-    gradient_squares: list[float]  # of the warm-up steps: the sum over this process's parameters
-    memory_bytes: int
-    profile: dict[str, tuple[float, float]]  # label -> seconds and times per step
+Step = Callable[[], float | None]
 
 
-class Stopwatch:
-    """Every moment belongs to exactly one label; knows how long and how often each was entered."""
+def in_one_process(contestant: Contestant, settings: Settings) -> tuple[nn.Module, Step]:
+    """Plain PyTorch and torchgpipe."""
+    model: nn.Module = settings.part(contestant, 0)
+    if contestant.engine == "torchgpipe":
+        from torchgpipe import GPipe
 
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.times: dict[str, int] = defaultdict(int)
-        self.label, self._since = "bookkeeping", time.perf_counter()
-
-    def to(self, label: str, *, count: bool = True) -> str:
-        """Switch to `label`; returns the one before."""
-        now, before = time.perf_counter(), self.label
-        self.seconds[before] += now - self._since
-        self.times[label] += count
-        self.label, self._since = label, now
-        return before
-
-    def watch(self, action: Action) -> None:
-        self.to({Kind.F: "F", Kind.R: "R", Kind.B: "B"}[action.kind])
-
-
-class TimedTransport:
-    """Any transport, with its calls on the stopwatch."""
-
-    def __init__(self, inner: Transport, stopwatch: Stopwatch) -> None:
-        self._inner, self._stopwatch = inner, stopwatch
-
-    def _timed(self, label: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        before = self._stopwatch.to(label)
-        result = call(*arguments)
-        self._stopwatch.to(before, count=False)
-        return result
-
-    def begin_step(self, order: schedule.Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        self._timed("post receives", self._inner.begin_step, order, sizes, lengths)
-
-    def send(self, action: Action, tensors: OptionalTensors) -> None:
-        self._timed("send", self._inner.send, action, tensors)
-
-    def receive(self, action: Action) -> OptionalTensors:
-        awaited = "activation" if action.kind is Kind.F else "gradient"
-        received: OptionalTensors = self._timed(f"wait for {awaited}", self._inner.receive, action)
-        return received
-
-    def release(self, stage: int, micro_batch: int) -> None:
-        self._timed("release buffers", self._inner.release, stage, micro_batch)
-        self._stopwatch.to("bookkeeping", count=False)  # the action is over
-
-    def finish_step(self) -> None:
-        self._timed("wait for own sends", self._inner.finish_step)
-
-
-Step = Callable[[], float | None]  # forward and backward; returns the loss where it is known
-
-
-def plain(contestant: Contestant, settings: Settings) -> tuple[nn.Module, Step]:
-    model = settings.part(contestant, 0)
-    images, targets = settings.data(contestant)
-
-    def step() -> float:
-        loss = F.cross_entropy(model(images), targets)
-        loss.backward()
-        return loss.item()
-
-    return model, step
-
-
-def torchgpipe(contestant: Contestant, settings: Settings) -> tuple[nn.Module, Step]:
-    from torchgpipe import GPipe
-
-    model = GPipe(
-        settings.part(contestant, 0),
-        balance=list(settings.balances[contestant.partitions]),
-        devices=["cpu"] * contestant.partitions,
-        chunks=contestant.micro_batches,
-        checkpoint=contestant.recompute,
-    )
+        model = GPipe(
+            model, balance=list(settings.balances[contestant.partitions]), devices=["cpu"] * contestant.partitions,
+            chunks=contestant.micro_batches, checkpoint=contestant.recompute,
+        )  # fmt: skip
     images, targets = settings.data(contestant)
 
     def step() -> float:
@@ -274,7 +196,7 @@ def torchgpipe(contestant: Contestant, settings: Settings) -> tuple[nn.Module, S
 
 
 class Positional(nn.Module):
-    """torch's stages hand tensors over as separate arguments; our layers take one tensor or one tuple."""
+    """torch's stages pass tensors as separate arguments; our layers take one tensor or one tuple."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -308,9 +230,7 @@ def schedule_gpipe(contestant: Contestant, settings: Settings, process: int) -> 
     return module, step
 
 
-def ours(
-    contestant: Contestant, settings: Settings, process: int, stopwatch: Stopwatch | None
-) -> tuple[nn.Module, Step]:
+def ours(contestant: Contestant, settings: Settings, process: int) -> tuple[nn.Module, Step]:
     """As `training/engine.py` and `training/step.py` put it together."""
     partitions, memory_format = contestant.partitions, contestant.memory_format
     boundaries = settings.boundaries[partitions]
@@ -328,11 +248,8 @@ def ours(
         process, module, first_layer=sum(settings.balances[partitions][:process]),
         inputs=boundaries[process - 1] if process else (), device=CPU, run_seed=SEED, memory_format=memory_format,
     )  # fmt: skip
-    if stopwatch is None:
-        executor = Executor({process: stage}, partitions, transport)
-    else:
-        executor = Executor({process: stage}, partitions, TimedTransport(transport, stopwatch), stopwatch.watch)
-    order = schedule.build("gpipe", partitions, contestant.micro_batches, contestant.recompute)
+    executor = Executor({process: stage}, partitions, transport)
+    schedule = schedules.build("gpipe", partitions, contestant.micro_batches, contestant.recompute)
     sizes = micro_batch_sizes(settings.batch_size, contestant.micro_batches)
     images, targets = settings.data(contestant)
     numbers = iter(range(10**9))
@@ -341,26 +258,36 @@ def ours(
         objective = None
         if process == partitions - 1:
             objective = CrossEntropy(targets, sizes, label_smoothing=0.0, auxiliary_weight=0.0)
-        executor.run(order, next(numbers), sizes, (images,) if process == 0 else None, objective)
-        if objective is None:
-            return None
-        totals = objective.totals()
-        return totals.means[0]
+        executor.run(schedule, next(numbers), sizes, (images,) if process == 0 else None, objective)
+        return None if objective is None else objective.totals().means[0]
 
     return module, step
 
 
+# --- a round
+
+
+@dataclass
+class Measured:
+    """What one process of one contestant reports of one round."""
+
+    seconds: float
+    losses: list[float]
+    gradient_squares: list[float]  # of the warm-up steps: the sum over this process's parameters
+    memory_bytes: int
+
+
 def compete(contestant: Contestant, settings: Settings, process: int, meeting: str, connection: Connection) -> None:
-    """The whole life of one process of one contestant in one round."""
+    """All that one process of one contestant does in one round."""
     try:
-        connection.send(_compete(contestant, settings, process, meeting))
+        connection.send(measure(contestant, settings, process, meeting))
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     connection.close()
     os._exit(0)  # threads of a process group or a worker pool may never end
 
 
-def _compete(contestant: Contestant, settings: Settings, process: int, meeting: str) -> Measured:
+def measure(contestant: Contestant, settings: Settings, process: int, meeting: str) -> Measured:
     torch.set_num_threads(contestant.threads)
     if settings.allocator == "same" or contestant.engine == "gpipe":
         keep_freed_memory()
@@ -370,86 +297,70 @@ def _compete(contestant: Contestant, settings: Settings, process: int, meeting: 
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=process, world_size=contestant.processes, timeout=limit
         )
-    stopwatch = Stopwatch() if settings.profile and contestant.engine == "gpipe" else None
     match contestant.engine:
-        case "plain":
-            module, step = plain(contestant, settings)
-        case "torchgpipe":
-            module, step = torchgpipe(contestant, settings)
+        case "gpipe":
+            module, step = ours(contestant, settings, process)
         case "ScheduleGPipe":
             module, step = schedule_gpipe(contestant, settings, process)
-        case engine:
-            assert engine == "gpipe", engine
-            module, step = ours(contestant, settings, process, stopwatch)
+        case _:
+            module, step = in_one_process(contestant, settings)
     optimizer = build_optimizer(OPTIMIZER, dict(module.named_parameters()))
     assert optimizer is not None
     set_learning_rate(optimizer, LEARNING_RATE)
 
     def train() -> float | None:
         loss = step()
-        if stopwatch is not None:
-            stopwatch.to("optimizer")
         if len(squares) < WARM_UP:
             gradients = [p.grad.double() for p in module.parameters() if p.grad is not None]
             squares.append(float(sum(gradient.square().sum() for gradient in gradients)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if stopwatch is not None:
-            stopwatch.to("bookkeeping", count=False)
         return loss
 
     squares: list[float] = []
     losses = [train() for _ in range(WARM_UP)]
     if contestant.processes > 1:
         dist.barrier()
-    if stopwatch is not None:
-        stopwatch.clear()
     start = time.perf_counter()
     losses += [train() for _ in range(settings.steps)]
     seconds = time.perf_counter() - start
     if contestant.processes > 1:
         dist.barrier()  # what the last step sent has arrived before this process ends
-    profile = {}
-    if stopwatch is not None:
-        stopwatch.to("bookkeeping", count=False)
-        profile = {
-            label: (total / settings.steps, stopwatch.times[label] / settings.steps)
-            for label, total in stopwatch.seconds.items()
-        }
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Measured(seconds, [loss for loss in losses if loss is not None], squares, memory, profile)
+    return Measured(seconds, [loss for loss in losses if loss is not None], squares, memory)
 
 
 def hold(contestant: Contestant, settings: Settings) -> list[Measured]:
     """One round of one contestant, in processes that end with it. Raises RuntimeError with what went wrong there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.pipelining", "gpipe_cli.launch.worker"])
+    workers, connections = [], list[Connection]()
+    answers: dict[int, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="side_by_side_") as folder:
-        processes, connections = [], []
-        for process in range(contestant.processes):
-            here, there = context.Pipe()
-            arguments = (contestant, settings, process, f"{folder}/meeting", there)
-            processes.append(context.Process(target=compete, args=arguments, daemon=True))
-            processes[-1].start()
-            there.close()
-            connections.append(here)
-        answers: dict[int, Measured] = {}
         try:
+            for process in range(contestant.processes):
+                here, there = context.Pipe()
+                arguments = (contestant, settings, process, f"{folder}/meeting", there)
+                workers.append(context.Process(target=compete, args=arguments, daemon=True))
+                workers[-1].start()
+                there.close()
+                connections.append(here)
             while len(answers) < len(connections):
                 silent = [connection for number, connection in enumerate(connections) if number not in answers]
-                ready = wait(silent, TIMEOUT_SECONDS)
+                ready = [
+                    connection for connection in wait(silent, TIMEOUT_SECONDS) if isinstance(connection, Connection)
+                ]
                 if not ready:
                     raise RuntimeError(f"no answer in {TIMEOUT_SECONDS} seconds")
-                for connection in silent:
-                    if connection in ready:
-                        answer = connection.recv()
-                        if isinstance(answer, str):
-                            raise RuntimeError(answer)
-                        answers[connections.index(connection)] = answer
+                for connection in ready:
+                    answer = connection.recv()
+                    if isinstance(answer, str):
+                        raise RuntimeError(answer)
+                    answers[connections.index(connection)] = answer
         except EOFError as error:
             raise RuntimeError("a process was killed; is there enough memory?") from error
         finally:
-            for worker in processes:
+            for worker in workers:
                 worker.kill()
                 worker.join()
     return [answers[process] for process in range(contestant.processes)]
@@ -464,7 +375,6 @@ class Row:
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     memory_bytes: int = 0
-    profiles: list[dict[str, tuple[float, float]]] = field(default_factory=list)
     failure: str = ""
 
     def hold(self, settings: Settings) -> None:
@@ -482,39 +392,33 @@ class Row:
         squares = zip(*(one.gradient_squares for one in measured), strict=True)
         self.gradient_norms = [math.sqrt(sum(parts)) for parts in squares]
         self.memory_bytes = max(self.memory_bytes, *(one.memory_bytes for one in measured))
-        self.profiles = [one.profile for one in measured if one.profile]
 
     @property
     def speeds(self) -> list[float]:
         return [speed for speed in self.rounds if speed is not None]
 
 
+# --- what came out
+
+
 def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The ratios of `RATIOS`, round by round, wherever both sides ran."""
     found = []
-    for ours_name, peer_name, target in RATIOS:
-        for one in (row for row in rows if row.contestant.name == ours_name):
-            for other in (row for row in rows if row.contestant.name == peer_name):
-                if (
-                    other.contestant.engine != "plain"
-                    and other.contestant.micro_batches != one.contestant.micro_batches
-                ):
-                    continue
-                ratios = [a / b for a, b in zip(one.rounds, other.rounds, strict=False) if a and b]
-                if ratios:
-                    found.append(
-                        {
-                            "ours": ours_name, "peer": peer_name, "micro_batches": one.contestant.micro_batches,
-                            "target": target, "median": statistics.median(ratios), "rounds": ratios,
-                        }
-                    )  # fmt: skip
+    for (name, peer_name, target), one, other in product(RATIOS, rows, rows):
+        mine, peer = one.contestant, other.contestant
+        same_m = peer.engine == "plain" or peer.micro_batches == mine.micro_batches
+        if (mine.name, peer.name) == (name, peer_name) and same_m:
+            ratios = [a / b for a, b in zip(one.rounds, other.rounds, strict=False) if a and b]
+            if ratios:
+                row = {"ours": name, "peer": peer_name, "micro_batches": mine.micro_batches, "target": target}
+                found.append(row | {"median": statistics.median(ratios), "rounds": ratios})
     return found
 
 
 def disagreements(rows: Sequence[Row], tolerance: float = 5e-3) -> list[str]:
     """Contestants with the same M must do the same work: the losses and gradient norms of the warm-up agree.
 
-    The second step shows that the optimizers stepped alike and that old gradients were let go. It is compared within a
+    The second step shows that the optimizers stepped alike and that old gradients were cleared. It is compared within a
     memory format only: the other one sums in another order (in float64 the gradients agree to 4e-14), and a network
     that has just begun to learn soon makes per cents of that.
     """
@@ -530,28 +434,11 @@ def disagreements(rows: Sequence[Row], tolerance: float = 5e-3) -> list[str]:
             mine = (*row.losses[:steps], *row.gradient_norms[:steps])
             theirs = (*other.losses[:steps], *other.gradient_norms[:steps])
             if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True)):
-                name = f"{who.name}, M={who.micro_batches}"
-                wrong.append(f"losses and gradient norms of {name}: {mine}, of {other.contestant.name}: {theirs}")
+                wrong.append(f"losses and gradient norms of {who}: {mine}, of {other.contestant.name}: {theirs}")
     return wrong
 
 
-def machine() -> dict[str, str]:
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    try:
-        peer = importlib.metadata.version("torchgpipe")
-    except importlib.metadata.PackageNotFoundError:
-        peer = "not installed"
-    return {
-        "processor": name, "cores": str(usable_cores()), "python": platform.python_version(),
-        "torch": torch.__version__, "torchgpipe": peer, "date": datetime.date.today().isoformat(),
-        "load_before": f"{os.getloadavg()[0]:.2f}",
-    }  # fmt: skip
-
-
-def show(console: Console, settings: Settings, rows: Sequence[Row], ratios: Sequence[dict[str, Any]]) -> None:
+def show(console: Console, rows: Sequence[Row], ratios: Sequence[dict[str, Any]]) -> None:
     speeds = Table("contestant", "M", "recompute", "layout", "processes x threads", box=box.MARKDOWN)
     for column in ("samples/s, median", "least", "greatest", "memory of a process"):
         speeds.add_column(column, justify="right")
@@ -568,29 +455,17 @@ def show(console: Console, settings: Settings, rows: Sequence[Row], ratios: Sequ
     console.print(speeds)
     for row in rows:
         if row.failure:
-            console.print(
-                f"{row.contestant.name}, M={row.contestant.micro_batches}: {row.failure}", style="red", markup=False
-            )
-        for stage, profile in enumerate(row.profiles):
-            console.print(f"\n{row.contestant.name}, M={row.contestant.micro_batches}, stage {stage}, last round")
-            where = Table("what", "ms a step", "times a step", "ms each", "share", box=box.MARKDOWN)
-            whole = sum(seconds for seconds, _ in profile.values())
-            for label, (seconds, times) in sorted(profile.items(), key=lambda item: -item[1][0]):
-                each = f"{1e3 * seconds / times:.2f}" if times else ""
-                where.add_row(
-                    label, f"{1e3 * seconds:.2f}", f"{times:g}" if times else "", each, f"{seconds / whole:.1%}"
-                )
-            where.add_row("step", f"{1e3 * whole:.2f}", "1", "", "100%")
-            console.print(where)
+            console.print(f"{row.contestant}: {row.failure}", style="red", markup=False)
     if ratios:
         table = Table("ours", "peer", "M", "ours / peer, median", "least", "greatest", "aim", box=box.MARKDOWN)
         for ratio in ratios:
+            numbers = (f"{n:.3f}" for n in (ratio["median"], min(ratio["rounds"]), max(ratio["rounds"])))
             aim = "" if ratio["target"] is None else f">= {ratio['target']}"
-            numbers = [ratio["median"], min(ratio["rounds"]), max(ratio["rounds"])]
-            table.add_row(
-                ratio["ours"], ratio["peer"], str(ratio["micro_batches"]), *(f"{n:.3f}" for n in numbers), aim
-            )
+            table.add_row(ratio["ours"], ratio["peer"], str(ratio["micro_batches"]), *numbers, aim)
         console.print(table)
+
+
+# --- the command line
 
 
 def positive(text: str) -> int:
@@ -600,83 +475,83 @@ def positive(text: str) -> int:
     return number
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="This engine and its peers, side by side in one run.")
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=5, help="how often every contestant runs (5)")
     parser.add_argument("--steps", type=positive, default=8, help=f"measured steps a round, after {WARM_UP} others (8)")
     parser.add_argument("--micro-batches", type=positive, nargs="+", default=[4, 8], metavar="M", help="(4 8)")
     names = [contestant.name for contestant in (*PLAIN, *PIPELINES)]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     parser.add_argument("--allocator", choices=["same", "shipped"], default="same",
                         help="same: all keep freed memory | shipped: only gpipe-* do, as they come")  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="where the time of gpipe-* goes, stage by stage")
-    parser.add_argument(
-        "--balance", type=positive, nargs=2, metavar="LAYERS", help="the cut for K=2 (least greatest FLOPs)"
-    )
+    parser.add_argument("--balance", type=positive, nargs=2, metavar="LAYERS",
+                        help="the cut for K=2 (the best by the figures of hardware=cpu)")  # fmt: skip
     for option, default in (("normal-cells", 6), ("filters", 64), ("image-size", 128), ("batch-size", 32)):
         parser.add_argument(f"--{option}", type=positive, default=default, help=f"({default})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.batch_size < max(options.micro_batches):
         parser.error(f"--micro-batches {max(options.micro_batches)}: at most the batch size, {options.batch_size}")
     return options
 
 
 def prepare(options: argparse.Namespace) -> Settings:
-    """Trace the model once, for every process of every contestant. Raises ValueError for a cut that does not fit."""
+    """Traces the model once, for all processes. Raises ValueError for a cut that does not fit."""
     settings = Settings(
-        options.normal_cells, options.filters, options.image_size, options.batch_size, options.steps,
-        options.allocator, options.profile,
-    )  # fmt: skip
-    image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
-    costs = tracing.trace_layers(settings.model(), boundary.as_boundary((image,)), training=True)
-    balance = tuple(
-        options.balance
-        or partition([cost.flops + 10 * (cost.forward.bytes + cost.backward.bytes) for cost in costs], 2)
+        options.normal_cells, options.filters, options.image_size, options.batch_size, options.steps, options.allocator
     )
-    check_balance(balance, len(costs), 2)
-    inner = tuple(costs[end - 1].outputs for end in list(accumulate(balance))[:-1])
-    return replace(settings, balances={1: (len(costs),), 2: balance}, boundaries={1: (), 2: inner})
+    image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
+    layers = trace_layers(settings.model(), as_boundary((image,)), training=True)
+    # As gpipe cuts by default: seconds from FLOPs, and from bytes moved, those of the weights among them.
+    speeds, samples = by_sheet(load_hardware("cpu"), threads=1), options.batch_size / options.micro_batches[0]
+    seconds = [
+        speeds.graph.seconds(one.forward, samples) + speeds.backward.seconds(one.backward, samples) for one in layers
+    ]
+    balance = tuple(options.balance or partition(seconds, 2))
+    check_balance(balance, len(layers), 2)
+    inner = tuple(layers[end - 1].outputs for end in list(accumulate(balance))[:-1])
+    return replace(settings, balances={1: (len(layers),), 2: balance}, boundaries={1: (), 2: inner})
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     console = Console(width=160)
-    try:
-        settings = prepare(options)
-    except ValueError as error:
-        console.print(f"error: {error}", style="red")
-        return 2
     rows = [
         Row(replace(contestant, micro_batches=m))
         for m, group in [(1, PLAIN), *((m, PIPELINES) for m in options.micro_batches)]
         for contestant in group
-        if not options.only or contestant.name in options.only
+        if contestant.name in options.only
     ]
-    about = machine()
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()))
+    with_peer = any(row.contestant.engine == "torchgpipe" for row in rows)
+    try:
+        if with_peer and importlib.util.find_spec("torchgpipe") is None:
+            remedy = "pip install --no-deps torchgpipe==0.0.7, or choose others with --only"
+            raise ValueError(f"torchgpipe is not installed; {remedy}")
+        settings = prepare(options)
+    except ValueError as error:
+        print(f"side_by_side.py: {error}", file=sys.stderr)
+        return 2
+    machine = {**hardware((), 1), **versions(), "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0]}
+    if with_peer:
+        machine["torchgpipe"] = importlib.metadata.version("torchgpipe")
+    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
     console.print(
         f"AmoebaNet-D ({settings.normal_cells}, {settings.filters}), {settings.image_size} pixels, batch "
         f"{settings.batch_size}, cut {settings.balances[2]}, allocator {settings.allocator}, "
         f"{options.rounds} rounds of {settings.steps} steps"
     )
     with console.status("") as status:
-        for number in range(1, options.rounds + 1):
-            for row in rows:
-                status.update(f"round {number}: {row.contestant.name}, M={row.contestant.micro_batches}")
-                row.hold(settings)
-    ratios = compare(rows)
-    show(console, settings, rows, ratios)
-    wrong = disagreements(rows)
+        for number, row in product(range(options.rounds), rows):
+            status.update(f"round {number + 1}: {row.contestant}")
+            row.hold(settings)
+    ratios, wrong = compare(rows), disagreements(rows)
+    show(console, rows, ratios)
     for line in wrong:
         console.print(f"not the same work: {line}", style="red")
     if options.json:
-        measured = [asdict(row) for row in rows]
         shown = {key: value for key, value in asdict(settings).items() if key != "boundaries"}
-        options.json.write_text(
-            json.dumps({"machine": about, "settings": shown, "rows": measured, "ratios": ratios}, indent=2) + "\n",
-            encoding="utf-8",
-        )
+        measured = {"machine": machine, "settings": shown, "rows": [asdict(row) for row in rows], "ratios": ratios}
+        options.json.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return 1 if wrong or any(row.failure for row in rows) else 0
 
 

@@ -49,10 +49,13 @@ def simulated(
     return speed
 
 
-def main(count: int, settings: Sequence[str]) -> None:
-    cells = dict(list(CELLS.items())[:count])
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--cells", type=int, default=len(CELLS), help="the first so many of them")
+    options = parser.parse_args(arguments)
+    cells = dict(list(CELLS.items())[: options.cells])
     speeds = {
-        (k, m): [simulated(k, m, batch, cut, mode, settings) for cut in (balance, None)]
+        (k, m): [simulated(k, m, batch, cut, mode, options.settings) for cut in (balance, None)]
         for (k, m), (batch, balance, mode, _, _) in cells.items()
     }
     print("throughput of AmoebaNet-D (18, 256) relative to K = 2, M = 1 of the same column")
@@ -71,7 +74,4 @@ def main(count: int, settings: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
-    parser.add_argument("--cells", type=int, default=len(CELLS), help="the first so many of them")
-    options = parser.parse_args()
-    main(options.cells, options.settings)
+    main()
