@@ -74,7 +74,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.pipeline.schedule import schedules
 from gpipe_cli.pipeline.schedule.partition import check_balance, partition
-from gpipe_cli.planner.device_rates import by_sheet
+from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.reporting.run.measurement import hardware, versions
 
 CPU = torch.device("cpu")
@@ -503,9 +503,9 @@ def prepare(options: argparse.Namespace) -> Settings:
     image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
     layers = trace_layers(settings.model(), as_boundary((image,)), training=True)
     # As gpipe cuts by default: seconds from FLOPs, and from bytes moved, those of the weights among them.
-    speeds, samples = by_sheet(load_hardware("cpu"), threads=1), options.batch_size / options.micro_batches[0]
+    rates, samples = rates_of_sheet(load_hardware("cpu"), threads=1), options.batch_size / options.micro_batches[0]
     seconds = [
-        speeds.graph.seconds(one.forward, samples) + speeds.backward.seconds(one.backward, samples) for one in layers
+        rates.graph.seconds(one.forward, samples) + rates.backward.seconds(one.backward, samples) for one in layers
     ]
     balance = tuple(options.balance or partition(seconds, 2))
     check_balance(balance, len(layers), 2)
