@@ -37,7 +37,6 @@ def trace_layers(
     lengths: Sequence[int] = (),
     loss: Loss | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
-    share: bool = True,
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
 
@@ -46,11 +45,12 @@ def trace_layers(
     done: no gradients of weights, and no backward at all where nothing before it is trained. `loss` of the last
     layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
     model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
-    The weights stay so: initial values would be drawn in another order. With `share=False` equal layers are traced one
-    by one. Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not
-    known, and ChangedInputError if in training it changes what it is given.
+    The weights stay so: initial values would be drawn in another order.
+
+    Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not known,
+    and ChangedInputError if in training it changes its input in place.
     """
-    layers = _described(model.to(memory_format=memory_format), training, share)
+    layers = _described(model.to(memory_format=memory_format), training)
     first, second = _TRACED_SIZES
     with deferring(model):
         small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
@@ -86,7 +86,7 @@ def run_shapes(
 
     Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
     """
-    layers = _described(model, True, True)
+    layers = _described(model, True)
     with deferring(model):
         _trace(layers, inputs, 1, lengths, False, None, memory_format)
 
@@ -123,12 +123,11 @@ class _Run:
     backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
 
 
-def _described(model: nn.Sequential, training: bool, share: bool) -> list[_Layer]:
+def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
     set_training(model, training)
     kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
     return [
-        _Layer(name, layer, kinds.setdefault(signature(layer) if share else name, len(kinds)))
-        for name, layer in model.named_children()
+        _Layer(name, layer, kinds.setdefault(signature(layer), len(kinds))) for name, layer in model.named_children()
     ]
 
 

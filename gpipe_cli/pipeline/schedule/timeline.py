@@ -4,7 +4,6 @@ The simulator makes one from a schedule and costs, a measurement makes one from 
 a prediction and what became of it are compared number by number and picture by picture.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -87,18 +86,6 @@ class Timeline:
         """For each stage, the time spent in actions, recomputation included."""
         return tuple(sum(span.seconds for span in spans) for spans in self.stages)
 
-    @property
-    def idle_seconds(self) -> tuple[float, ...]:
-        """For each stage, the rest of the step."""
-        step = self.step_seconds
-        return tuple(step - busy for busy in self.busy_seconds)
-
-    @property
-    def idle_share(self) -> float:
-        """The share of all stage-time without an action, from 0 to 1; `breakdown` tells its causes apart."""
-        available = self.step_seconds * len(self.stages)
-        return sum(self.idle_seconds) / available if available > 0 else 0.0
-
     def kind_seconds(self, kind: Kind) -> tuple[float, ...]:
         """For each stage, the time spent in actions of one kind (what the paper's overhead breakdown adds up)."""
         return tuple(sum(s.seconds for s in spans if s.action.kind is kind) for spans in self.stages)
@@ -108,22 +95,6 @@ class Timeline:
         if not self.events:
             return (0.0,) * len(self.stages)
         return tuple(sum(e.seconds for e in events if e.what is what) for events in self.events)
-
-    def grid(self, width: int = 120) -> str:
-        """The timeline as text, a row per stage, lengths proportional to time, ``.`` for idle.
-
-        K = 2, M = 2, a backward twice as long as a forward:
-
-            stage 0 | F0---F1---...............B1--------B0--------
-            stage 1 | .....F0---F1---B1--------B0--------..........
-
-        A span too short for its name shows the letter or nothing. Times round to the nearest of ``width`` columns.
-        """
-        labels = [f"stage {k:<{len(str(len(self.stages) - 1))}} | " for k in range(len(self.stages))]
-        columns = max(1, width - max(map(len, labels), default=0))
-        start, step = self.start_seconds, self.step_seconds
-        scale = columns / step if step > 0 else 0.0
-        return "\n".join(label + _row(s, start, scale, columns) for label, s in zip(labels, self.stages, strict=True))
 
     def chrome_trace(self, name: str | None = None, pid: int = 0) -> list[dict[str, Any]]:
         """Events of the Chrome trace format (a row per stage), which Perfetto and ``chrome://tracing`` open.
@@ -167,14 +138,3 @@ class Timeline:
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
             "thread_state_iowait", "olive", "startup")  # fmt: skip
 _EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventKind.UPDATE: "black"}
-
-
-def _row(spans: Sequence[Span], start: float, scale: float, columns: int) -> str:
-    row = ["."] * columns
-    for span in spans:
-        first, last = (round((t - start) * scale) for t in (span.start_seconds, span.end_seconds))
-        length = last - first
-        name = f"{span.action.kind.value}{span.action.micro_batch}"
-        # A name cut short would be the name of another micro-batch.
-        row[first:last] = (name if len(name) <= length else name[0]).ljust(length, "-")[:length]
-    return "".join(row)

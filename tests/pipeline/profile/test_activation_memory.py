@@ -112,10 +112,6 @@ def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
     frozen = [layer((tensor(5, False),), Saved(same_memory=(None,)), trained=0) for _ in range(2)]
     last = layer((tensor(1),), Saved(same_memory=(None,)))
     costs = [*frozen, layer((tensor(3),), Saved((0,), (), 0, 1, (None,))), last]
-        *frozen,
-        layer((tensor(3),), Saved((0,), (), 0, 1, (None,))),
-        layer((tensor(1),), Saved(same_memory=(None,))),
-    ]
     memory = ActivationMemory(costs, (tensor(2, False),), 1)
     assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
     assert memory.input_bytes(0) == memory.input_bytes(0, 3) == 4 * 2

