@@ -1,16 +1,20 @@
 """Tiny trainings for the tests of the whole program: in this process, by the command, or as a process of their own."""
 
+import copy
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup
@@ -23,6 +27,7 @@ from gpipe_cli.training.train_loop import train
 
 Message = TypeVar("Message")
 
+_GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware", "presets")
 # 22 samples in mini-batches of 8: two of 3 + 3 + 2 samples and one of 2 + 2 + 2 an epoch
 TINY = [
     "model.normal_cells=3",
@@ -49,10 +54,26 @@ LIVELY = [
 ]
 
 
+def composed(*settings: str, command: str = "train") -> DictConfig:
+    """The tree that Hydra composes for a command from these settings; it composes each choice of groups once."""
+    parsed = OverridesParser.create().parse_overrides(list(settings))
+    chosen = [at for at, one in enumerate(parsed) if one.is_delete() or one.key_or_group in _GROUPS]
+    tree = copy.deepcopy(_composed(command, tuple(settings[at] for at in chosen)))
+    OmegaConf.set_struct(tree, False)
+    for one in (one for at, one in enumerate(parsed) if at not in chosen):
+        OmegaConf.update(tree, one.key_or_group, one.value())
+    return tree
+
+
+@cache
+def _composed(command: str, chosen: tuple[str, ...]) -> DictConfig:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        return compose(command, list(chosen))
+
+
 def configure(*settings: str) -> TrainConfig:
     """The configuration that `gpipe train` would have with these settings."""
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        return from_tree(TrainConfig, compose("train", list(settings)))
+    return from_tree(TrainConfig, composed(*settings))
 
 
 def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, samples, lengths: None) -> list[object]:

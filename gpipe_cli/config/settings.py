@@ -294,11 +294,7 @@ def load(path: Path) -> TrainConfig:
     try:
         tree = OmegaConf.load(file)
         assert isinstance(tree, DictConfig)
-        # runs from before there were these settings: what they did, but that their layers are checked when they go on
-        older = OmegaConf.create({"cost": "figures", "hardware": asdict(load_hardware("auto")), "check_layers": True})
-        complete = OmegaConf.merge(older, tree)
-        assert isinstance(complete, DictConfig)
-        return from_tree(TrainConfig, complete)
+        return from_tree(TrainConfig, tree)
     except (OSError, AssertionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
 
