@@ -10,25 +10,26 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.commands.command_line import take_auto
-from gpipe_cli.commands.process import outcome, run_command
+from gpipe_cli.commands.process import run_command
 from gpipe_cli.config.owners import OWNERS
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reproduction.recipe import FOLDER
-from gpipe_cli.reproduction.runner import Runner
+from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")
 TINY = ("model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "batch_size=16", *HERE)
-# (command, settings, folder) -> the file that it writes, and what is in it; or ValueError, which is exit code 2
+# (command, settings, folder) -> the file that it writes, and what is in it; or the error that it ends with
 Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
 
 
-def perform(arguments: Sequence[str], log: IO[str]) -> tuple[int, str]:
+def perform(arguments: Sequence[str], log: IO[str]) -> None:
     """As `gpipe reproduce` runs a command, without a process of its own."""
     with contextlib.redirect_stdout(log):
-        ended = outcome(lambda: run_command(arguments[0], arguments[1:]))
-    return ended.exit_code, ended.error
+        code = run_command(arguments[0], arguments[1:])
+    if code != 0:
+        raise CommandFailedError(f"exit code {code}")
 
 
 def real_runner(name: str, folder: Path, *settings: str, desk: bool = True) -> Runner:
@@ -41,16 +42,12 @@ def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, sett
     """A runner of the recipe `nothing` whose commands are answered, and not run: what is made of the answers can be
     checked exactly. The user gave ``given``; the scale has ``settings``."""
 
-    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str]:
+    def perform(command: Sequence[str], log: IO[str]) -> None:
         values = dict(argument.partition("=")[::2] for argument in command if "=" in argument)
         place = next(Path(v.strip("'")) for k, v in values.items() if k in ("run_folder", "hydra.sweep.dir"))
-        try:
-            name, content = answer(command[0], values, place)
-        except ValueError as error:
-            return 2, str(error)
+        name, content = answer(command[0], values, place)
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(json.dumps(content), encoding="utf-8")
-        return 0, ""
 
     every = (*settings, *given)
     return Runner("nothing", Path("recipes"), folder, every, perform, lambda line: None, desk, users=given)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from training_runs import command, wait_until
@@ -18,6 +19,7 @@ from gpipe_cli.commands.process import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of, varied_settings
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder, abandoned_runs
 from gpipe_cli.commands.train import requested
+from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, show_sweep
 
@@ -115,6 +117,13 @@ def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str])
     assert ended(fork_command(lambda: 1 // 0)) == Outcome(1, "ZeroDivisionError: integer division or modulo by zero")
     assert "Traceback" in capfd.readouterr().err
     assert ended(fork_command(lambda: sys.exit(3))) == Outcome(3, "exit code 3")
+
+
+def test_a_model_that_fits_nowhere_is_known_by_the_kind_of_its_error() -> None:
+    def refuse() -> NoReturn:
+        raise NothingFitsError("hardware.memory_gib=8: no cut fits")
+
+    assert ended(fork_command(refuse)) == Outcome(2, "hardware.memory_gib=8: no cut fits", nothing_fits=True)
 
 
 def test_failing_runs_do_not_stop_the_others(

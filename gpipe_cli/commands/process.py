@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.typed import NothingFitsError, one_line
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.system.fork import Fork
 from gpipe_cli.system.interrupts import interruptible, interruptible_import
@@ -32,6 +32,7 @@ class Outcome:
 
     exit_code: int
     error: str = ""  # one line
+    nothing_fits: bool = False  # the error is a NothingFitsError
 
 
 def outcome(work: Callable[[], int]) -> Outcome:
@@ -55,7 +56,8 @@ def outcome(work: Callable[[], int]) -> Outcome:
         if os.environ.get("GPIPE_FULL_ERROR") == "1":
             raise
         too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a file name that the user gave
-        return Outcome(BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED, one_line(error))
+        exit_code = BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED
+        return Outcome(exit_code, one_line(error), isinstance(error, NothingFitsError))
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from gpipe_cli.commands.command_line import arranged, read
 from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
-from gpipe_cli.commands.process import INTERRUPTED, ended, fork_command, import_torch, run_command
-from gpipe_cli.config.typed import typed
+from gpipe_cli.commands.process import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
+from gpipe_cli.config.typed import NothingFitsError, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.progress_bar import following
@@ -116,13 +116,16 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         without = " without what was given" if given else ""
         show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores{without}")])
 
-    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str]:
+    def perform(command: Sequence[str], log: IO[str]) -> None:
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
         with following(console, Path(log.name)):  # in a thread, which must not be forked
             result = ended(fork)
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
-        return result.exit_code, result.error
+        if result.exit_code == BAD_INPUT:
+            raise NothingFitsError(result.error) if result.nothing_fits else ValueError(result.error)
+        if result.exit_code != 0:
+            raise CommandFailedError(result.error)
 
     try:
         found = reproduce(name, recipe, chosen, why, here, given, folder, perform, say)

@@ -42,6 +42,10 @@ NotNegative = Annotated[float, Within(0, LARGEST)]
 ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
 
 
+class NothingFitsError(ValueError):
+    """No cut of any candidate fits the memory limit; the message says by how much, and what would fit."""
+
+
 class SettingError(ValueError):
     """A setting that is wrong whatever the others are: of a sweep no run should begin."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import show
+from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
@@ -22,10 +22,6 @@ from gpipe_cli.units import size
 
 AUTO = ("partitions", "micro_batches")  # settings that may be `auto` in place of a number
 _AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close, the first, as it needs least
-
-
-class NothingFitsError(ValueError):
-    """No cut of any candidate fits the memory limit; the message says by how much, and what would fit."""
 
 
 CostsOf = Callable[[TrainConfig, ModelProfile], StepCosts]

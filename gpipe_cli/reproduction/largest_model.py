@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpipe_cli.config.owners import key_of
+from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.largest_model_tables import (
     Size,
@@ -77,9 +78,7 @@ def _planned(what: LargestModel, runner: Runner) -> tuple[list[dict[str, Any]], 
         try:
             plans.append(runner.plan(f"planned_{at + 1}", *settings))
             fits.append(True)
-        except ValueError as error:
-            if _LIMIT not in str(error):
-                raise
+        except NothingFitsError:
             unlimited = runner.without(_LIMIT)
             plans.append(unlimited.plan(f"planned_{at + 1}", *settings, f"{_LIMIT}=null"))
             fits.append(False)
@@ -90,9 +89,7 @@ def _solved(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | Non
     """The plan of the largest model that fits; None if not even the smallest does."""
     try:
         return runner.plan(folder, *settings, _SOLVED)
-    except ValueError as error:
-        if "not even the smallest model fits" not in str(error):
-            raise
+    except NothingFitsError:
         return None
 
 

@@ -23,7 +23,8 @@ from gpipe_cli.units import duration
 
 LOG = "log.txt"
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
-Perform = Callable[[Sequence[str], IO[str]], tuple[int, str]]  # exit code, error line
+# Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
+Perform = Callable[[Sequence[str], IO[str]], None]
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,11 @@ class Runner:
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"\n$ {typed}\n")
             log.flush()
-            code, error = self.perform(arguments, log)
-        if code == 2:
-            raise ValueError(error)
-        if code != 0:
-            error = _failure(folder) or error
-            raise CommandFailedError(f"{error}; the command and what it said are in {self.folder / LOG}")
+            try:
+                self.perform(arguments, log)
+            except CommandFailedError as error:
+                reason = _failure(folder) or error
+                raise CommandFailedError(f"{reason}; its output is in {self.folder / LOG}") from error
         self.say(f"             {duration(time.monotonic() - begin)}")
 
     def _short(self, arguments: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Table
@@ -140,11 +141,12 @@ def _simulated(
         one += [] if row.recompute is None else [f"recompute={row.recompute}"]
         try:
             planned.append(runner.plan(f"{folder}_{at + 1}", *settings, *one))
+        except NothingFitsError:
+            planned.append(Speed(None, _DOES_NOT_FIT))
         except ValueError as error:
-            too_large = "hardware.memory_gib" in str(error)
-            if not too_large and at == 0 and nothing:
+            if at == 0 and nothing:
                 raise
-            planned.append(Speed(None, _DOES_NOT_FIT) if too_large else Speed(None, IMPOSSIBLE, str(error)))
+            planned.append(Speed(None, IMPOSSIBLE, str(error)))
     first = planned[0]
     base = None if isinstance(first, Speed) else first["samples_per_second"]
     speeds = [

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from recipe_runs import HERE, answering, column, real_runner
 
+from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reproduction import largest_model
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.largest_model_tables import Size
@@ -35,7 +36,7 @@ def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str
     comparisons = []
     if "++solve" in settings:
         if naive and settings.get("hardware.memory_gib") == "0.001":
-            raise ValueError("solve=max_model: not even the smallest model fits (stage 0 is 1 B over); use less")
+            raise NothingFitsError("solve=max_model: not even the smallest model fits")
         filters = 9 if naive else 24 * k
         tried = [{"value": str(filters), "chosen": True}, {"value": str(filters + 1), "chosen": False}]
         comparisons = [
@@ -43,7 +44,7 @@ def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str
             {"setting": "model.filters", "candidates": tried},
         ]
     elif filters == 32 and "here_" not in folder.name and settings.get("hardware.memory_gib") != "null":
-        raise ValueError("hardware.memory_gib=8: no cut fits; in the best one stage 0 of 2 needs 1.0 GiB more")
+        raise NothingFitsError("hardware.memory_gib=8: no cut fits")
     memory = {
         "weights_bytes": 4 * filters * MB / k,
         "optimizer_bytes": 8 * filters * MB / k,

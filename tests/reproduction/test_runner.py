@@ -10,11 +10,14 @@ import pytest
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Runner, last_wins, with_users
 
 
-def runner(folder: Path, outcome: tuple[int, str], seen: list[list[str]], *users: str) -> Runner:
-    def perform(command: Sequence[str], log: IO[str]) -> tuple[int, str]:
+def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users: str) -> Runner:
+    """Whose commands write nothing but a line to the log, and end with ``error``."""
+
+    def perform(command: Sequence[str], log: IO[str]) -> None:
         seen.append(list(command))
         log.write("said\n")
-        return outcome
+        if error is not None:
+            raise error
 
     settings = last_wins(("model.filters=16", "threads=1", *users))
     return Runner("some_recipe", Path("recipes"), folder, settings, perform, lambda line: None, True, users=users)
@@ -23,7 +26,7 @@ def runner(folder: Path, outcome: tuple[int, str], seen: list[list[str]], *users
 def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     with pytest.raises(FileNotFoundError):  # nothing was run, so there is nothing to read
-        runner(tmp_path, (0, ""), seen, "threads=2").plan("a", "hardware=p40", "model.filters=8", "threads=4")
+        runner(tmp_path, None, seen, "threads=2").plan("a", "hardware=p40", "model.filters=8", "threads=4")
     (command,) = seen
     settings = command[command.index("-cn") + 2 :]
     assert settings == ["hardware=p40", "model.filters=16", "threads=2", f"run_folder='{tmp_path / 'a'}'"]
@@ -33,7 +36,7 @@ def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) 
 def test_a_command_gets_no_setting_of_another(tmp_path: Path) -> None:
     """Commands that were told of steps and rounds dropped them: what the log shows to be typed was not what counted."""
     seen: list[list[str]] = []
-    both = runner(tmp_path, (0, ""), seen, "steps=3", "warm_up_steps=1", "seed=2")
+    both = runner(tmp_path, None, seen, "steps=3", "warm_up_steps=1", "seed=2")
     for command in (both.bench, both.plan, both.train):
         with pytest.raises(FileNotFoundError):
             command("a")
@@ -44,7 +47,7 @@ def test_a_command_gets_no_setting_of_another(tmp_path: Path) -> None:
 
 def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_path: Path) -> None:
     seen: list[list[str]] = []
-    desk = runner(tmp_path, (0, ""), seen, "seed=3")
+    desk = runner(tmp_path, None, seen, "seed=3")
     paper = desk.with_settings()
     assert paper.settings == ("seed=3",)
     assert desk.with_settings("seed=1", "epochs=2").settings == ("seed=3", "epochs=2")
@@ -55,17 +58,16 @@ def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("outcome", "raised", "words"),
+    ("error", "words"),
     [
-        ((2, "typo=1: there is no such setting"), ValueError, "^typo=1: there is no such setting$"),
-        ((1, "RuntimeError: broken"), CommandFailedError, r"^RuntimeError: broken; .*log\.txt$"),
+        (ValueError("typo=1: there is no such setting"), "^typo=1: there is no such setting$"),
+        (CommandFailedError("RuntimeError: broken"), r"^RuntimeError: broken; .*log\.txt$"),
+        (KeyboardInterrupt(), "^$"),
     ],
 )
-def test_what_becomes_of_a_command_is_told_by_its_exit_code(
-    tmp_path: Path, outcome: tuple[int, str], raised: type[BaseException], words: str
-) -> None:
-    with pytest.raises(raised, match=words):
-        runner(tmp_path, outcome, []).bench("a", "partitions=1,2")
+def test_an_error_of_a_command_is_the_recipes(tmp_path: Path, error: Exception, words: str) -> None:
+    with pytest.raises(type(error), match=words):
+        runner(tmp_path, error, []).bench("a", "partitions=1,2")
     log = (tmp_path / LOG).read_text(encoding="utf-8")
     assert log.startswith("\n$ gpipe bench -m -cd recipes -cn some_recipe partitions=1,2 ")
     assert log.endswith("said\n")
@@ -73,7 +75,7 @@ def test_what_becomes_of_a_command_is_told_by_its_exit_code(
 
 def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
     rows = [{"status": "impossible", "reason": "model.filters=x: must be a whole number"}]
-    here = runner(tmp_path, (1, "model.filters=x: must be a whole number"), [])
+    here = runner(tmp_path, CommandFailedError("model.filters=x: must be a whole number"), [])
 
     def bench(*statuses: str) -> None:
         (tmp_path / "a").mkdir()
@@ -98,7 +100,7 @@ def test_a_run_that_failed_says_why(tmp_path: Path, name: str, content: dict[str
     """Its reason is in what it wrote: `exit code 1` was all that a recipe said of a training that diverged."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text(json.dumps(content))
-    here = runner(tmp_path, (1, "exit code 1"), [])
+    here = runner(tmp_path, CommandFailedError("exit code 1"), [])
     with pytest.raises(CommandFailedError, match=r"^step 2: it has diverged; .*log\.txt$"):
         here.train("a") if name == "result.json" else here.bench("a")
 
@@ -113,5 +115,5 @@ def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> No
 
 
 def test_a_setting_that_is_found_out_takes_the_place_of_all(tmp_path: Path) -> None:
-    here = runner(tmp_path, (0, ""), [], "model.filters=8")
+    here = runner(tmp_path, None, [], "model.filters=8")
     assert here.without("model.filters").settings == ("threads=1",)

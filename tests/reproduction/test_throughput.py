@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from recipe_runs import answering, column
 
+from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
 from gpipe_cli.reproduction.throughput import Throughput
@@ -109,7 +110,7 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
     class Small(Machine):
         def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
             if settings.get("hardware") == "tpu_v2" and settings["micro_batches"] == "1":
-                raise ValueError("hardware.memory_gib=8: no cut fits")
+                raise NothingFitsError("hardware.memory_gib=8: no cut fits")
             return super().__call__(command, settings, folder)
 
     found = throughput.reproduce(WHAT, answering(tmp_path, Small("out_of_memory"), settings=(CPU,)))
