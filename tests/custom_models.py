@@ -1,7 +1,8 @@
 """Models as a user writes them, for `model.target=custom_models:...`."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,49 +121,44 @@ class Noise(nn.Module):
                 return x + float(self.generator.random())
 
 
-class Scaling(nn.Module):
-    """Halves its input in place, where autograd does not see it."""
+class Does(nn.Module):
+    """A layer without tensors that does what a function says."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.detach().mul_(0.5)
-        return x + 0
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.function = function
 
-
-class RealReLU(nn.Module):
-    """Works in place, but not where shapes are found out."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.relu() if x.is_meta else x.relu_()
+    def forward(self, x: Any) -> object:
+        return self.function(x)
 
 
-class NoValues(nn.Module):
+def halves_in_place(x: torch.Tensor) -> torch.Tensor:
+    """Autograd does not see it."""
+    x.detach().mul_(0.5)
+    return x + 0
+
+
+def refuses_values(x: torch.Tensor) -> torch.Tensor:
     """Works as long as there is nothing to work on."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_meta:
-            raise RuntimeError("no values,\nplease")
-        return x
+    if not x.is_meta:
+        raise RuntimeError("no values,\nplease")
+    return x
 
 
-class Lonely(nn.Module):
-    """Refuses to work where others are."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if dist.is_initialized():
-            raise RuntimeError("not alone")
-        return x + 0
+def refuses_company(x: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized():
+        raise RuntimeError("not alone")
+    return x + 0
 
 
 _calls = 0
 
 
-class Counting(nn.Module):
-    """Counts its calls, where no copy of the layer can have a count of its own, and gives what depends on them."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        global _calls
-        _calls += 1
-        return x * (1 + _calls / 1000)
+def counts_calls(x: torch.Tensor) -> torch.Tensor:
+    """Where no copy of the layer can have a count of its own; gives what depends on it."""
+    global _calls
+    _calls += 1
+    return x * (1 + _calls / 1000)
 
 
 class Tracking(nn.Module):
@@ -216,11 +212,9 @@ class Hidden(nn.Module):
         return x + 0
 
 
-class Marks(nn.Module):
+def marks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(x, numbers, mask) of x; the two others need no gradient."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x, torch.arange(len(x), device=x.device), torch.ones(len(x), 1, 1, 1, device=x.device)
+    return x, torch.arange(len(x), device=x.device), torch.ones(len(x), 1, 1, 1, device=x.device)
 
 
 class Halves(nn.Module):
@@ -235,11 +229,6 @@ class Halves(nn.Module):
         x, numbers, mask = inputs
         mask = mask.mul_(0.5) if self.inplace and not x.is_meta else mask * 0.5
         return self.conv(x) * mask * (1 + numbers.view(-1, 1, 1, 1)), numbers, mask
-
-
-class First(nn.Module):
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return inputs[0]
 
 
 class Wrapped(nn.Module):
@@ -276,18 +265,6 @@ class Unwrap(nn.Module):
         return inputs[0] if isinstance(inputs, tuple) else inputs
 
 
-class Transposes(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(2, 3)
-
-
-class Strides(nn.Module):
-    """Gives what depends on where its input lies in memory."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + x.stride(2) / 100)
-
-
 class Twice(nn.Module):
     """Two norms, one of which is applied twice."""
 
@@ -310,9 +287,9 @@ def odd() -> nn.Sequential:
         Twice(),
         Wrap(False),
         Unwrap(False),
-        Marks(),
+        Does(marks),
         Halves(inplace=False),
-        First(),
+        Does(lambda inputs: inputs[0]),
         nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
         nn.Dropout(0.2),
         nn.AdaptiveAvgPool2d(2),
@@ -321,18 +298,23 @@ def odd() -> nn.Sequential:
     )
 
 
-def halves_unseen() -> nn.Sequential:
-    return with_layer(Hidden())
-
-
 def changes_a_mask() -> nn.Sequential:
     """Its third layer changes a mask in place, but not where shapes are found out."""
-    layers = [Marks(), Halves(inplace=True), First(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
+    layers = [
+        Does(marks),
+        Halves(inplace=True),
+        Does(lambda inputs: inputs[0]),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    ]
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers)
 
 
 def looks_at_strides() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), Transposes(), *list(with_layer(Strides()))[1:])
+    """Gives what depends on where its input lies in memory."""
+    turns, looks = Does(lambda x: x.transpose(2, 3)), Does(lambda x: x * (1 + x.stride(2) / 100))
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), turns, *list(with_layer(looks))[1:])
 
 
 def with_layer(layer: nn.Module) -> nn.Sequential:
@@ -340,36 +322,23 @@ def with_layer(layer: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), layer, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
 
 
-def works_in_place() -> nn.Sequential:
-    return with_layer(nn.ReLU(inplace=True))
+def network_with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    """A function that builds the small network with such a layer."""
+    return lambda: with_layer(layer())
 
 
-def scales_in_place() -> nn.Sequential:
-    return with_layer(Scaling())
-
-
-def hides_in_place() -> nn.Sequential:
-    return with_layer(RealReLU())
-
-
-def wants_no_values() -> nn.Sequential:
-    return with_layer(NoValues())
-
-
-def is_lonely() -> nn.Sequential:
-    return with_layer(Lonely())
+works_in_place = network_with(lambda: nn.ReLU(inplace=True))
+scales_in_place = network_with(lambda: Does(halves_in_place))
+hides_in_place = network_with(lambda: Does(lambda x: x.relu() if x.is_meta else x.relu_()))
+halves_unseen = network_with(Hidden)
+wants_no_values = network_with(lambda: Does(refuses_values))
+is_lonely = network_with(lambda: Does(refuses_company))
+counts = network_with(lambda: Does(counts_calls))
+tracks = network_with(Tracking)
 
 
 def draws_elsewhere(source: str) -> nn.Sequential:
     return with_layer(Noise(source))
-
-
-def counts() -> nn.Sequential:
-    return with_layer(Counting())
-
-
-def tracks() -> nn.Sequential:
-    return with_layer(Tracking())
 
 
 def shares() -> nn.Sequential:

@@ -107,8 +107,8 @@ def _directed(tensors: dict[str, Tensor], split: str, codes: list[str], directio
             return Pairs(english, names, groups, out_of)
         case _:
             return Pairs(
-                Ragged.joined([names, english]),
-                Ragged.joined([english, names]),
+                Ragged.of_texts([*names.texts(), *english.texts()]),
+                Ragged.of_texts([*english.texts(), *names.texts()]),
                 torch.cat([groups, groups + len(codes)]),
                 into + out_of,
             )

@@ -37,9 +37,7 @@ def default_workers(name: str, cores: int) -> int:
 
 
 class LoadedBatches:
-    """Iterator over the first stage's inputs, a tuple of (N, ...) each.
-
-    Close it, or use it as a context manager, to end its workers.
+    """Iterator over the first stage's inputs, a tuple of (N, ...) each; `close` ends its workers.
 
     `next` raises ValueError, in one line that names the file, where an image cannot be read; loading then has ended.
     """
@@ -115,14 +113,6 @@ class LoadedBatches:
             shut_down()
             for worker in batches._workers:  # type: ignore[union-attr]  # of the same iterator
                 worker.kill()  # one that is stopped (SIGSTOP) has not read the request to end
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _keys(mini_batches: MiniBatches, start_epoch: int, start_position: int, epochs: int) -> Iterator[Keys]:

@@ -38,12 +38,6 @@ class Ragged:
         return cls(torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8)), ends)
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All sequences of all parts, in order."""
-        lengths = torch.cat([part.lengths for part in parts])
-        return cls(torch.cat([part.values for part in parts]), lengths.cumsum(0))
-
-    @classmethod
     def stored(cls, tensors: Mapping[str, Tensor], name: str) -> Self:
         """What `to_store` made."""
         return cls(tensors[name], tensors[f"{name}.ends"])

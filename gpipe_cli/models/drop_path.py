@@ -30,9 +30,6 @@ class ScheduledDropPath(nn.Module):
         mask = x.new_empty((len(x), 1, 1, 1)).bernoulli_(keep).div_(keep)
         return x * mask
 
-    def extra_repr(self) -> str:
-        return f"drop_probability={self.drop_probability}"
-
 
 def set_progress(module: nn.Module, progress: float) -> None:
     """Set the share of all training steps that is done, 0 to 1, in every `ScheduledDropPath` of `module`."""

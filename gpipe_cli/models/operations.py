@@ -117,9 +117,6 @@ class Pool(nn.Module):
             return F.max_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True)
         return F.avg_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True, count_include_pad=False)
 
-    def extra_repr(self) -> str:
-        return f"{self.kind}, kernel={self.kernel}, stride={self.stride}"
-
 
 class FactorizedReduction(nn.Module):
     """ReLU, then half the resolution without losing every second pixel, (N, C, H, W) -> (N, C', ceil(H/2), ceil(W/2)).

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.config.typed import one_line
 from gpipe_cli.models.chain import chain
 
 
@@ -108,7 +109,8 @@ def _create(name: str, settings: dict[str, Any], *, pretrained: bool) -> nn.Modu
         return timm.create_model(name, pretrained=True, **settings)
     except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
         raise ValueError(
-            f"model.pretrained=true: the weights of {name} cannot be had here ({_first_line(error)}); "
+            f"model.pretrained=true: the weights of {name} cannot be had here ({type(error).__name__}: "
+            f"{one_line(error).partition('; ')[0]}); "
             "give model.weights=FILE or use model.pretrained=false"
         ) from error
 
@@ -150,7 +152,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
     except Exception as error:  # two formats, each with exceptions of its own
         raise ValueError(
-            f"model.weights={file}: cannot be read as weights ({_first_line(error)}); "
+            f"model.weights={file}: cannot be read as weights ({type(error).__name__}: "
+            f"{one_line(error).partition('; ')[0]}); "
             "use a .safetensors file or a dictionary of tensors that torch.save wrote"
         ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
@@ -171,7 +174,3 @@ def _fit_positions(model: Any, tensors: dict[str, Tensor]) -> None:
         tensors["pos_embed"] = resample_abs_pos_embed(
             loaded, list(model.patch_embed.grid_size), num_prefix_tokens=prefix
         )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)

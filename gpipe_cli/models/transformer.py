@@ -29,9 +29,6 @@ class Projection(nn.Linear):
         nn.init.xavier_uniform_(self.weight, gain=self.scale)
         nn.init.zeros_(self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scale={self.scale:g}"
-
 
 class Embedding(nn.Embedding):
     """Vectors of tokens with their positions added, (N, S) integers -> (N, S, width).
@@ -183,6 +180,3 @@ class Softmax(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = self.logits(self.norm(x))
         return logits.clamp(-self.clip, self.clip) if self.clip else logits
-
-    def extra_repr(self) -> str:
-        return f"clip={self.clip:g}" if self.clip else ""

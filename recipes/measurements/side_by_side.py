@@ -18,7 +18,7 @@ if they do not.
   (it has none). Its loss is a sum divided by the batch size, so that it need not rescale gradients.
 * gpipe-*: `gpipe_cli.pipeline`, one process per stage over Gloo; gpipe-K1: one partition in one process.
 
-What helps everyone is given to everyone: the model's fast 1x1 convolutions (`models/initialization.py`), and that glibc
+What helps everyone is given to everyone: the model's fast 1x1 convolutions (`models/operations.py`), and that glibc
 keeps freed memory, which `gpipe train` asks it for (`launch/worker.py`). With `--allocator shipped` only gpipe-* do
 the latter, as each program comes.
 

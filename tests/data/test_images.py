@@ -60,15 +60,6 @@ def test_digits_are_split_once_and_for_all(digits: Splits) -> None:
     assert hashlib.sha256(b"".join(sorted(grey[test]))).hexdigest()[:16] == "d974870049d11559"
 
 
-def test_digits_are_enlarged_to_three_equal_channels() -> None:
-    image = opened("digits", image_size=32)[0][0, 5]
-    assert image.shape == (3, 32, 32)
-    assert image.dtype == torch.float32
-    assert -1 <= float(image.min()) < float(image.max()) <= 1
-    assert torch.equal(image[0], image[1])
-    assert torch.equal(image[0], image[2])
-
-
 # --- randomness
 
 
@@ -86,6 +77,7 @@ def test_training_images_depend_on_seed_epoch_and_index_only() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, backwards, strict=True))
     assert sum(not torch.equal(train[3, index], first[index]) for index in range(20)) >= 19
     assert sum(not torch.equal(other[2, index], first[index]) for index in range(20)) >= 19
+    assert first[0].shape == (3, 16, 16)
     # The test split is never varied.
     assert all(torch.equal(test[0, index], test[7, index]) for index in range(20))
 

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,14 +29,23 @@ def structs(path: Path, name: str, **columns: list[object]) -> None:
     scipy.io.savemat(path, {name: rows})
 
 
-def write_imagenet(root: Path) -> None:
+class Tiny(NamedTuple):
+    """What is in a set with two classes, whose training targets are 0, 1, 1."""
+
+    test_targets: list[int]
+    class_names: tuple[str, str]
+    place: str  # of the test image of class 1
+
+
+def write_imagenet(root: Path) -> Tiny:
     """Folders as most people have them; 'test' holds images without classes."""
     write_images(root / "train", "n01440764/n01440764_1.JPEG", "n02012849/a.JPEG", "n02012849/b.JPEG")
     write_images(root / "val", "n01440764/ILSVRC2012_val_00000001.JPEG", "n02012849/ILSVRC2012_val_00000002.JPEG")
     write_images(root / "test", "ILSVRC2012_test_00000001.JPEG")
+    return Tiny([0, 1], ("n01440764", "n02012849"), "val/n02012849/ILSVRC2012_val_00000002.JPEG")
 
 
-def write_stanford_cars(root: Path) -> None:
+def write_stanford_cars(root: Path) -> Tiny:
     base = root / "stanford_cars"
 
     def annotations(path: Path, classes: list[int]) -> None:
@@ -50,9 +60,10 @@ def write_stanford_cars(root: Path) -> None:
     scipy.io.savemat(base / "devkit/cars_meta.mat", {"class_names": names})
     write_images(base / "cars_train", "00001.jpg", "00002.jpg", "00003.jpg")
     write_images(base / "cars_test", "00001.jpg", "00002.jpg")
+    return Tiny([1, 0], ("AM General Hummer SUV 2000", "Acura RL Sedan 2012"), "stanford_cars/cars_test/00001.jpg")
 
 
-def write_oxford_pets(root: Path) -> None:
+def write_oxford_pets(root: Path) -> Tiny:
     base = root / "oxford-iiit-pet"
     write_images(base / "images", *(f"{name}.jpg" for name in ("Abyssinian_1", "american_bulldog_1", "Abyssinian_2")))
     write_images(base / "images", "american_bulldog_7.jpg", "american_bulldog_8.jpg", "Abyssinian_9.jpg")
@@ -61,9 +72,10 @@ def write_oxford_pets(root: Path) -> None:
     trainval = "Abyssinian_1 1 1 1\namerican_bulldog_7 2 2 1\namerican_bulldog_8 2 2 1\n"
     (base / "annotations/trainval.txt").write_text(trainval)
     (base / "annotations/test.txt").write_text("american_bulldog_1 2 2 1\nAbyssinian_2 1 1 1\n")
+    return Tiny([1, 0], ("Abyssinian", "American Bulldog"), "oxford-iiit-pet/images/american_bulldog_1.jpg")
 
 
-def write_food101(root: Path) -> None:
+def write_food101(root: Path) -> Tiny:
     base = root / "food-101"
     listed = {
         "train": {"apple_pie": ["apple_pie/10"], "waffles": ["waffles/20", "waffles/21"]},
@@ -73,42 +85,35 @@ def write_food101(root: Path) -> None:
     for split, classes in listed.items():
         (base / f"meta/{split}.json").write_text(json.dumps(classes))
         write_images(base / "images", *(f"{name}.jpg" for names in classes.values() for name in names))
+    return Tiny([1, 0], ("apple_pie", "waffles"), "food-101/images/waffles/22.jpg")
 
 
-def write_fgvc_aircraft(root: Path) -> None:
+def write_fgvc_aircraft(root: Path) -> Tiny:
     data = root / "fgvc-aircraft-2013b/data"
     write_images(data / "images", *(f"{number:07}.jpg" for number in range(5)))
     (data / "variants.txt").write_text("707-320\nBAE 146-200\n")
     (data / "images_variant_trainval.txt").write_text("0000003 707-320\n0000001 BAE 146-200\n0000002 BAE 146-200\n")
     (data / "images_variant_test.txt").write_text("0000004 BAE 146-200\n0000000 707-320\n")
+    return Tiny([1, 0], ("707-320", "BAE 146-200"), "fgvc-aircraft-2013b/data/images/0000004.jpg")
 
 
-def write_birdsnap(root: Path) -> None:
+def write_birdsnap(root: Path) -> Tiny:
     write_images(root / "train", "Acadian_Flycatcher/1.jpg", "Yellow_Warbler/1.jpg", "Yellow_Warbler/2.jpg")
     write_images(root / "test", "Acadian_Flycatcher/3.jpg", "Yellow_Warbler/3.jpg")
+    return Tiny([0, 1], ("Acadian_Flycatcher", "Yellow_Warbler"), "test/Yellow_Warbler/3.jpg")
 
 
-# Writer, test targets, class names, the test image of class 1. Training targets are 0, 1, 1 everywhere.
-TINY: dict[str, tuple[Callable[[Path], None], list[int], tuple[str, str], str]] = {
-    "imagenet": (write_imagenet, [0, 1], ("n01440764", "n02012849"), "val/n02012849/ILSVRC2012_val_00000002.JPEG"),
-    "stanford_cars": (
-        *(write_stanford_cars, [1, 0], ("AM General Hummer SUV 2000", "Acura RL Sedan 2012")),
-        "stanford_cars/cars_test/00001.jpg",
-    ),
-    "oxford_pets": (
-        *(write_oxford_pets, [1, 0], ("Abyssinian", "American Bulldog")),
-        "oxford-iiit-pet/images/american_bulldog_1.jpg",
-    ),
-    "food101": (write_food101, [1, 0], ("apple_pie", "waffles"), "food-101/images/waffles/22.jpg"),
-    "fgvc_aircraft": (
-        *(write_fgvc_aircraft, [1, 0], ("707-320", "BAE 146-200")),
-        "fgvc-aircraft-2013b/data/images/0000004.jpg",
-    ),
-    "birdsnap": (write_birdsnap, [0, 1], ("Acadian_Flycatcher", "Yellow_Warbler"), "test/Yellow_Warbler/3.jpg"),
+WRITERS = {
+    "imagenet": write_imagenet,
+    "stanford_cars": write_stanford_cars,
+    "oxford_pets": write_oxford_pets,
+    "food101": write_food101,
+    "fgvc_aircraft": write_fgvc_aircraft,
+    "birdsnap": write_birdsnap,
 }
 LISTED = ("stanford_cars", "oxford_pets", "food101", "fgvc_aircraft")
 DOWNLOADED = ("oxford_pets", "food101", "fgvc_aircraft")
-every_set = pytest.mark.parametrize("name", TINY)
+every_set = pytest.mark.parametrize("name", WRITERS)
 
 
 def open_tiny(name: str, root: Path, **settings: object) -> tuple[ImageSplit, ImageSplit]:
@@ -129,19 +134,24 @@ def refusal(name: str, root: Path, **settings: object) -> str:
 
 @every_set
 def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
-    write, test_targets, names, place = TINY[name]
-    write(tmp_path)
+    tiny = WRITERS[name](tmp_path)
     train, test = open_tiny(name, tmp_path)
-    assert train.samples.class_names == test.samples.class_names == names
+    assert train.samples.class_names == test.samples.class_names == tiny.class_names
     assert train.samples.targets.tolist() == [0, 1, 1]
-    assert test.samples.targets.tolist() == test_targets
+    assert test.samples.targets.tolist() == tiny.test_targets
     assert train.samples.targets.dtype == test.samples.targets.dtype == torch.int64
     assert len({train[0, index].shape for index in range(3)} | {test[0, 0].shape}) == 1
-    with Image.open(tmp_path / place) as file:
+    with Image.open(tmp_path / tiny.place) as file:
         pixels = torch.from_numpy(np.array(file)).permute(2, 0, 1)
     # ImageNet keeps the central 7/8 of the shorter side; of the others the whole shorter side stays.
     crop = pixels[:, 1:15, 3:17] if name == "imagenet" else pixels[:, :, 2:18]
-    torch.testing.assert_close(test[0, test_targets.index(1)], crop / 127.5 - 1)
+    torch.testing.assert_close(test[0, tiny.test_targets.index(1)], crop / 127.5 - 1)
+    assert refusal(name, tmp_path, num_classes=3).startswith(f"dataset.num_classes=3: {name} has 2 classes ")
+    message = refusal(name, tmp_path / "nowhere")
+    assert message.startswith(f"dataset.root={tmp_path / 'nowhere'}: ")
+    assert PHOTOGRAPHS[name].contents in message
+    assert message.endswith(PHOTOGRAPHS[name].get)
+    assert ("dataset.download=true" in message) == PHOTOGRAPHS[name].download
 
 
 def test_imagenet_names_come_from_meta_bin(tmp_path: Path) -> None:
@@ -195,69 +205,44 @@ def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pyt
 # --- sizes
 
 
-def write_all_aircraft(root: Path, train: int, test: int, classes: int = 100) -> None:
-    """The listed number of images, all of them empty: nothing is decoded before training."""
-    data = root / "fgvc-aircraft-2013b/data"
-    (data / "images").mkdir(parents=True)
-    (data / "variants.txt").write_text("".join(f"variant {number}\n" for number in range(classes)))
-    for split, numbers in (("trainval", range(train)), ("test", range(train, train + test))):
-        lines = [f"{number:07} variant {number % classes}\n" for number in numbers]
-        (data / f"images_variant_{split}.txt").write_text("".join(lines))
-    for number in range(train + test):
-        (data / f"images/{number:07}.jpg").touch()
-
-
-def test_sizes_must_be_the_papers(tmp_path: Path) -> None:
-    """Smaller ones are accepted when that is asked for, larger ones never."""
-    sizes = {"partial": False, "num_classes": 100}
-    write_all_aircraft(tmp_path, 6667, 3333)
-    assert [len(split) for split in open_tiny("fgvc_aircraft", tmp_path, **sizes)] == [6667, 3333]
-    lists = tmp_path / "fgvc-aircraft-2013b/data"
-    for split, images, count, smaller in (("trainval", "training", 6667, "6,666"), ("test", "test", 3333, "3,332")):
-        listed = lists / f"images_variant_{split}.txt"
-        whole = listed.read_text().splitlines(keepends=True)
-        listed.write_text("".join(whole[1:]))
-        message = refusal("fgvc_aircraft", tmp_path, **sizes)
-        found = f"fgvc_aircraft has {count:,} {images} images in the paper, found {smaller}; complete the data"
-        assert message.startswith(f"dataset.root={tmp_path}: {found}")
-        assert message.endswith("or set dataset.partial=true")
-        assert count - 1 in map(len, open_tiny("fgvc_aircraft", tmp_path, num_classes=100))
-        listed.write_text("".join([*whole, whole[0]]))
-        message = refusal("fgvc_aircraft", tmp_path, num_classes=100)
-        assert message.endswith(f"found {count + 1:,}; remove what is not part of it")
-        listed.write_text("".join(whole))
-
-
 @every_set
-def test_classes_are_counted(tmp_path: Path, name: str) -> None:
-    TINY[name][0](tmp_path)
-    assert re.search(rf"{PHOTOGRAPHS[name].classes:,} classes in .*, found 2; ", refusal(name, tmp_path, partial=False))
-    assert refusal(name, tmp_path, num_classes=3).startswith(f"dataset.num_classes=3: {name} has 2 classes ")
+def test_sizes_must_be_the_papers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones are accepted when that is asked for, larger ones never."""
+    WRITERS[name](tmp_path)
+    counted = PHOTOGRAPHS[name].counted
+
+    def paper_has(train: int, test: int, classes: int) -> None:
+        monkeypatch.setitem(PHOTOGRAPHS, name, replace(PHOTOGRAPHS[name], train=train, test=test, classes=classes))
+
+    paper_has(3, 2, 2)
+    assert [len(split) for split in open_tiny(name, tmp_path, partial=False)] == [3, 2]
+    for sizes, what in (((4, 2, 2), "4 training images"), ((3, 3, 2), "3 test images"), ((3, 2, 3), "3 classes")):
+        paper_has(*sizes)
+        message = refusal(name, tmp_path, partial=False)
+        assert re.search(
+            rf": {name} has {what} {counted}, found \d; complete the data.* or set dataset.partial=true$", message
+        )
+        assert [len(split) for split in open_tiny(name, tmp_path)] == [3, 2]
+    paper_has(2, 2, 2)
+    assert refusal(name, tmp_path).endswith(f"2 training images {counted}, found 3; remove what is not part of it")
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
-    write, test_targets, _, place = TINY[name]
-    write(tmp_path)
-    (tmp_path / place).unlink()
+    tiny = WRITERS[name](tmp_path)
+    (tmp_path / tiny.place).unlink()
     message = refusal(name, tmp_path, partial=False)
-    assert f"1 of 2 test images that {name} lists are missing, e.g. '{tmp_path / place}'; " in message
+    assert f"1 of 2 test images that {name} lists are missing, e.g. '{tmp_path / tiny.place}'; " in message
     train, test = open_tiny(name, tmp_path)
-    assert len(train) == 3
-    assert test.samples.targets.tolist() == [target for target in test_targets if target != 1]
+    assert (len(train), test.samples.targets.tolist()) == (3, [0])
     assert test[0, 0].shape == (3, 16, 16)
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_a_split_without_images_is_refused(tmp_path: Path, name: str) -> None:
-    TINY[name][0](tmp_path)
     for path in tmp_path.rglob("*.jpg"):
         path.unlink()
     assert re.search(r"training images in .*, found 0; complete the data(?!.*partial)", refusal(name, tmp_path))
 
 
 def test_the_table_is_the_configuration() -> None:
-    assert set(DECODED) == {"image_folder", *TINY}
+    assert set(DECODED) == {"image_folder", *WRITERS}
     for name, photographs in PHOTOGRAPHS.items():
         written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
         assert (written["name"], written["num_classes"]) == (name, photographs.classes)
@@ -268,15 +253,6 @@ def test_the_table_is_the_configuration() -> None:
 
 
 # --- missing and damaged
-
-
-@every_set
-def test_missing_data_say_how_to_get_them(tmp_path: Path, name: str) -> None:
-    message = refusal(name, tmp_path / "nowhere")
-    assert message.startswith(f"dataset.root={tmp_path / 'nowhere'}: ")
-    assert PHOTOGRAPHS[name].contents in message
-    assert message.endswith(PHOTOGRAPHS[name].get)
-    assert ("dataset.download=true" in message) == PHOTOGRAPHS[name].download
 
 
 DAMAGE = [
@@ -291,7 +267,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("name", "place"), DAMAGE)
 def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str) -> None:
-    TINY[name][0](tmp_path)
+    WRITERS[name](tmp_path)
     path = tmp_path / place
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 3], b"<html>\n404\n</html>\n", None):
@@ -303,68 +279,54 @@ def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str) 
         assert PHOTOGRAPHS[name].contents in message
 
 
-@pytest.mark.parametrize("label", ["0", "3"])
-def test_classes_that_have_no_name(tmp_path: Path, label: str) -> None:
+def test_annotations_that_contradict_each_other(tmp_path: Path) -> None:
     write_oxford_pets(tmp_path)
     listed = tmp_path / "oxford-iiit-pet/annotations/test.txt"
-    listed.write_text(listed.read_text().replace("Abyssinian_2 1", f"Abyssinian_2 {label}"))
-    assert "a test image of a class that is none of the 2 named" in refusal("oxford_pets", tmp_path)
-
-
-def test_splits_with_different_classes(tmp_path: Path) -> None:
+    for label in (0, 3):
+        listed.write_text(f"american_bulldog_1 2 2 1\nAbyssinian_2 {label} 1 1\n")
+        assert "a test image of a class that is none of the 2 named" in refusal("oxford_pets", tmp_path)
     write_food101(tmp_path)
     (tmp_path / "food-101/meta/test.json").write_text(json.dumps({"waffles": ["waffles/22"]}))
     assert "must have the same classes, but 'apple_pie' (1 differ)" in refusal("food101", tmp_path)
 
 
-def test_broken_meta_bin(tmp_path: Path) -> None:
+def test_imagenet_without_an_archive_or_with_broken_names(tmp_path: Path) -> None:
+    torch.save(({}, []), tmp_path / "meta.bin")
+    assert "The archive ILSVRC2012_img_train.tar is not present" in refusal("imagenet", tmp_path)
     write_imagenet(tmp_path)
     (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
     assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
 
 
-def test_imagenet_without_its_train_archive(tmp_path: Path) -> None:
-    torch.save(({}, []), tmp_path / "meta.bin")
-    assert "The archive ILSVRC2012_img_train.tar is not present" in refusal("imagenet", tmp_path)
-
-
 # --- downloading
 
 
-def point_readers_at(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write archives of the tiny sets to `folder`, and give torchvision's readers their addresses and MD5."""
-    source = folder.parent / "source"
-    for name in DOWNLOADED:
-        TINY[name][0](source)
-
-    def archive(name: str, content: Path) -> tuple[str, str]:
-        return f"{address}/{name}.tar.gz", pack(folder / f"{name}.tar.gz", **{name: content})
-
-    pets = [archive(part, source / "oxford-iiit-pet" / part) for part in ("images", "annotations")]
-    monkeypatch.setattr(datasets.OxfordIIITPet, "_RESOURCES", pets)
-    url, md5 = archive("food-101", source / "food-101")
-    monkeypatch.setattr(datasets.Food101, "_URL", url)
-    monkeypatch.setattr(datasets.Food101, "_MD5", md5)
-    url, _ = archive("fgvc-aircraft-2013b", source / "fgvc-aircraft-2013b")
-    monkeypatch.setattr(datasets.FGVCAircraft, "_URL", url)
-
-
 def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "server").mkdir()
-    root = tmp_path / "new" / "data"
-    with served(tmp_path / "server") as address:
-        point_readers_at(address, tmp_path / "server", monkeypatch)
-        for name in DOWNLOADED:
-            train, test = open_tiny(name, root, download=True)
-            assert (train.samples.targets.tolist(), test.samples.targets.tolist()) == ([0, 1, 1], TINY[name][1])
-    for name in DOWNLOADED:  # the server is gone, and not asked again
-        open_tiny(name, root, download=True)
+    """torchvision's readers are told the addresses and the MD5 of archives of the tiny sets."""
+    server, source, root = (tmp_path / name for name in ("server", "source", "data"))
+    server.mkdir()
+    tests = {name: WRITERS[name](source).test_targets for name in DOWNLOADED}
 
+    def at(address: str) -> None:
+        def archive(name: str, content: Path) -> tuple[str, str]:
+            return f"{address}/{name}.tar.gz", pack(server / f"{name}.tar.gz", **{name: content})
 
-def test_download_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "server").mkdir()
-    point_readers_at((tmp_path / "not there").as_uri(), tmp_path / "server", monkeypatch)
+        pets = [archive(part, source / "oxford-iiit-pet" / part) for part in ("images", "annotations")]
+        monkeypatch.setattr(datasets.OxfordIIITPet, "_RESOURCES", pets)
+        for reader, name in ((datasets.Food101, "food-101"), (datasets.FGVCAircraft, "fgvc-aircraft-2013b")):
+            url, md5 = archive(name, source / name)
+            monkeypatch.setattr(reader, "_URL", url)
+            monkeypatch.setattr(reader, "_MD5", md5, raising=False)
+
+    at((tmp_path / "not there").as_uri())
     for name in DOWNLOADED:
         message = refusal(name, tmp_path / name, download=True)
         assert message.startswith(f"dataset.download=true: could not download {name} to '{tmp_path / name}'")
         assert "check the network" in message
+    with served(server) as address:
+        at(address)
+        for name in DOWNLOADED:
+            train, test = open_tiny(name, root, download=True)
+            assert (train.samples.targets.tolist(), test.samples.targets.tolist()) == ([0, 1, 1], tests[name])
+    for name in DOWNLOADED:  # the server is gone, and not asked again
+        open_tiny(name, root, download=True)

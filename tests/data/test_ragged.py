@@ -18,7 +18,6 @@ def test_tokens() -> None:
     assert ragged.values.dtype == torch.int32
     assert len(ragged) == 5
     assert as_lists(ragged) == as_lists(Ragged.stored(ragged.to_store("x"), "x")) == TOKENS
-    assert as_lists(Ragged.joined([ragged, Ragged.of_tokens(TOKENS[::-1])])) == TOKENS + TOKENS[::-1]
 
 
 def test_padded_to_the_width() -> None:
@@ -40,5 +39,3 @@ def test_texts() -> None:
     ragged = Ragged.of_texts(TEXTS)
     assert ragged.texts() == TEXTS
     assert [ragged.text(index) for index in range(5)] == TEXTS
-    joined = Ragged.joined([Ragged.of_texts(["", ""]), ragged])
-    assert joined.texts() == ["", "", *TEXTS]

@@ -46,14 +46,6 @@ def test_no_sample_again_before_all_others() -> None:
             assert max(times) - min(times) <= 1
 
 
-def test_a_small_language_is_repeated_evenly_within_an_epoch() -> None:
-    groups = torch.tensor([0] * 1000 + [1] * 3)
-    draws = TemperatureSampler(groups, 5.0, seed=0).draws(4)
-    times = torch.bincount(draws, minlength=1003)[1000:]
-    assert int(times.sum()) == language_quotas([1000, 3], 5.0)[1] > 200
-    assert int(times.max() - times.min()) <= 1
-
-
 def test_draws_are_a_function_of_seed_and_epoch() -> None:
     groups = (torch.arange(300) % 7).clamp(max=3)
     one, other = TemperatureSampler(groups, 5.0, seed=1), TemperatureSampler(groups, 5.0, seed=1)
@@ -67,12 +59,3 @@ def test_draws_are_pinned() -> None:
     """A resumed run of an older version must find the same draws, so a change of the mixing must be noticed."""
     groups = torch.tensor([0] * 6 + [1] * 2)
     assert TemperatureSampler(groups, 5.0, seed=0).draws(0).tolist() == [1, 3, 2, 4, 7, 6, 6, 7]
-
-
-def test_permutations_are_uniform() -> None:
-    """Of 3 samples with a quota of 3 an epoch, each of the 6 orders comes up in about a sixth of 3,000 epochs."""
-    sampler = TemperatureSampler(torch.tensor([0, 0, 0, 1, 1, 1]), 5.0, seed=3)
-    orders = Counter(tuple(sampler.draws(epoch)[:3].tolist()) for epoch in range(3000))
-    assert len(orders) == 6
-    chi_square = sum((count - 500) ** 2 / 500 for count in orders.values())
-    assert chi_square < 20.5  # 5 degrees of freedom: exceeded once in a thousand; the seed is fixed

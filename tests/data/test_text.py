@@ -9,7 +9,6 @@ import torch
 from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.language_model import TextSplit
-from gpipe_cli.data.synthetic_text import SyntheticText
 from gpipe_cli.data.text import open_text, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED
@@ -33,17 +32,6 @@ def test_python_docs(tmp_path: Path) -> None:
     assert inputs.shape == train.targets_of(indices, lengths).shape == (8, 128)
     # A model of single tokens is far better than chance, and far from good.
     assert 50 < unigram_perplexity(train, test) < 500
-
-
-def test_text_files(tmp_path: Path) -> None:
-    for name, count in (("train", 40), ("test", 4)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_text("".join(f"line {number} of a text\n" for number in range(count)))
-    config = TextConfig("text_files", vocabulary=282, cache=str(tmp_path / "cache"), root=str(tmp_path))
-    train, test = open_text(config, length=8, seed=0)
-    assert isinstance(test, TextSplit)
-    assert test.vocabulary.decode(test.tokens.tolist()) == (tmp_path / "test" / "a.txt").read_text()
-    assert len(train) > len(test)
 
 
 def test_parallel_text_in_mini_batches_of_tokens(tmp_path: Path) -> None:
@@ -85,13 +73,6 @@ def test_cldr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sources, _) = test.inputs([(0, index)], (40, 40))
     assert sources[0, 0] == test.vocabulary.symbol("<2ja>")
     assert unigram_perplexity(train, test) > 2
-
-
-def test_synthetic_text() -> None:
-    config = TextConfig("synthetic_text", vocabulary=20, train_samples=4, test_samples=2)
-    for split, samples in zip(open_text(config, length=8, seed=0, pairs=True), (4, 2), strict=True):
-        assert isinstance(split, SyntheticText)
-        assert (len(split), split.pairs) == (samples, True)
 
 
 def test_unigram_perplexity_in_closed_form() -> None:

@@ -89,16 +89,6 @@ def test_texts_and_predicted_tokens(splits: tuple[PairSplit, PairSplit]) -> None
     assert torch.equal(test.predicted(), targets[targets != IGNORED])
 
 
-def test_a_second_time_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = open_tiny(tmp_path)
-    monkeypatch.setattr("gpipe_cli.data.translation._encode", None)  # calling it would fail
-    again, _ = open_tiny(tmp_path)
-    assert torch.equal(again.sources.values, first.sources.values)
-    assert torch.equal(again.answers.ends, first.answers.ends)
-    with pytest.raises(TypeError):
-        open_tiny(tmp_path, vocabulary=301)
-
-
 def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     whole, whole_test = open_tiny(tmp_path)
     longest = [split.catalogue.lengths.amax(dim=1) for split in (whole, whole_test)]  # type: ignore[union-attr]

@@ -9,55 +9,14 @@ from gpipe_cli.models.cell import GENOTYPES, Cell, CellGenotype, FeatureMap, Var
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.models.operations import AfterRelu, FactorizedReduction
 
-# the reference's tables, retyped as `operation(state)` pairs
-NORMAL_B = """
-    1x1(1) + max_pool_3x3(1)
-    identity(1) + separable_3x3_2(0)
-    1x1(1) + separable_3x3_2(0)
-    1x1(2) + identity(2)
-    avg_pool_3x3(1) + 1x1(5)
-    output 0 3 4 6
-"""
-NORMAL_D = """
-    1x1(1) + max_pool_3x3(1)
-    identity(1) + 1x7_7x1(0)
-    1x1(0) + 1x7_7x1(0)
-    max_pool_3x3(2) + identity(2)
-    avg_pool_3x3(1) + 1x1(5)
-    output 0 3 4 6
-"""
-REDUCTION_B = """
-    max_pool_2x2(0) + max_pool_3x3(0)
-    identity(2) + 3x3(1)
-    separable_5x5_2(2) + max_pool_3x3(2)
-    identity(3) + separable_3x3_2(1)
-    avg_pool_3x3(4) + 1x1(3)
-    output 5 6
-"""
-REDUCTION_D = """
-    max_pool_2x2(0) + max_pool_3x3(0)
-    identity(2) + 3x3(1)
-    1x7_7x1(2) + max_pool_3x3(2)
-    identity(3) + max_pool_2x2(1)
-    avg_pool_3x3(2) + 1x1(3)
-    output 4 5 6
-"""
-
-
-def written(cell: CellGenotype) -> list[str]:
-    pairs = [" + ".join(f"{name}({state})" for name, state in pair) for pair in cell.pairs]
-    return [*pairs, "output " + " ".join(str(state) for state in cell.output)]
-
-
-@pytest.mark.parametrize(
-    ("variant", "normal", "reduction"), [("b", NORMAL_B, REDUCTION_B), ("d", NORMAL_D, REDUCTION_D)]
-)
-def test_tables(variant: Variant, normal: str, reduction: str) -> None:
-    cells = GENOTYPES[variant]
-    assert written(cells.normal) == [line.strip() for line in normal.strip().splitlines()]
-    assert written(cells.reduction) == [line.strip() for line in reduction.strip().splitlines()]
-
-
+# The reference's tables, retyped: the operations of each cell (their states are in `test_wiring`).
+OPERATIONS = {
+    ("b", 1): "1x1 max_pool_3x3, identity separable_3x3_2, 1x1 separable_3x3_2, 1x1 identity, avg_pool_3x3 1x1",
+    ("d", 1): "1x1 max_pool_3x3, identity 1x7_7x1, 1x1 1x7_7x1, max_pool_3x3 identity, avg_pool_3x3 1x1",
+    ("b", 2): "max_pool_2x2 max_pool_3x3, identity 3x3, separable_5x5_2 max_pool_3x3, identity separable_3x3_2, "
+    "avg_pool_3x3 1x1",
+    ("d", 2): "max_pool_2x2 max_pool_3x3, identity 3x3, 1x7_7x1 max_pool_3x3, identity max_pool_2x2, avg_pool_3x3 1x1",
+}
 CURRENT = FeatureMap(12, 7)
 PREVIOUS = FeatureMap(8, 7)  # as many channels as a state, so it is state 1 as it is
 
@@ -109,7 +68,10 @@ def test_wiring(
     variant: Variant, stride: int, wiring: list[tuple[int, int]], output: list[int], previous: FeatureMap
 ) -> None:
     cells = GENOTYPES[variant]
-    cell = build(cells.normal if stride == 1 else cells.reduction, stride, previous)
+    genotype = cells.normal if stride == 1 else cells.reduction
+    assert ", ".join(" ".join(name for name, _ in pair) for pair in genotype.pairs) == OPERATIONS[variant, stride]
+    assert [tuple(state for _, state in pair) for pair in genotype.pairs] == wiring
+    cell = build(genotype, stride, previous)
     x, skip = inputs(previous)
     before = [x.clone(), skip.clone()]
     result, current = cell((x, skip))

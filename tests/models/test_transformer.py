@@ -85,14 +85,6 @@ def test_attention(causal: bool) -> None:
     torch.testing.assert_close(result, attention.output(mixed))
 
 
-def test_attention_drops_weights_in_training_only() -> None:
-    attention = Attention(6, heads=2, head_width=5, dropout=0.5)
-    x = torch.randn(2, 4, 6)
-    assert not torch.equal(attention(x, x), attention(x, x))
-    attention.eval()
-    assert torch.equal(attention(x, x), attention(x, x))
-
-
 def test_initial_weights() -> None:
     projection = Projection(300, 500, scale=0.25)
     bound = 0.25 * math.sqrt(6 / 800)
@@ -118,9 +110,13 @@ def test_logits_are_clipped() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_initial_loss_is_that_of_a_guess(kind: str) -> None:
-    inputs = sentences(kind)
-    logits = run(network(kind), inputs)
+def test_layout_and_the_loss_of_a_guess(kind: str) -> None:
+    model, inputs = network(kind), sentences(kind)
+    between = ["encoder_norm", "target_embedding"][: 2 - (kind == KINDS[1])]
+    layers = ["encoder_00", "encoder_01", *between, "decoder_00", "decoder_01"]
+    layers = layers if len(inputs) > 1 else ["layer_000", "layer_001", "layer_002"]
+    assert [name for name, _ in model.named_children()] == ["embedding", *layers, "softmax"]
+    logits = run(model, inputs)
     assert logits.shape == (*inputs[-1].shape, VOCABULARY)
     targets = torch.randint(0, VOCABULARY, inputs[-1].shape)
     assert F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() == pytest.approx(math.log(50), rel=0.15)
@@ -154,12 +150,6 @@ def test_table_1() -> None:
     for layers, text in printed.items():
         unit = 1e6 if text.endswith("M") else 1e9
         assert f"{closed_form(layers, 2048, 8192, 32000) / unit:.1f}{text[-1]}" == text
-
-
-def test_layout_of_the_language_model() -> None:
-    model = transformer_lm(layers=2, width=8, hidden=8, heads=2, vocabulary=10, length=4)
-    assert [name for name, _ in model.named_children()] == ["embedding", "layer_000", "layer_001", "softmax"]
-    assert model(torch.zeros(3, 4, dtype=torch.int64)).shape == (3, 4, 10)
 
 
 def test_it_learns_to_repeat() -> None:
