@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
+from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.shares import draw_shares
-from gpipe_cli.reporting.plots.timeline import write_picture
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table

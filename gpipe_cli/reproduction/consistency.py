@@ -106,7 +106,7 @@ def _weights_note(same: Sequence[Trained], weights: Sequence[Any], digests: Sequ
 
 def _draw(runs: Sequence[Trained], folder: Path) -> Path:
     from gpipe_cli.reporting.plots.curves import draw_curves
-    from gpipe_cli.reporting.plots.timeline import write_picture
+    from gpipe_cli.reporting.plots.picture import write_picture
 
     write_picture(folder / CURVES, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
     return folder / CURVES

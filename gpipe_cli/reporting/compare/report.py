@@ -47,7 +47,7 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
     from gpipe_cli.reporting.compare.curves import compared_tags
     from gpipe_cli.reporting.plots.bars import draw_bars
     from gpipe_cli.reporting.plots.curves import draw_curves
-    from gpipe_cli.reporting.plots.timeline import write_picture
+    from gpipe_cli.reporting.plots.picture import write_picture
 
     tags = compared_tags(comparison.runs)
     same = [note for tag in tags[:1] for note in same_curve_notes(comparison, tag)]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_names import labels
 from gpipe_cli.reporting.plots.curves import run_colour
-from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+from gpipe_cli.reporting.plots.palette import INK, PALE_INK
+from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure, pixels
 from gpipe_cli.reporting.tables.table import Column
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
@@ -38,60 +39,45 @@ SHARED_HATCH = "////"
 
 def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
     """Bars as an image of shape (height, width, 3); None if no run has anything to draw."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drawn = [column for column in comparison.columns if column.key in PANELS and column.printed]
     if not drawn:
         return None
     shown = [_shortened(name) for name in labels(comparison.runs)]
-    rows = len(shown)
-    height = TOP_INCHES + ROW_INCHES * rows + BOTTOM_INCHES
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    height = ROW_INCHES * len(shown)
+    figure = new_figure(TOP_INCHES + height + BOTTOM_INCHES)
     left = 0.25 + CHARACTER_INCHES * max(map(len, shown))
     room = (WIDTH_INCHES - left - 0.15) / len(drawn)
     shared = [run.shared for run in comparison.runs]
     for number, column in enumerate(drawn):
-        box = (
-            (left + number * room) / WIDTH_INCHES, BOTTOM_INCHES / height,
-            (room - GAP_INCHES) / WIDTH_INCHES, ROW_INCHES * rows / height,
-        )  # fmt: skip
-        axes = figure.add_axes(box)
+        axes = add_axes(figure, left + number * room, BOTTOM_INCHES, room - GAP_INCHES, height)
         if column.key == "samples_per_second":  # of text it would be sentences, beside images
             text = [run.text for run in comparison.runs]
             values = [None if hidden else value for hidden, value in zip(text, column.plain_values, strict=True)]
             cells = ["-" if hidden else cell for hidden, cell in zip(text, column.cells, strict=True)]
             column = replace(column, values=values, cells=cells)
-        _panel(axes, column, shared if "per_second" in column.key or "bubble" in column.key else [False] * rows)
-        axes.set_yticks(range(rows), shown if number == 0 else [""] * rows, fontsize=9, color=INK)
+        _panel(axes, column, shared if "per_second" in column.key or "bubble" in column.key else [False] * len(shared))
+        axes.set_yticks(range(len(shown)), shown if number == 0 else [""] * len(shown), color=INK)
     if any(shared):
         note = "hatched: stages shared a device or cores, with each other or others: not the speed of a pipeline"
-        figure.text(left / WIDTH_INCHES, 0.12 / height, note, fontsize=8.5, color=PALE_INK)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+        figure.text(left, 0.12, note, transform=figure.dpi_scale_trans, fontsize=8.5, color=PALE_INK)
+    return pixels(figure)
 
 
 def _panel(axes: "Axes", column: Column, hatched: Sequence[bool]) -> None:
     """One number of all runs, with its value behind each bar."""
     rows = len(column.cells)
-    values = [v if isinstance(v, int | float) and math.isfinite(v) else None for v in column.plain_values]
-    largest = max((value for value in values if value is not None), default=0.0) or 1.0
-    for row, (value, text) in enumerate(zip(values, column.cells, strict=True)):
-        if value is not None:
-            axes.barh(
-                row, value, height=0.68, color=run_colour(row, rows, lightness=0.7), edgecolor="white", linewidth=0,
-                hatch=SHARED_HATCH if hatched[row] else None,
-            )  # fmt: skip
-        axes.text((value or 0.0) + largest * 0.025, row, text, va="center_baseline", fontsize=8.5, color=INK)
+    values = [v if isinstance(v, int | float) and math.isfinite(v) else 0.0 for v in column.plain_values]
+    largest = max(values) or 1.0
+    bars = axes.barh(
+        range(rows), values, height=0.68, color=[run_colour(row, rows, lightness=0.7) for row in range(rows)],
+        edgecolor="white", linewidth=0, hatch=[SHARED_HATCH if shared else "" for shared in hatched],
+    )  # fmt: skip
+    for label in axes.bar_label(bars, column.cells, padding=2, fontsize=8.5, color=INK):
+        label.set_va("center_baseline")  # as the names of the runs
     axes.set_xlim(0, largest * 1.32)  # room for the number behind the longest bar
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xticks([])
-    axes.tick_params(length=0, pad=5)
-    for name, side in axes.spines.items():
-        side.set_visible(name == "left")
-        side.set_color("#cfd0d8")
+    axes.spines["left"].set(visible=True, color="#cfd0d8")
     title, below = PANELS[column.key]
     below += column.heading.partition("\n")[2] if below.endswith(" ") else ""
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK, pad=19)

@@ -14,7 +14,8 @@ from gpipe_cli.reporting.compare.curves import SPEEDS, compared_curve, same_curv
 from gpipe_cli.reporting.compare.run_names import labels, referred
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+from gpipe_cli.reporting.plots.palette import INK, PALE_INK
+from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, add_legend, new_figure, pixels
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
     import numpy as np
@@ -50,14 +51,9 @@ def draw_curves(runs: Sequence[RunRecord], tags: Sequence[str]) -> "NDArray[np.u
 
     Nothing is smoothed but speeds of long runs, whose panel then says so.
     """
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     assert runs, "no runs to draw"
     assert tags, "no curves to draw"
-    canvas = FigureCanvasAgg(_figure(runs, tags))
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels(_figure(runs, tags))
 
 
 def styles(count: int, groups: Sequence[Sequence[int]]) -> list[Style]:
@@ -78,7 +74,7 @@ def run_colour(position: int, count: int, lightness: float = 0.58) -> str:
     """The colour of a run among ``count``: from blue over red to yellow, as micro-batches have them."""
     share = position / max(1, count - 1)
     hue = palette.FIRST_HUE + share * (palette.LAST_HUE - palette.FIRST_HUE)
-    return palette.hexadecimal(palette.oklch(lightness, 0.15 if lightness < 0.7 else 0.1, hue))
+    return palette.oklch(lightness, 0.15 if lightness < 0.7 else 0.1, hue)
 
 
 def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[float]:
@@ -88,22 +84,19 @@ def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[f
 
 
 def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> "Figure":
-    from matplotlib.figure import Figure
-
     known = labels(runs)
     shown = known[:MOST_ENTRIES] + ([f"and {len(runs) - MOST_ENTRIES} more"] if len(runs) > MOST_ENTRIES else [])
     room = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
     across = max(1, min(len(shown), int(room / (0.75 + CHARACTER_INCHES * max(map(len, shown))))))
     legend = 0.2 + LINE_INCHES * math.ceil(len(shown) / across)
     height = len(tags) * (TITLE_INCHES + PANEL_INCHES) + AXIS_INCHES + 0.15 + legend
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    figure = new_figure(height)
     last = max((curve.steps[-1] for run in runs for tag in tags if (curve := compared_curve(run, tag))), default=1)
     top = height
     for tag in tags:
         top -= TITLE_INCHES + PANEL_INCHES
-        box = (LEFT_INCHES / WIDTH_INCHES, top / height, room / WIDTH_INCHES, PANEL_INCHES / height)
-        _panel(figure.add_axes(box), runs, tag, last, lowest=tag == tags[-1])
-    _legend(figure, shown, styles(len(runs), same_curves(runs, tags[0])), across, len(runs))
+        _panel(add_axes(figure, LEFT_INCHES, top, room, PANEL_INCHES), runs, tag, last, lowest=tag == tags[-1])
+    _legend(figure, shown, styles(len(runs), same_curves(runs, tags[0])), across)
     return figure
 
 
@@ -143,11 +136,7 @@ def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lo
 def _frame(axes: "Axes", tag: str, said: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:
     """Everything around the curves."""
     axes.set_xlim(0, last_step * 1.01)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    axes.tick_params(axis="both", which="both", length=0, pad=5, labelsize=9, labelcolor=PALE_INK)
     axes.grid(color="#e3e4e9", linewidth=0.6)
-    axes.set_axisbelow(True)
     if lowest:
         axes.set_xlabel("steps", fontsize=9, color=PALE_INK, loc="right", labelpad=3)
     else:
@@ -163,16 +152,14 @@ def _frame(axes: "Axes", tag: str, said: Sequence[str], groups: Sequence[str], l
         axes.set_title(text, loc="right", fontsize=8.5, color=PALE_INK, pad=7)
 
 
-def _legend(figure: "Figure", shown: Sequence[str], made: Sequence[Style], across: int, count: int) -> None:
+def _legend(figure: "Figure", shown: Sequence[str], made: Sequence[Style], across: int) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=style.colour, linewidth=min(style.width, 6), linestyle=style.dashes)
-        for style in made[: min(count, MOST_ENTRIES)]
+        Line2D([], [], color=one.colour, linewidth=min(one.width, 6), linestyle=one.dashes)
+        for one in made[:MOST_ENTRIES]
     ]
-    handles += [Line2D([], [], color="white")] * (len(shown) - len(handles))
-    left = LEFT_INCHES / WIDTH_INCHES
-    figure.legend(
-        handles, shown, loc="lower left", bbox_to_anchor=(left - 0.01, 0.0), ncols=across, frameon=False, fontsize=9,
-        labelcolor=INK, handlelength=2.6,
-    )  # fmt: skip
+    handles += [Line2D([], [], color="white")] * (len(shown) - len(handles))  # `and 3 more`
+    for line, name in zip(handles, shown, strict=True):
+        line.set_label(name)
+    add_legend(figure, handles, LEFT_INCHES, 0.1, ncols=across, fontsize=9, handlelength=2.6)

@@ -11,16 +11,14 @@ import math
 
 from gpipe_cli.reporting.timeline_view import BarKind
 
-Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
+Colour = str  # `#1f77b4`
 
 FIRST_HUE, LAST_HUE = 262.0, 448.0  # degrees: blue; yellow, once around
 _LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13)}
 
-IDLE: Colour = (240, 240, 242)
-IDLE_LINE: Colour = (208, 208, 214)  # of the hatching
-WAITING: Colour = (224, 224, 229)
-TRANSFER: Colour = (138, 140, 150)
-UPDATE: Colour = (62, 64, 74)
+INK, PALE_INK, GRID = "#25262c", "#71737d", "#d5d6dc"
+IDLE, IDLE_LINE = "#f0f0f2", "#d0d0d6"  # and its hatching
+WAITING, TRANSFER, UPDATE = "#e0e0e5", "#8a8c96", "#3e404a"
 WORDS = {
     "F": "forward",
     "R": "recompute",
@@ -46,9 +44,10 @@ def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour
     return oklch(lightness, chroma, FIRST_HUE + share * (LAST_HUE - FIRST_HUE))
 
 
-def hexadecimal(rgb: Colour) -> str:
-    """`#1f77b4`."""
-    return "#{:02x}{:02x}{:02x}".format(*rgb)
+def rgb(colour: Colour) -> tuple[int, int, int]:
+    """Red, green and blue, 0 to 255."""
+    red, green, blue = bytes.fromhex(colour[1:])
+    return red, green, blue
 
 
 def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
@@ -57,8 +56,7 @@ def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
     while True:
         linear = _linear(lightness, chroma * math.cos(hue), chroma * math.sin(hue))
         if all(-1e-4 <= part <= 1 + 1e-4 for part in linear) or chroma < 1e-3:
-            red, green, blue = (round(255 * _gamma(min(1.0, max(0.0, part)))) for part in linear)
-            return red, green, blue
+            return "#" + bytes(round(255 * _gamma(min(1.0, max(0.0, part)))) for part in linear).hex()
         chroma *= 0.97
 
 

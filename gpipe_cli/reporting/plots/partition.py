@@ -9,10 +9,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
+from gpipe_cli.reporting.plots.picture import (
+    BAR_HEIGHT,
+    DPI,
+    WIDTH_INCHES,
+    add_axes,
+    add_bars,
+    add_colour_table,
+    add_legend,
+    name_stages,
+    new_figure,
+    pixels,
+)
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.timeline_view import BarKind, axis_ticks, axis_unit
-from gpipe_cli.units import count, duration, percent, size
+from gpipe_cli.units import count, duration, percent, plural, size
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
     import numpy as np
@@ -24,12 +36,11 @@ LEFT_INCHES, RIGHT_INCHES = 0.78, 2.3  # at the right stand parameters and memor
 TITLE_INCHES, HEADING_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.24, 0.5, 0.46
 ROW_INCHES, PANEL_INCHES = 0.85, 5.2  # a row is lower where this would make the panel higher
 PARTS: tuple[BarKind, ...] = ("F", "B")  # of a layer
-BAR_HEIGHT = 0.86  # of a row
 MARGIN = 1.004  # of the axis behind the longest bar
-SHOWN_STAGES = 16  # of more than these only some are named
 FONT, LEAST_FONT = 8.0, 6.0
 CHARACTER_INCHES, LINE_INCHES = 0.068, 0.13  # of a layer's name in the larger font
 LEAST_GAP_PIXELS = 4  # smaller layers touch each other
+MEAN_LINE: dict[str, Any] = {"color": palette.UPDATE, "linewidth": 1.0, "linestyle": (0, (4, 3))}
 PARAMETERS_AT, MEMORY_AT = 0.85, 2.15  # inches right of the bars, where the numbers end
 
 
@@ -40,84 +51,64 @@ def known(run: RunDescription) -> bool:
 
 def draw(run: RunDescription) -> "NDArray[np.uint8]":
     """The cut as an image of shape (height, width, 3)."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     assert known(run), "nothing is known of the layers"
-    canvas = FigureCanvasAgg(_figure(run))
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-def _figure(run: RunDescription) -> "Figure":
-    from matplotlib.figure import Figure
-
     partitions = run.partitions
     panel = min(ROW_INCHES * len(partitions), PANEL_INCHES)
-    height = TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES
     width = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
-    axes = figure.add_axes(
-        (LEFT_INCHES / WIDTH_INCHES, (AXIS_INCHES + LEGEND_INCHES) / height, width / WIDTH_INCHES, panel / height)
-    )
+    figure = new_figure(TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES)
+    axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES + LEGEND_INCHES, width, panel)
     # Without figures of this device seconds mean nothing; the shares of all stages do.
     whole = sum(map(_seconds, partitions))
     scale = 1.0 if run.prediction is not None else 1 / whole
     end = scale * _end(partitions)
-    shown = _shown(len(partitions))
-    _frame(axes, run, end, scale * whole / len(partitions), shown)
+    shown = _frame(axes, run, end, scale * whole / len(partitions))
     _layers(axes, partitions, scale, width / (end * MARGIN), panel / len(partitions))
-    _numbers(axes, run, shown, width, height - TITLE_INCHES - AXIS_INCHES - LEGEND_INCHES)
+    _numbers(axes, run, shown, width, panel)
     _legend(figure, run)
-    _title(figure, run, height)
-    return figure
+    _title(axes, run, width, panel)
+    return pixels(figure)
 
 
-def _frame(axes: "Axes", run: RunDescription, end: float, mean: float, shown: Sequence[int]) -> None:
-    """Everything around the bars: stages, the axis, the mean."""
-    stages = len(run.partitions)
+def _frame(axes: "Axes", run: RunDescription, end: float, mean: float) -> range:
+    """Everything around the bars: stages, the axis, the mean; returns the stages that are named."""
+    shown = name_stages(axes, len(run.partitions))
     axes.set_xlim(0, end * MARGIN)
-    axes.set_ylim(stages - 0.5, -0.5)
-    axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown], fontsize=9, color=INK)
-    axes.tick_params(axis="both", length=0, pad=5)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    ticks = axis_ticks(end)
     if run.prediction is not None:
         name, unit = axis_unit(end)
         words = f"predicted time of one micro-batch, {name} (from {run.prediction.source})"
     else:
         unit, words = 0.01, "share of the model's computation, %"
-    axes.set_xticks(ticks, [f"{tick / unit:g}" for tick in ticks], fontsize=9, color=PALE_INK)
-    axes.grid(axis="x", color="#d5d6dc", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.set_xticks(axis_ticks(end))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_xlabel(words, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
-    if stages > 1:
-        axes.axvline(mean, color=palette.hexadecimal(palette.UPDATE), linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
+    if len(run.partitions) > 1:
+        axes.axvline(mean, zorder=3, **MEAN_LINE)
+    return shown
 
 
 def _layers(axes: "Axes", partitions: Sequence[PartitionDescription], scale: float, inches: float, row: float) -> None:
     """Every layer, forward before backward; ``inches`` of one unit of the axis, and of a ``row``'s height."""
-    from matplotlib.collections import PolyCollection
-
     total = sum(len(partition.layers) for partition in partitions)
-    parts, faces, layers, lines, position = [], [], [], [], 0
+    parts: list[tuple[int, float, float]] = []
+    layers: list[tuple[int, float, float]] = []
+    faces, lines = [], []
     for stage, partition in enumerate(partitions):
         left = 0.0
         for name, (forward, backward) in zip(partition.layers, partition.layer_seconds, strict=True):
             middle, right = left + scale * forward, left + scale * (forward + backward)
-            parts += [_corners(stage, left, middle), _corners(stage, middle, right)]
-            faces += [palette.hexadecimal(palette.colour(what, position, total)) for what in PARTS]
-            layers.append(_corners(stage, left, right))
+            light, dark = (palette.colour(what, len(layers), total) for what in PARTS)
+            parts += [(stage, left, middle), (stage, middle, right)]
+            faces += [light, dark]
+            layers.append((stage, left, right))
             lines.append(0.9 if min((right - left) * inches, row) * DPI >= LEAST_GAP_PIXELS else 0.0)
             if forward > backward:
-                _name(axes, name, (left + middle) / 2, stage, (middle - left) * inches, row, (INK, faces[-2]))
+                _name(axes, name, (left + middle) / 2, stage, (middle - left) * inches, row, (INK, light))
             else:
-                _name(axes, name, (middle + right) / 2, stage, (right - middle) * inches, row, ("white", faces[-1]))
+                _name(axes, name, (middle + right) / 2, stage, (right - middle) * inches, row, ("white", dark))
             left = right
-            position += 1
-    axes.add_collection(PolyCollection(parts, facecolors=faces, linewidths=0.0))
-    axes.add_collection(PolyCollection(layers, facecolors="none", edgecolors="white", linewidths=lines))
+    add_bars(axes, parts, facecolors=faces, linewidths=0.0)
+    add_bars(axes, layers, facecolors="none", edgecolors="white", linewidths=lines)
 
 
 def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: float, colours: tuple[str, str]) -> None:
@@ -133,73 +124,45 @@ def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: floa
         axes.text(x, stage, name, va="center", fontsize=min(FONT, upwards), rotation=90, **style)
 
 
-def _numbers(axes: "Axes", run: RunDescription, shown: Sequence[int], width: float, room: float) -> None:
+def _numbers(axes: "Axes", run: RunDescription, shown: Sequence[int], width: float, panel: float) -> None:
     """Beside each bar: the parameters of the stage, and the memory that it is predicted to need, without libraries."""
     columns = [("parameters", PARAMETERS_AT, [count(partition.parameters) for partition in run.partitions])]
     if run.prediction is not None:
         columns.append(("memory of the model", MEMORY_AT, [size(number) for number in run.prediction.memory_bytes]))
-    panel = room - HEADING_INCHES
     for heading, at, numbers in columns:
-        x = 1 + at / width
-        top = 1 + 0.1 / panel
-        axes.text(x, top, heading, transform=axes.transAxes, ha="right", fontsize=FONT, color=PALE_INK)
+        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right"}  # of the width, and a stage
+        x, above = 1 + at / width, -0.5 - 0.1 * len(numbers) / panel
+        axes.text(x, above, heading, fontsize=FONT, color=PALE_INK, **place)
         for stage in shown:
-            y = 1 - (stage + 0.5) / len(run.partitions)
-            style: dict[str, Any] = {"ha": "right", "va": "center_baseline", "fontsize": 9, "color": INK}
-            axes.text(x, y, numbers[stage], transform=axes.transAxes, **style)
+            axes.text(x, stage, numbers[stage], va="center_baseline", fontsize=9, color=INK, **place)
 
 
-def _title(figure: "Figure", run: RunDescription, height: float) -> None:
+def _title(axes: "Axes", run: RunDescription, width: float, panel: float) -> None:
     stages = [_seconds(partition) for partition in run.partitions]
     layers = sum(len(partition.layers) for partition in run.partitions)
-    y = 1 - 0.27 / height
-    title = f"{run.model_name}  ·  {layers:,} layers on {len(stages)} stage{'s' if len(stages) > 1 else ''}"
-    words: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline"}
-    figure.text(LEFT_INCHES / WIDTH_INCHES, y, title, fontweight="bold", **words)
     longest = duration(max(stages)) if run.prediction is not None else percent(max(stages) / sum(stages))
     if len(stages) > 1:
         over = max(stages) * len(stages) / sum(stages) - 1
         longest = f"slowest stage {longest} ({percent(over)} over the mean)"
-    figure.text(1 - 0.15 / WIDTH_INCHES, y, longest, ha="right", **words)
+    title = f"{run.model_name}  ·  {layers:,} layers on {plural(len(stages), 'stage')}"
+    words: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
+    y = 1 + (TITLE_INCHES - 0.27 + HEADING_INCHES) / panel
+    axes.text(0, y, title, fontweight="bold", **words)
+    axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **words)
 
 
 def _legend(figure: "Figure", run: RunDescription) -> None:
     """The layers across, forward above backward; then the mean."""
-    import numpy as np
+    from matplotlib.lines import Line2D
 
-    width, height = figure.get_size_inches()
-    axes = figure.add_axes((0.0, 0.0, 1.0, LEGEND_INCHES / height))  # in inches from here on
-    axes.set(xlim=(0, width), ylim=(0, LEGEND_INCHES))
-    axes.set_axis_off()
-    words: dict[str, Any] = {"fontsize": FONT, "color": INK, "va": "center_baseline"}
     layers = min(64, sum(len(partition.layers) for partition in run.partitions))
-    table = [[palette.colour(what, n, layers) for n in range(layers)] for what in PARTS]
-    top, line, left = 0.42, 0.16, LEFT_INCHES
-    axes.imshow(
-        np.array(table, np.uint8),
-        extent=(left + 0.75, left + 2.55, top - 2 * line, top),
-        aspect="auto",
-        interpolation="nearest",
-    )
-    axes.set(xlim=(0, width), ylim=(0, LEGEND_INCHES))
-    for row, what in enumerate(PARTS):
-        axes.text(left, top - line * (row + 0.5), palette.WORDS[what], **words)
-    axes.text(left + 2.65, top - line, "first to last layer", **words)
+    rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
+    axes = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
+    beside: dict[str, Any] = {"transform": axes.transAxes, "va": "center_baseline", "fontsize": FONT, "color": INK}
+    axes.text(1.06, 0.5, "first to last layer", **beside)
     if len(run.partitions) > 1:
-        at = left + 4.1
-        colour = palette.hexadecimal(palette.UPDATE)
-        axes.plot([at, at + 0.34], [top - line] * 2, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
-        axes.text(at + 0.42, top - line, "mean of the stages: no cut is faster", **words)
-
-
-def _corners(stage: int, start: float, end: float) -> list[tuple[float, float]]:
-    top, bottom = stage - BAR_HEIGHT / 2, stage + BAR_HEIGHT / 2
-    return [(start, top), (end, top), (end, bottom), (start, bottom)]
-
-
-def _shown(stages: int) -> range:
-    """The stages that are named."""
-    return range(0, stages, next(n for n in (1, 2, 4, 8, 16, 32, 64, 10**9) if stages / n <= SHOWN_STAGES))
+        mean = Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE)
+        add_legend(figure, [mean], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
 
 
 def _seconds(partition: PartitionDescription) -> float:

@@ -6,8 +6,8 @@ A pie tells its own slices apart; beside two others it is bars on one axis that 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.plots.palette import hexadecimal, oklch
-from gpipe_cli.reporting.plots.timeline import DPI, INK, PALE_INK, WIDTH_INCHES
+from gpipe_cli.reporting.plots.palette import INK, oklch
+from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure, pixels
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.timeline_view import SHARES
 
@@ -35,35 +35,21 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> "NDArray[np.
 
     Shares are named as in SHARES; one that is missing is none.
     """
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    height = ROW_INCHES * len(bars) + AXIS_INCHES + LEGEND_INCHES
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
-    room = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
-    box = (LEFT_INCHES / WIDTH_INCHES, AXIS_INCHES / height, room / WIDTH_INCHES, ROW_INCHES * len(bars) / height)
-    axes = figure.add_axes(box)
+    height = ROW_INCHES * len(bars)
+    figure = new_figure(height + AXIS_INCHES + LEGEND_INCHES)
+    axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES, WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES, height)
     left = [0.0] * len(bars)
     for name in SHARES:
         widths = [shares.get(name, 0.0) for _, shares in bars]
-        fill = hexadecimal(oklch(*COLOURS[name]))
-        axes.barh(range(len(bars)), widths, left=left, height=0.66, color=fill, label=share_word(name), linewidth=0)
+        drawn = axes.barh(range(len(bars)), widths, 0.66, left, color=oklch(*COLOURS[name]), label=share_word(name))
+        words = [f"{100 * width:.1f}" if width >= LEAST_NAMED else "" for width in widths]
         ink = "white" if COLOURS[name][0] < 0.6 else INK
-        for at, width in enumerate(widths):
-            if width >= LEAST_NAMED:
-                words = f"{100 * width:.1f}"
-                axes.text(left[at] + width / 2, at, words, ha="center", va="center_baseline", fontsize=9, color=ink)
+        for number in axes.bar_label(drawn, words, label_type="center", fontsize=9, color=ink):
+            number.set_va("center_baseline")  # as the names of the bars
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=9.5, color=INK)
     axes.set_xlim(0, 1)
     axes.set_ylim(len(bars) - 0.5, -0.5)
-    ticks = [step / 5 for step in range(6)]
-    axes.set_xticks(ticks, [f"{100 * tick:.0f} %" for tick in ticks], fontsize=8.5, color=PALE_INK)
-    axes.tick_params(length=0, pad=5)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
     figure.legend(loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=len(SHARES), frameon=False, fontsize=9)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels(figure)

@@ -121,7 +121,7 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
     entries = []
     for what in ACTIONS:
         if what in seen:
-            colours = [palette.hexadecimal(palette.colour(what, m, micro_batches)) for m in range(micro_batches)]
+            colours = [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
             stops = ",".join(colours if len(colours) > 1 else colours * 2)
             gradient = f'<i style="background:linear-gradient(90deg,{stops})"></i>'
             entries.append(f"<span>{gradient}{what} {palette.WORDS[what]}</span>")
@@ -149,9 +149,9 @@ def _table(picture: StepPicture) -> str:
 def _colours(micro_batches: int) -> Iterator[str]:
     """A rule for every action's colour; a recomputation has the rim of its forward."""
     for m in range(micro_batches):
-        rim = palette.hexadecimal(palette.colour("F", m, micro_batches))
+        rim = palette.colour("F", m, micro_batches)
         for what in ACTIONS:
-            fill = palette.hexadecimal(palette.colour(what, m, micro_batches))
+            fill = palette.colour(what, m, micro_batches)
             yield f".{what}{m}{{fill:{fill}{f';stroke:{rim}' if what == 'R' else ''}}}"
 
 
@@ -161,6 +161,7 @@ def _views(picture: StepPicture) -> list[TimelineView]:
 
 def _image(views: Sequence[TimelineView]) -> str:
     """The picture as base64 of a PNG."""
-    from gpipe_cli.reporting.plots.timeline import draw, png
+    from gpipe_cli.reporting.plots.picture import png
+    from gpipe_cli.reporting.plots.timeline import draw
 
     return base64.b64encode(png(draw(views))).decode("ascii")

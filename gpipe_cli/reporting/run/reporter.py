@@ -122,7 +122,8 @@ class Reporter:
         """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
         if self._status != "running":
             return
-        from gpipe_cli.reporting.plots.timeline import draw, write_picture
+        from gpipe_cli.reporting.plots.picture import write_picture
+        from gpipe_cli.reporting.plots.timeline import draw
 
         self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
         title = f"{self._run.model_name} on {self._run.dataset_name}"
@@ -137,7 +138,7 @@ class Reporter:
     def _draw_cut(self) -> None:
         """The partitions as a picture, once: with the first timeline, as whoever waits for one waits for both."""
         from gpipe_cli.reporting.plots import partition as partition_picture
-        from gpipe_cli.reporting.plots.timeline import write_picture
+        from gpipe_cli.reporting.plots.picture import write_picture
 
         if self._cut_drawn or not partition_picture.known(self._run):
             return

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import partition as partition_picture
+from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.timeline_view import StepPicture
@@ -31,10 +32,10 @@ def cut(*stages: Seconds, **changes: Any) -> RunDescription:
 def widths(picture: NDArray[np.uint8], run: RunDescription) -> list[tuple[int, int]]:
     """The pixels across that each layer's forward and backward have, in the line where there are most."""
     layers = sum(len(partition.layers) for partition in run.partitions)
-    bars = picture[: -round(partition_picture.LEGEND_INCHES * partition_picture.DPI)]
+    bars = picture[: -round(partition_picture.LEGEND_INCHES * DPI)]
 
     def most(colour: palette.Colour) -> int:
-        return int((bars == colour).all(axis=2).sum(axis=1).max())
+        return int((bars == palette.rgb(colour)).all(axis=2).sum(axis=1).max())
 
     return [
         (most(palette.colour("F", layer, layers)), most(palette.colour("B", layer, layers))) for layer in range(layers)
@@ -62,7 +63,7 @@ def test_layers_that_are_not_trained_have_no_backward() -> None:
 def test_few_and_many_stages_are_all_there(stages: int) -> None:
     run = cut(*(((1e-3, 2e-3),) * 4,) * stages)
     picture = partition_picture.draw(run)
-    assert picture.shape[1] == partition_picture.WIDTH_INCHES * partition_picture.DPI
+    assert picture.shape[1] == WIDTH_INCHES * DPI
     assert picture.shape[0] < 1200
     coloured = picture[:, 250:1300].max(axis=2).astype(int) - picture[:, 250:1300].min(axis=2) > 30
     rows = coloured.mean(axis=1) > 0.9  # lines of pixels inside of a bar

@@ -7,7 +7,8 @@ from reporting_runs import shares, timeline
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import timeline as drawing
-from gpipe_cli.reporting.plots.timeline import draw, write_picture
+from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES, write_picture
+from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.timeline_view import Bar, TimelineView
 
 
@@ -24,11 +25,11 @@ def pixel(views: list[TimelineView], panel: int, stage: int, seconds: float, dow
     """Where the picture of views with equally many stages shows a time; `down` from the top of the stage's row."""
     stages = len(views[0].stages)
     height = min(drawing.ROW_INCHES * stages, drawing.PANEL_INCHES)
-    top = drawing.TOP_INCHES + panel * (drawing.TITLE_INCHES + height) + drawing.TITLE_INCHES
-    room = drawing.WIDTH_INCHES - drawing.LEFT_INCHES - drawing.RIGHT_INCHES
+    top = panel * (drawing.TITLE_INCHES + height) + drawing.TITLE_INCHES
+    room = WIDTH_INCHES - drawing.LEFT_INCHES - drawing.RIGHT_INCHES
     end = max(view.end_seconds for view in views) * drawing.MARGIN
-    row = (top + height * (stage + down) / stages) * drawing.DPI
-    return round(row), round((drawing.LEFT_INCHES + room * seconds / end) * drawing.DPI)
+    row = (top + height * (stage + down) / stages) * DPI
+    return round(row), round((drawing.LEFT_INCHES + room * seconds / end) * DPI)
 
 
 def colour_at(picture: np.ndarray, place: tuple[int, int]) -> tuple[int, ...]:
@@ -39,26 +40,26 @@ def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() 
     views = [timeline(), timeline(0.005, kind="predicted")]
     picture = draw(views)
     assert picture.dtype == np.uint8
-    assert picture.shape[1:] == (round(drawing.WIDTH_INCHES * drawing.DPI), 3)
+    assert picture.shape[1:] == (round(WIDTH_INCHES * DPI), 3)
     for panel, view in enumerate(views):  # one axis: the predicted step ends in the middle of the picture
         for stage, bars in enumerate(view.stages):
             for bar in bars:
                 if bar.what in ("F", "B"):
                     quarter = bar.start_seconds + (bar.end_seconds - bar.start_seconds) / 4
                     found = colour_at(picture, pixel(views, panel, stage, quarter))
-                    assert found == palette.colour(bar.what, bar.micro_batch, 2), (panel, stage, bar)
-    assert colour_at(picture, pixel(views, 0, 1, 0.12)) == palette.UPDATE
+                    assert found == palette.rgb(palette.colour(bar.what, bar.micro_batch, 2)), (panel, stage, bar)
+    assert colour_at(picture, pixel(views, 0, 1, 0.12)) == palette.rgb(palette.UPDATE)
     assert colour_at(picture, pixel(views, 1, 1, 0.117)) == (255, 255, 255)
     idle = {colour_at(picture, pixel(views, 0, 1, 0.1 + n / 5000)) for n in range(10)}
-    assert palette.IDLE in idle
+    assert palette.rgb(palette.IDLE) in idle
     assert len(idle) > 1  # hatched
 
 
 def test_the_longer_timeline_makes_the_axis_whichever_it_is() -> None:
     views = [timeline(0.005), timeline(0.01, kind="predicted")]
     picture = draw(views)
-    assert colour_at(picture, pixel(views, 0, 0, 0.0325)) == palette.colour("B", 1, 2)
-    assert colour_at(picture, pixel(views, 1, 0, 0.065)) == palette.colour("B", 1, 2)
+    assert colour_at(picture, pixel(views, 0, 0, 0.0325)) == palette.rgb(palette.colour("B", 1, 2))
+    assert colour_at(picture, pixel(views, 1, 0, 0.065)) == palette.rgb(palette.colour("B", 1, 2))
 
 
 def many(stages: int, micro_batches: int) -> TimelineView:
@@ -73,10 +74,10 @@ def test_many_bars_are_sampled() -> None:
     for stage in (0, 64, 127):
         for m in (3, 255, 500):  # a pixel holds about as many forwards as backwards
             found = np.array(colour_at(picture, pixel([view], 0, stage, 2 * m + 1, down=0.5)))
-            parts = np.array([palette.colour("F", m, 512), palette.colour("B", m, 512)])
+            parts = np.array([palette.rgb(palette.colour("F", m, 512)), palette.rgb(palette.colour("B", m, 512))])
             assert (found >= parts.min(0) - 4).all(), (stage, m)
             assert (found <= parts.max(0) + 4).all(), (stage, m)
-        assert colour_at(picture, pixel([view], 0, stage, 3 * 512, down=0.5)) == palette.IDLE
+        assert colour_at(picture, pixel([view], 0, stage, 3 * 512, down=0.5)) == palette.rgb(palette.IDLE)
 
 
 def test_sampled_and_drawn_bars_agree(monkeypatch: pytest.MonkeyPatch) -> None:
