@@ -73,7 +73,7 @@ def _panel(axes: "Axes", column: Column, hatched: Sequence[bool]) -> None:
         edgecolor="white", linewidth=0, hatch=[SHARED_HATCH if shared else "" for shared in hatched],
     )  # fmt: skip
     for label in axes.bar_label(bars, column.cells, padding=2, fontsize=8.5, color=INK):
-        label.set_va("center_baseline")  # as the names of the runs
+        label.set_verticalalignment("center_baseline")  # as the names of the runs
     axes.set_xlim(0, largest * 1.32)  # room for the number behind the longest bar
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xticks([])

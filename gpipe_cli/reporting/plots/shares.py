@@ -45,7 +45,7 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> "NDArray[np.
         words = [f"{100 * width:.1f}" if width >= LEAST_NAMED else "" for width in widths]
         ink = "white" if COLOURS[name][0] < 0.6 else INK
         for number in axes.bar_label(drawn, words, label_type="center", fontsize=9, color=ink):
-            number.set_va("center_baseline")  # as the names of the bars
+            number.set_verticalalignment("center_baseline")  # as the names of the bars
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=9.5, color=INK)
     axes.set_xlim(0, 1)
