@@ -269,7 +269,7 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     ours = SweepFolder("train", ["-m"])
     path = ours.choose(tmp_path / "sweep")
-    ours.begin()
+    ours.write()
     (tmp_path / "notes.txt").touch()
     (path / "refused").mkdir()  # there was never a run
     (path / "refused" / "notes.txt").touch()

@@ -10,6 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from gpipe_cli.commands.folders import locked_folder
+from gpipe_cli.config.settings import newest_runs
 
 OUTPUT = Path("outputs")
 HELP = """\
@@ -130,7 +131,5 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
 
 def _newest() -> str:
     """`; the newest runs are outputs/a, outputs/b`, if there are any."""
-    from gpipe_cli.reporting.compare.run_record import newest_runs
-
     newest = [str(run) for run in newest_runs(OUTPUT)]
     return f"; the newest runs are {', '.join(newest)}" if newest else f"; there is no run in {OUTPUT} either"

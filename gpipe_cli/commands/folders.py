@@ -64,11 +64,11 @@ def run_folder(
 
 
 @contextmanager
-def locked_folder(chosen: Path, setting: str, *, new: bool) -> Iterator[Path]:
+def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: float = 0.0) -> Iterator[Path]:
     """The folder `chosen`, made if need be, and if it must be `new` one beside it; no other command may work there.
 
-    Afterwards it is removed if it is empty, with those above that were made for it. `setting` is what an error begins
-    with.
+    Afterwards it is removed if it is empty, with those above that were made for it. Errors begin with `setting`;
+    `patience_seconds`: how long to wait for a command that may be ending.
 
     Raises:
         ValueError: it cannot be made, or another process is at work there.
@@ -77,7 +77,7 @@ def locked_folder(chosen: Path, setting: str, *, new: bool) -> Iterator[Path]:
     try:
         folder = make_new(chosen) if new else chosen
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
+        lock = FolderLock(folder, patience_seconds)
     except FolderInUseError as error:
         raise ValueError(f"{setting}: {error}; wait for its end, or choose another folder") from error
     except OSError as error:

@@ -110,7 +110,7 @@ class Sweep:
             Cell(number, *of_job)
             for number, of_job in enumerate(zip(named, varied, jobs, requests, strict=True), first + 1)
         ]
-        self._folder.begin()
+        self._folder.write()
         self.planned += len(cells) * self.rounds
         turns = [(turn, cell) for turn in range(1, self.rounds + 1) for cell in cells]
         last: dict[int, Run] = {}

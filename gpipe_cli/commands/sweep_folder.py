@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpipe_cli.commands.folders import absent_above, remove_empty
-from gpipe_cli.reporting.compare.run_record import CONFIG
+from gpipe_cli.commands.folders import locked_folder
+from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import read_result, write_result
-from gpipe_cli.system.files import FolderInUseError, FolderLock
 
 SWEEP = "sweep.json"
 HYDRAS = "multirun.yaml"  # Hydra writes it before it has read the settings
@@ -54,77 +53,40 @@ class SweepFolder:
         self.command, self.arguments = command, tuple(arguments)
         self.path = path
         self.resumes = path is not None
-        self._begun = False
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._abandoned: list[str] = []  # folders of runs that began again in another one
-        self._above: list[Path] = []  # folders that were made for this one
-        self._lock: FolderLock | None = None
+        self._lock = contextlib.ExitStack()
 
     def choose(self, path: Path) -> Path:
-        """Where the sweep will lie: at `path`; if another sweep of this second has taken it, beside it.
-
-        Raises:
-            ValueError: a sweep lies where this one was told to or is still at work there, or no folder can be made
-                there.
-        """
-        count, free, self._above = 1, path, absent_above(path)
-        while not self._take(free):
-            if any(argument.startswith(PLACE) for argument in self.arguments):
-                raise ValueError(
-                    f"{PLACE}{path}: a sweep lies there already; go on with it by resume={path}, or choose another"
-                )
-            count += 1
-            free = path.with_name(f"{path.name}-{count}")
-        self.path = free
-        return free
-
-    def _take(self, folder: Path) -> bool:
-        """Make and lock the folder; whether that was possible. The forks of this process hold the lock, too.
+        """Where the sweep will lie, locked: at `path`, or beside it if that is taken and was not typed.
 
         Two that go on with one sweep would run everything twice, and remove what the other is about to do. A run whose
-        sweep was killed may still be ending: this waits for it.
+        sweep was killed may still be ending: a sweep that goes on waits for it. Forks of this process hold the lock.
 
         Raises:
-            ValueError: no folder can be made there, or a sweep that is to go on is at work.
+            ValueError: a sweep lies where this one was told to, or is at work there, or no folder can be made there.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(folder, _ENDING_SECONDS if self.resumes else 0.0)
-        except OSError as error:
-            raise ValueError(f"{folder}: no folder can be made there ({error.strerror}); choose another") from error
-        except FolderInUseError as error:
-            if self.resumes:
-                raise ValueError(f"{override('resume', str(folder))}: {error}; wait for its end, or stop it") from error
-            return False
-        if not self.resumes and (folder / SWEEP).exists():
-            self._release()
-            return False
-        return True
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def begin(self) -> None:
-        """The settings are known to be readable: the sweep exists from now on."""
-        self._begun = True
-        self._write()
+        typed = any(argument.startswith(PLACE) for argument in self.arguments)
+        setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
+        patience = _ENDING_SECONDS if self.resumes else 0.0
+        lock = locked_folder(path, setting, new=not typed and not self.resumes, patience_seconds=patience)
+        folder = self._lock.enter_context(lock)
+        if typed and (folder / SWEEP).exists():
+            self._lock.close()
+            raise ValueError(f"{setting}: a sweep lies there already; go on with it by resume={path} or choose another")
+        self.path = folder
+        return folder
 
     def withdraw(self) -> None:
         """Every run was refused: there was no sweep."""
         assert self.path is not None
-        self._begun = False
         (self.path / SWEEP).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Allow others in again, and remove what Hydra has left of a sweep that never began."""
-        self._release()
-        if self.path is None or self._begun or self.resumes:
-            return
-        if {file.name for file in self.path.glob("*")} <= {HYDRAS}:
+        if self.path is not None and not (self.path / SWEEP).exists():
             (self.path / HYDRAS).unlink(missing_ok=True)
-            remove_empty(self.path, *self._above)
+        self._lock.close()
 
     def last(self, run: int, turn: int, name: str) -> Attempt | None:
         """What became of a run in the round `turn`, as far as it was begun."""
@@ -133,7 +95,7 @@ class SweepFolder:
 
     def record(self, attempt: Attempt) -> None:
         self._attempts[attempt.run, attempt.round] = attempt
-        self._write()
+        self.write()
 
     def give_up(self, attempt: Attempt) -> None:
         """The run will begin again in a new folder. Where the old one holds nothing to go on from, it goes.
@@ -157,7 +119,7 @@ class SweepFolder:
         if folder.exists():
             self._abandoned.append(attempt.folder)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         assert self.path is not None
         runs = [asdict(attempt) for _, attempt in sorted(self._attempts.items())]
         values = {"command": self.command, "arguments": self.arguments, "runs": runs, "abandoned": self._abandoned}

@@ -48,15 +48,7 @@ class ImagesConfig:
 
     def __post_init__(self) -> None:
         synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
-        for key, value, belongs in (
-            ("root", self.root, on_disk),
-            ("train_samples", self.train_samples, synthetic),
-            ("test_samples", self.test_samples, synthetic),
-        ):
-            if value is None and belongs:
-                raise ValueError(f"dataset.{key}=null: dataset={self.name} needs a value; give dataset.{key}=...")
-            if value is not None and not belongs:
-                raise ValueError(f"dataset.{key}={show(value)}: dataset={self.name} has no such setting; leave it out")
+        _check_needed(self, root=on_disk, train_samples=synthetic, test_samples=synthetic)
         if self.download and self.name not in ("cifar10", "cifar100", "oxford_pets", "food101", "fgvc_aircraft"):
             raise ValueError(f"dataset.download=true: dataset={self.name} cannot be downloaded; leave it out")
         if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
@@ -85,19 +77,21 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         synthetic, pairs = self.name == "synthetic_text", self.name in ("cldr", "parallel_text")
-        for key, value, belongs in (
-            ("root", self.root, self.name in ("text_files", "parallel_text")),
-            ("direction", self.direction, self.name == "cldr"),
-            ("temperature", self.temperature, pairs),
-            ("train_samples", self.train_samples, synthetic),
-            ("test_samples", self.test_samples, synthetic),
-        ):
-            if value is None and belongs:
-                raise ValueError(f"dataset.{key}=null: dataset={self.name} needs a value; give dataset.{key}=...")
-            if value is not None and not belongs:
-                raise ValueError(f"dataset.{key}={show(value)}: dataset={self.name} has no such setting; leave it out")
+        files = self.name in ("text_files", "parallel_text")
+        _check_needed(self, root=files, train_samples=synthetic, test_samples=synthetic, temperature=pairs)
+        _check_needed(self, direction=self.name == "cldr")
         if self.drop_long and not pairs:
             raise ValueError(f"dataset.drop_long=true: dataset={self.name} has no such setting; leave it out")
 
 
 DatasetConfig = ImagesConfig | TextConfig
+
+
+def _check_needed(config: DatasetConfig, **needed: bool) -> None:
+    """Raises ValueError for a setting that the data set needs and does not have, or has and does not need."""
+    for key, is_needed in needed.items():
+        value = getattr(config, key)
+        if value is None and is_needed:
+            raise ValueError(f"dataset.{key}=null: dataset={config.name} needs a value; give dataset.{key}=...")
+        if value is not None and not is_needed:
+            raise ValueError(f"dataset.{key}={show(value)}: dataset={config.name} has no such setting; leave it out")

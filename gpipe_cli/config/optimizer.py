@@ -59,21 +59,12 @@ class PaperLearningRateConfig:
     every_epochs: Annotated[float, Within(SMALLEST, 10**9, use=3)]
     warmup_epochs: Epochs
 
-    @property
-    def scale(self) -> str:
-        """The setting that makes all rates smaller."""
-        return "per_sample"
-
 
 @dataclass(frozen=True, slots=True)
 class InverseSqrtLearningRateConfig:
     name: Literal["inverse_sqrt"]
     peak: Positive
     warmup_steps: Count
-
-    @property
-    def scale(self) -> str:
-        return "peak"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +74,12 @@ class CosineLearningRateConfig:
     warmup_epochs: Epochs
     final_share: Share
 
-    @property
-    def scale(self) -> str:
-        return "peak"
-
 
 @dataclass(frozen=True, slots=True)
 class ConstantLearningRateConfig:
     name: Literal["constant"]
     peak: Positive
     warmup_epochs: Epochs
-
-    @property
-    def scale(self) -> str:
-        return "peak"
 
 
 OptimizerConfig = RMSPropConfig | SGDConfig | AdamConfig | AdafactorConfig

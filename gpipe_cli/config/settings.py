@@ -32,6 +32,7 @@ from gpipe_cli.system.files import regular_size
 
 T = TypeVar("T")
 
+CONFIG = "config.yaml"  # a folder that holds it is a run
 TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
 
 Task = Literal["classification", "language_model", "translation"]
@@ -288,7 +289,7 @@ def load(path: Path) -> TrainConfig:
     Raises:
         ValueError: the file is not there, is not YAML, or holds settings that this version does not know.
     """
-    file = path / "config.yaml" if path.is_dir() else path
+    file = path / CONFIG if path.is_dir() else path
     with suppress(OSError, yaml.YAMLError):  # it is read again below
         check_yaml(file)
     try:
@@ -333,13 +334,21 @@ def find_run(key: str, run: str, output: str) -> Path:
         ValueError: there is no run in that folder; the line names the newest ones below `output`.
     """
     folder = Path(run)
-    if (folder / "config.yaml").is_file():
+    if (folder / CONFIG).is_file():
         return folder
-    # Runs lie in the output folder, those of a sweep one level deeper.
-    below = list(folder.glob("*/config.yaml")) if run else []
-    found = below or [file for depth in ("*", "*/*") for file in Path(output).glob(f"{depth}/config.yaml")]
-    newest = [str(file.parent) for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)[:3]]
-    remedy = f"the newest runs {'in it ' if below else ''}are {', '.join(newest)}"
-    if not newest:
-        remedy = f"there is no run in {output} either"
-    raise ValueError(f"{key}={run}: no run there (looked for {folder / 'config.yaml'}); {remedy}")
+    below = newest_runs(folder) if run else []
+    newest = ", ".join(str(found) for found in below or newest_runs(Path(output)))
+    remedy = (
+        f"the newest runs {'in it ' if below else ''}are {newest}" if newest else f"there is no run in {output} either"
+    )
+    raise ValueError(f"{key}={run}: no run there (looked for {folder / CONFIG}); {remedy}")
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The runs in an output folder, and those of the sweeps in it, which lie one level deeper."""
+    return [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG}")]
+
+
+def newest_runs(folder: Path) -> list[Path]:
+    """The three runs in an output folder or a sweep that were begun last."""
+    return sorted(runs_below(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)[:3]

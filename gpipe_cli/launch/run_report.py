@@ -19,7 +19,7 @@ from gpipe_cli.config.model import (
     TransformerLMConfig,
     TransformerNMTConfig,
 )
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import CONFIG, TrainConfig
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
@@ -32,7 +32,6 @@ from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.planner.step_schedule import checked_schedule
-from gpipe_cli.reporting.compare.run_record import CONFIG
 from gpipe_cli.reporting.plan_view import predicted_view
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, Prediction, RunDescription
 from gpipe_cli.reporting.run.hyperparameters import settings_of

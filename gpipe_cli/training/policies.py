@@ -101,8 +101,9 @@ class DivergedError(RuntimeError):
 def refuse_nonsense(config: TrainConfig, loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
     """Raises DivergedError if the loss or the gradient norm is not finite; `step` and `epoch` count from 1."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
+        scale = "per_sample" if config.learning_rate.name == "paper" else "peak"
         raise DivergedError(
             f"step {step} (epoch {epoch}): the loss is {loss} and the gradient norm {norm}; it has diverged "
-            f"at learning rate {rate:g}; use a smaller learning_rate.{config.learning_rate.scale}, a longer warm-up, "
+            f"at learning rate {rate:g}; use a smaller learning_rate.{scale}, a longer warm-up, "
             "or gradient_clipping=10"
         )

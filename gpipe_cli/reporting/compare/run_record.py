@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.result import RESULT, flattened, read_result
 
-CONFIG = "config.yaml"  # a folder that holds it is a run
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
 MOST_POINTS = 100_000  # of a curve; of longer ones TensorBoard's reader keeps a sample, always the same
@@ -159,16 +159,10 @@ def find_runs(folder: Path) -> list[Path]:
         raise ValueError(f"{folder}: there is no such folder")
     if (folder / CONFIG).is_file():
         return [folder]
-    found = [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG}")]
+    found = runs_below(folder)
     if not found:
         raise ValueError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
     return sorted(found, key=_counted)
-
-
-def newest_runs(output: Path, most: int = 3) -> list[Path]:
-    """The runs in ``output`` and its sweeps that were begun last."""
-    files = [file for depth in ("*", "*/*") for file in output.glob(f"{depth}/{CONFIG}")]
-    return [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:most]]
 
 
 def _counted(folder: Path) -> list[tuple[bool, int, str]]:
