@@ -1,11 +1,13 @@
 """Layers are timed by workers like those of a run, in segments if need be, and what was found is remembered."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_runs import traced
 from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
@@ -34,15 +36,16 @@ def machine_is_not_timed() -> None:
 
 
 def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
-    said: list[str] = []
-    return step_costs(config, profile, said.append), said
+    lines: list[str] = []
+    return step_costs(config, profile, lines.append), lines
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
+    """8 samples in 3 micro-batches: the largest has 3 and is what is timed; a plan takes their mean."""
     config = configure(*TINY, "cost=measured", f"partitions={partitions}", "ema_decay=0.9")
-    profile = profile_model(config)
-    costs, said = timed(config, profile)
+    profile = traced(*TINY, "ema_decay=0.9")
+    costs, lines = timed(config, profile)
     assert costs.basis == "timed_layers"
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
@@ -52,45 +55,60 @@ def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
     assert len(costs.slowdown) == 2 or partitions == 1
     linked = min(edge.forward_seconds for edge in costs.edges) > 0
     assert linked == (partitions == 2)
-    assert said == [f"timing each of {len(profile.costs)} layers for micro-batches of 3 (cost=measured) ..."]
-    assert len(list(cache.iterdir())) == 1
+    assert lines == [f"timing each of {len(profile.costs)} layers for micro-batches of 3 (cost=measured) ..."]
+    (file,) = cache.iterdir()
+    raw, _ = json.loads(file.read_text(encoding="utf-8"))
+    assert costs.layers[0].backward == pytest.approx(raw["alone"][0][2] * 8 / 9)
 
 
 def test_what_was_measured_is_remembered_until_something_changes(cache: Path) -> None:
-    config = configure(*TINY, "cost=measured", "partitions=1")
-    profile = profile_model(config)
+    config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
     first, _ = timed(config, profile)
     (file,) = cache.iterdir()
-    again, said = timed(config, profile)
-    assert (again, said) == (first, [])
+    assert timed(config, profile) == (first, [])
     # what layers do not depend on changes nothing; neither does a number of epochs
     assert timed(replace(config, epochs=99, recompute="never"), profile)[1] == []
     # a file that was damaged is measured again
-    file.write_text("{", encoding="utf-8")
-    assert len(timed(config, profile)[1]) == 1
     whole = file.read_text(encoding="utf-8")
-    file.write_text(whole.replace("0.0", "0.1", 1), encoding="utf-8")
     assert whole.count("0.0")
-    assert len(timed(config, profile)[1]) == 1
+    for damaged in ("{", whole.replace("0.0", "0.1", 1)):
+        file.write_text(damaged, encoding="utf-8")
+        assert len(timed(config, profile)[1]) == 1
     # other micro-batches, and being told to
     assert len(timed(replace(config, micro_batches=1), profile)[1]) == 1
     assert len(timed(replace(config, cost="measured_anew"), profile)[1]) == 1
     assert len(list(cache.iterdir())) == 2
 
 
-def test_uneven_micro_batches_take_their_mean(cache: Path) -> None:
-    """8 samples in 3: the largest has 3 and is what is timed."""
-    config = configure(*TINY, "cost=measured", "partitions=1")
-    profile = profile_model(config)
-    costs, _ = timed(config, profile)
-    (file,) = cache.iterdir()
-    raw, _ = json.loads(file.read_text(encoding="utf-8"))
-    assert costs.layers[0].backward == pytest.approx(raw["alone"][0][2] * 8 / 9)
+def test_without_a_home_folder_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user of a container who is in no list of users."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    assert timing._file("costs", {}) is None
+    timing._remember(None, {"a": 1}, False, print)
+    assert timing._remembered(None) is None
+
+
+@pytest.mark.parametrize(
+    ("share_of_core", "processes", "threads", "busy"),
+    [
+        (0.95, 2, 1, False), (0.5, 2, 1, True),
+        (0.95, 1, 2, False), (0.5, 1, 2, True),
+        (0.48, 4, 1, False), (0.3, 4, 1, True),  # four take turns on two cores: half a core is all that each can have
+        (0.24, 4, 2, False),
+    ],
+)  # fmt: skip
+def test_a_machine_is_busy_if_processes_have_less_than_their_share(
+    share_of_core: float, processes: int, threads: int, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "_OWN_SHARE", 0.9)  # not the share that the other tests allow
+    monkeypatch.setattr(timing, "usable_cores", lambda: 2)
+    assert timing._busy(share_of_core, processes, threads) == busy
 
 
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure(*TINY, "cost=measured", "partitions=1")
-    profile = profile_model(config)
+    config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
     layout = timing.make_placement(replace(config, cost="figures"), profile)
     assert len(timing._segments(config, profile, 3, layout)) > 1
@@ -132,22 +150,21 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     config = configure(*TINY, "cost=measured", "partitions=2")
     with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
-        step_costs(config, profile_model(config))
+        step_costs(config, traced(*TINY))
 
 
 def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """hardware=auto: remembered for as long as a probe takes as long as it did, and never for other processes."""
     monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)
-    config = configure(*TINY, "partitions=2")
-    profile = profile_model(config)
+    config, profile = configure(*TINY, "partitions=2"), traced(*TINY)
     remembered = cache.parent / "hardware"
-    costs, said = timed(config, profile)
+    costs, lines = timed(config, profile)
     assert costs.source.startswith("hardware=auto: this machine, timed just now")
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert min(edge.forward_seconds for edge in costs.edges) > 0
     assert costs.basis == "timed_machine"
-    assert len(said) == len(list(remembered.iterdir())) == 1
+    assert len(lines) == len(list(remembered.iterdir())) == 1
     assert timed(replace(config, micro_batches=1), profile)[1] == []
     plan = make_plan(config, profile, costs, None)
     view = plan_view(config, "model", profile, plan, place(config), (), ())
@@ -158,12 +175,9 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     assert len(timed(replace(config, partitions=1), profile)[1]) == 1
     assert len(list(remembered.iterdir())) == 2, "one process alone is another machine"
     monkeypatch.setattr(timing, "_OWN_SHARE", 2.0)  # busy, whatever else runs
-    costs, _ = timed(replace(config, partitions=1, memory_format="contiguous"), profile)
+    costs, lines = timed(replace(config, partitions=1, memory_format="contiguous"), profile)
     assert "while it was busy" in costs.source
-    assert (
-        "other programs had the cores"
-        in timed(replace(config, partitions=1, memory_format="contiguous"), profile)[1][-1]
-    )
+    assert "other programs had the cores" in lines[-1]
     assert len(list(remembered.iterdir())) == 2
 
 
@@ -172,6 +186,6 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
 )
 def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
     config = configure(*TINY, settings)
-    _, said = timed(config, profile_model(config))
-    assert said == []
+    _, lines = timed(config, traced(*TINY))
+    assert lines == []
     assert not cache.parent.exists()

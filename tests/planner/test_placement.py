@@ -1,14 +1,17 @@
-"""The cut and the placement of a run, and what a dry run says of them."""
+"""The cut, devices and processes of a run, and what a dry run says of them."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from plan_runs import traced
 from training_runs import TINY, command, configure
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.launch import prepare
+from gpipe_cli.planner import devices, placement
+from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.result import read_result
 
 
@@ -18,47 +21,45 @@ def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def placed(*settings: str) -> Placement:
+    return make_placement(configure(*TINY, *settings), traced(*TINY))
+
+
 def test_every_layer_is_somewhere_and_nothing_is_counted_twice() -> None:
-    config = configure(*TINY, "partitions=3")
-    layout, whole = make_placement(config), make_placement(configure(*TINY, "partitions=1"))
-    model = build_model(config)
-    assert [name for names in layout.layer_names for name in names] == [name for name, _ in model.named_children()]
-    assert sum(layout.parameters) == whole.parameters[0] == sum(p.numel() for p in model.parameters())
-    assert sum(layout.parameter_tensors) == whole.parameter_tensors[0] == len(list(model.parameters()))
-    assert sum(layout.cost) == pytest.approx(whole.cost[0])
-    assert max(layout.cost) < whole.cost[0] / 2
-    assert layout.first_layers == (0, len(layout.layer_names[0]), len(layout.layer_names[0] + layout.layer_names[1]))
-    assert len(layout.training_boundaries) == len(layout.evaluation_boundaries) == 2
+    cut, whole = placed("partitions=3"), placed("partitions=1")
+    model = build_model(configure(*TINY))
+    assert [name for names in cut.layer_names for name in names] == [name for name, _ in model.named_children()]
+    assert sum(cut.parameters) == whole.parameters[0] == sum(p.numel() for p in model.parameters())
+    assert sum(cut.parameter_tensors) == whole.parameter_tensors[0] == len(list(model.parameters()))
+    assert sum(cut.cost) == pytest.approx(whole.cost[0])
+    assert max(cut.cost) < whole.cost[0] / 2
+    assert cut.first_layers == (0, len(cut.layer_names[0]), len(cut.layer_names[0] + cut.layer_names[1]))
+    assert len(cut.training_boundaries) == len(cut.evaluation_boundaries) == 2
+    assert placed("partitions=3", "partition.balance=[1,5,1]").first_layers == (0, 1, 6)
 
 
 def test_the_auxiliary_logits_cross_boundaries_in_training_only() -> None:
-    layout = make_placement(configure(*TINY, "partitions=2", "partition.balance=[7,1]", "model.auxiliary_head=true"))
-    assert len(layout.training_boundaries[0]) == len(layout.evaluation_boundaries[0]) + 1
-    assert all(tensor.has_gradient for tensor in layout.training_boundaries[0][-1:])
-
-
-def test_a_balance_that_was_asked_for() -> None:
-    layout = make_placement(configure(*TINY, "partitions=3", "partition.balance=[1,5,1]"))
-    assert [len(names) for names in layout.layer_names] == [1, 5, 1]
-    assert layout.first_layers == (0, 1, 6)
+    cut = make_placement(configure(*TINY, "partitions=2", "partition.balance=[7,1]", "model.auxiliary_head=true"))
+    assert len(cut.training_boundaries[0]) == len(cut.evaluation_boundaries[0]) + 1
+    assert all(tensor.has_gradient for tensor in cut.training_boundaries[0][-1:])
 
 
 def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = make_placement(configure(*TINY, "partitions=1"))
+    alone = placed("partitions=1")
     assert (alone.distributed, alone.processes, alone.one_device, alone.stages_of(0)) == (False, 1, False, range(1))
-    turns = make_placement(configure(*TINY, "partitions=3", "executor=in_process"))
+    turns = placed("partitions=3", "executor=in_process")
     assert (turns.distributed, turns.processes, turns.one_device, turns.stages_of(0)) == (False, 1, True, range(3))
     assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
-    spread = make_placement(configure(*TINY, "partitions=3", "executor=distributed"))
+    spread = placed("partitions=3", "executor=distributed")
     for cores, shared in ((2, True), (3, False)):  # on two cores three processes take turns
-        monkeypatch.setattr("gpipe_cli.planner.placement.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(placement, "usable_cores", lambda cores=cores: cores)
         assert (spread.distributed, spread.processes, spread.one_device) == (True, 3, shared)
     assert [spread.stages_of(process) for process in range(3)] == [range(0, 1), range(1, 2), range(2, 3)]
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "labels"),
     [
         ("partitions=3 executor=distributed", ["cores"]),  # 3 processes of 1 thread on two cores
         ("partitions=2 executor=distributed threads=2", ["cores"]),
@@ -68,14 +69,27 @@ def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
         ("partitions=1 threads=2", []),
     ],
 )
-def test_more_stages_than_cores_are_said_before_the_run(
-    settings: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_note_before_the_run_says_that_stages_take_turns(
+    settings: str, labels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("planner.devices", "planner.placement", "launch.prepare"):
-        monkeypatch.setattr(f"gpipe_cli.{module}.usable_cores", lambda: 2)
-    prepared = prepare(configure(*TINY, *settings.split()), (), print)
-    assert [label for label, _ in prepared.notes] == said
-    assert prepared.layout.one_device == bool(said)
+    for module in (devices, placement, prepare):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    made = placed(*settings.split())
+    assert [label for label, _ in prepare._turns(made)] == labels
+    assert made.one_device == bool(labels)
+
+
+def test_limits_are_given_or_the_devices_own() -> None:
+    def limit(*settings: str) -> int | None:
+        return memory_limit(configure(*TINY, *settings))
+
+    assert limit() is None
+    assert limit("hardware.memory_gib=8") == 8 * 2**30
+    assert limit("hardware=tpu_v3") == 16 * 2**30
+    one, two = (limit("recompute=auto", f"partitions={k}") for k in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert one == pytest.approx(2 * two, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -89,38 +103,36 @@ def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, mon
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        make_placement(configure(*TINY, *settings.split()))
+        place(configure(*TINY, *settings.split()))
 
 
-def dry_run(tmp_path: Path, *settings: str) -> dict[str, object]:
-    with pytest.MonkeyPatch.context() as patch:
-        assert command(patch, "train", "dry_run=true", f"run_folder={tmp_path}", "device=cpu", *settings) == 0
-    files = sorted(path.name.split(".")[0] for path in tmp_path.iterdir())
-    assert files == ["config", "events", "partitions", "result"]
+@pytest.mark.parametrize(
+    ("settings", "parameters"),
+    [
+        # AmoebaNet-B (18, 512) has 557 million parameters (paper, section 4)
+        (
+            "model.variant=b model.normal_cells=18 model.filters=512 partitions=4 micro_batches=16 "
+            "dataset=image_folder dataset.root=nowhere dataset.image_size=331 dataset.num_classes=1000",
+            557_277_864,
+        ),
+        # weights of 43 GB, which nothing allocates
+        ("model.normal_cells=6 model.filters=4096 dataset=synthetic_images partitions=8", 10_794_913_160),
+    ],
+)
+def test_a_dry_run_needs_neither_data_nor_memory(
+    settings: str, parameters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"run_folder={tmp_path}"
+    assert command(monkeypatch, "train", "dry_run=true", folder, "device=cpu", *settings.split()) == 0
+    assert sorted(path.name.split(".")[0] for path in tmp_path.iterdir()) == [
+        "config",
+        "events",
+        "partitions",
+        "result",
+    ]
     result = read_result(tmp_path)
-    assert (result["status"], result["steps"]) == ("dry_run", 0)
-    return result
-
-
-def test_a_dry_run_of_the_papers_imagenet_model(tmp_path: Path) -> None:
-    """AmoebaNet-B (18, 512) has 557 million parameters (paper, section 4); no data and no memory are needed."""
-    settings = (
-        "model.variant=b model.normal_cells=18 model.filters=512 partitions=4 micro_batches=16 dataset=image_folder "
-    )
-    settings += "dataset.root=nowhere dataset.image_size=331 dataset.num_classes=1000"
-    result = dry_run(tmp_path, *settings.split())
-    assert result["model_parameters"] == 557_277_864
-    partitions = result["partitions"]
-    assert isinstance(partitions, list)
-    assert sum(part["cost_share"] for part in partitions) == pytest.approx(1)
-    assert max(part["cost_share"] for part in partitions) < 0.4
-
-
-def test_a_dry_run_of_billions_of_parameters(tmp_path: Path) -> None:
-    """16 GB of weights alone, which nothing here allocates."""
-    before = torch.get_default_device()
-    settings = ["model.normal_cells=6", "model.filters=4096", "dataset=synthetic_images", "dataset.image_size=224"]
-    parameters = dry_run(tmp_path, *settings, "partitions=8")["model_parameters"]
-    assert isinstance(parameters, int)
-    assert parameters > 4e9
-    assert torch.get_default_device() == before
+    assert (result["status"], result["steps"], result["model_parameters"]) == ("dry_run", 0, parameters)
+    shares = [part["cost_share"] for part in result["partitions"]]
+    assert sum(shares) == pytest.approx(1)
+    assert max(shares) < 0.4
+    assert torch.get_default_device() == torch.device("cpu")

@@ -1,0 +1,118 @@
+"""Seconds of layers: by a data sheet, measured, or shared out as a user says."""
+
+from dataclasses import replace
+
+import pytest
+from plan_runs import CUSTOM, EVEN, traced
+from training_runs import configure
+
+from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.config.typed import show
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost
+from gpipe_cli.planner import cost_model
+from gpipe_cli.planner.cost_model import (
+    LayerSeconds,
+    LayerTimes,
+    costs_by_rates,
+    measured_costs,
+    predicted_costs,
+    scaled,
+    slowdowns,
+)
+from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.plan import make_plan
+
+
+def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
+    hardware = replace(
+        load_hardware("h200"), tflops=2.0, memory_gb_per_second=4.0, operation_microseconds=3.0,
+        link_gb_per_second=8.0, link_microseconds=100.0,
+    )  # fmt: skip
+    costs = costs_by_rates(traced(), rates_of_sheet(hardware, threads=8), 2, at_once=9, linked=True)
+    for cost, seconds in zip(traced().costs, costs.layers, strict=True):
+        moved = 2 * cost.forward.bytes + sum(each.fixed_bytes for each in cost.forward.by_kind.values())
+        expected = 2 * cost.forward.flops / 2e12 + moved / 4e9 + cost.forward.operations * 3e-6
+        assert seconds.forward == seconds.graph == pytest.approx(expected)
+    for cost, edge in zip(traced().costs, costs.edges, strict=False):
+        sent = sum(tensor.bytes(2) for tensor in cost.outputs)
+        returned = sum(tensor.bytes(2) for tensor in cost.outputs if tensor.has_gradient)
+        assert edge.forward_seconds == pytest.approx(1e-4 + sent / 8e9)
+        assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
+    alone = costs_by_rates(traced(), rates_of_sheet(hardware, threads=8), 2, at_once=9, linked=False)
+    assert {edge.forward_seconds for edge in alone.edges} == {0.0}
+
+
+def test_a_cpus_sheet_is_that_of_one_thread() -> None:
+    cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
+    rates = [rates_of_sheet(cpu, threads) for threads in (1, 4)]
+    one, four = (costs_by_rates(traced(), rate, 2, at_once=9, linked=False) for rate in rates)
+    assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
+
+
+def test_stages_that_take_turns_take_the_time_of_all() -> None:
+    """Two stages in one process are no faster than one."""
+    settings = [*EVEN, "recompute=never", "executor=in_process"]
+    one, two = (configure(*settings, f"partitions={k}") for k in (1, 2))
+    plans = [make_plan(config, traced(), predicted_costs(config, traced()), None) for config in (one, two)]
+    assert plans[1].step_seconds == pytest.approx(plans[0].step_seconds)
+    assert place(two).at_once == 1
+    assert place(configure(*settings, "partitions=2", "hardware=tpu_v2")).at_once == 2
+    assert slowdowns(2, 4) == (1.0, 1.0, 1.5, 2.0)
+    assert slowdowns(4, 4) == ()
+    # four processes at once slow each other down by half, two by a sixth; twice as many take turns besides
+    expected = (1, 7 / 6, 4 / 3, 1.5, 1.5 * 5 / 4, 1.5 * 6 / 4, 1.5 * 7 / 4, 3.0)
+    assert slowdowns(4, 8, 1.5, 4) == pytest.approx(expected)
+
+
+def test_an_unknown_gpu_is_cut_by_another_ones_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "resolved", lambda hardware, device: hardware)
+    costs = predicted_costs(configure(*EVEN), traced())
+    assert costs.basis == "other_device"
+    assert min(seconds.backward for seconds in costs.layers) > 0
+
+
+def test_measured_layers_slow_each_other_down_in_proportion() -> None:
+    count = len(traced().costs)
+    times = LayerTimes([(1.0, 2.0, 3.0)] * count, [(1.2, 2.4, 3.6)] * count, [0.1] * count, 0.25, (0.5, 1e6), 0.0, 1.0)
+    costs = measured_costs(traced(), 2, 3, times)
+    assert costs.slowdown == pytest.approx((1.0, 1.1, 1.2))
+    sent = sum(tensor.bytes(2) for tensor in traced().costs[0].outputs)
+    assert costs.edges[0].forward_seconds == pytest.approx(0.5 + sent / 1e6)
+    half = scaled(costs, 0.5)
+    assert half.layers[0] == LayerSeconds(0.5, 1.0, 1.5)
+    assert half.updates == costs.updates
+    alone = measured_costs(traced(), 2, 1, replace(times, together=None, link=None))
+    assert (alone.slowdown, alone.edges[0]) == ((), EdgeCost(0.0, 0.0))
+
+
+def test_the_users_costs_of_layers_decide_the_cut() -> None:
+    """The paper's optional c_i (section 2.1), on the command line or as an attribute of each layer."""
+    given = [1, 0, 0, 1, 0.5, 0, 0.5, 3]
+    costs, balances = [], []
+    for setting in ("", f"partition.costs={show(given)}", f"+model.arguments.costs={show(given)}"):
+        settings = (*CUSTOM, "partitions=2", *[setting] * bool(setting))
+        config, profile = configure(*settings), traced(*settings)
+        costs.append(predicted_costs(config, profile))
+        balances.append(make_plan(config, profile, costs[-1], None).balance)
+    assert [found.weighted_by for found in costs] == ["", "partition.costs", "gpipe_cost of the layers"]
+    assert balances[0] != (7, 1)
+    assert balances[1:] == [(7, 1), (7, 1)]
+    work = [[layer.graph + layer.backward for layer in found.layers] for found in costs]
+    assert work[1] == work[2] == pytest.approx([sum(work[0]) * cost / 6 for cost in given])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("partition.costs=[1,2]", r"partition.costs=\[1.0,2.0\]: there are 2 for 8 layers; give one for each"),
+        ("partition.costs=[0,0,0,0,0,0,0,0]", "partition.costs=.*: at least one must be above 0"),
+        ("partition.costs=[1,1,1,1,1,1,1,-1]", r"partition.costs.*-1"),
+        ("partition.costs=[1,1,1,1,1,1,1,1] cost=measured", "partition.costs=.*: cost=measured times the layers"),
+        ("+model.arguments.costs=[1,1,1,null,1,1,1,1]", "layer 3 has gpipe_cost=None, and layer 0 has 1"),
+        ("+model.arguments.costs=[0,0,0,0,0,0,0,0]", "gpipe_cost is 0 in all layers"),
+    ],
+)
+def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        predicted_costs(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))

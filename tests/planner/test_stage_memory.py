@@ -1,0 +1,88 @@
+"""What a stage holds, against real steps: to the byte."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plan_runs import EVEN, planned
+from training_runs import TINY, configure, of_type, train_here
+
+from gpipe_cli.assembly.build import build_model
+from gpipe_cli.assembly.optimizer import build_optimizer
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.training.events import StepDone
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "sgd", "adam", "adafactor"])
+def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) -> None:
+    config = configure(*EVEN, f"optimizer={optimizer}", "learning_rate=constant", "ema_decay=0", "partitions=3")
+    profile = profile_model(config)
+    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    layers = list(build_model(config).to_empty(device="cpu").named_children())
+    for (first, end), held in zip(plan.bounds, plan.memory, strict=True):
+        own = {f"{name}.{key}": p for name, layer in layers[first:end] for key, p in layer.named_parameters()}
+        for parameter in own.values():
+            parameter.grad = torch.ones_like(parameter)
+        made = build_optimizer(config.optimizer, own)
+        assert made is not None
+        made.step()
+        state = [v for values in made.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        buffers = [b for _, layer in layers[first:end] for b in layer.buffers()]
+        assert held.optimizer_bytes == sum(tensor.nbytes for tensor in state)
+        assert held.gradients_bytes == sum(parameter.nbytes for parameter in own.values())
+        assert held.weights_bytes == held.gradients_bytes + sum(buffer.nbytes for buffer in buffers)
+
+
+def test_recomputing_less_holds_more() -> None:
+    plans = [planned(f"recompute={mode}") for mode in ("always", "except_last", "never")]
+    held = [max(plan.saved_bytes) for plan in plans]
+    assert held[0] == held[1] < held[2]
+    memory = plans[2].memory[0]
+    parts = (memory.weights_bytes, memory.gradients_bytes, memory.optimizer_bytes, memory.workspace_bytes)
+    assert memory.total_bytes == plans[2].saved_bytes[0] + sum(parts)
+
+
+@pytest.mark.parametrize(
+    ("balance", "memory_format", "modes"),
+    [
+        ("[7]", "channels_last", ("always", "never")),
+        ("[7]", "contiguous", ("except_last",)),
+        ("[5,2]", "channels_last", ("except_last", "never")),
+        ("[5,2]", "contiguous", ("always",)),
+    ],
+)
+def test_a_training_counts_the_activations_that_were_planned(
+    balance: str, memory_format: str, modes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of a model as users write it, however images lie in memory. The cut is where they are flattened."""
+    for recompute in modes:
+        config = configure(
+            *EVEN[2:], "model=custom", "model.target=custom_models:flattens", f"partitions={balance.count(',') + 1}",
+            f"partition.balance={balance}", f"recompute={recompute}", f"memory_format={memory_format}",
+            "executor=in_process", "max_steps=2", "optimizer=sgd", "checkpoint.every_epochs=0",
+        )  # fmt: skip
+        profile = profile_model(config)
+        plan = make_plan(config, profile, predicted_costs(config, profile), None)
+        messages = train_here(config, tmp_path / recompute)
+        counted = [step.activation_bytes for step in of_type(messages, StepDone) if step.activation_bytes]
+        assert counted == [plan.saved_bytes], recompute
+        # what is flattened stands beside what was there before, of every micro-batch that is held
+        features = 2 * 4 * 3 * 3 * 4 * (4 if recompute == "never" else 1)
+        contiguous = make_plan(config, profile_model(replace(config, memory_format="contiguous")), plan.costs, None)
+        more = features if memory_format == "channels_last" else 0
+        assert sum(plan.saved_bytes) - sum(contiguous.saved_bytes) == more
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_is_counted_is_a_full_mini_batch(recompute: str, tmp_path: Path) -> None:
+    """Of micro-batches of 3, 3 and 2 samples. The second step of each epoch is short and is not counted."""
+    settings = [*TINY, "dataset.train_samples=14", "executor=in_process", "epochs=2", "partitions=2"]
+    config = configure(*settings, f"recompute={recompute}")
+    profile = profile_model(config)
+    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    steps = of_type(train_here(config, tmp_path), StepDone)
+    assert [step.samples for step in steps] == [8, 6, 8, 6]
+    assert [step.activation_bytes for step in steps] == [None, None, plan.saved_bytes, None]
