@@ -4,90 +4,61 @@ It must hold for anybody's layers. So a layer is described by all that its forwa
 plain data, by the very object: a layer that owns something unknown is equal to none.
 """
 
+import io
+import pickle
 from collections import OrderedDict
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = frozenset((int, str, type(None), bytes))
-_TYPED = frozenset((bool, float, complex, torch.dtype, torch.device, torch.memory_format, torch.Size))
-_DICTS = frozenset((dict, OrderedDict))
-# What belongs to how a module is saved and loaded, not to what it computes.
-_ELSEWHERE = frozenset(
-    (
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    )
-)
+# Described by value. Pickle tells 1, 1.0 and True apart.
+_PLAIN = frozenset((int, str, type(None), bytes, bool, float, complex, list, tuple, dict, OrderedDict, set, frozenset))
+
+_OFTEN_EMPTY = frozenset((dict, OrderedDict, set))
 
 
-def signature(layer: nn.Module) -> Hashable:
+def signature(layer: nn.Module) -> bytes:
     """Equal for layers that do the same to inputs of the same shapes, as long as both live.
 
     Of every module inside: its type, its attributes, its parameters and buffers (shape, strides, type, whether trained,
-    and which are one object). Numbers, strings and what is made of them compare by value; functions, tensors, hooks and
-    other objects by identity.
+    and which are one object). Numbers, strings and what is made of them compare by value; functions, tensors that are
+    plain attributes, hooks and other objects by identity.
     """
-    return _Describer().module(layer)
+    described = io.BytesIO()
+    _Describer(described).dump(layer)
+    return described.getvalue()
 
 
-class _Describer:
-    def __init__(self) -> None:
+class _Describer(pickle.Pickler):
+    """Nothing is ever read back: pickle walks through plain data, fast, and asks here about everything else."""
+
+    def __init__(self, described: io.BytesIO) -> None:
+        super().__init__(described, protocol=5)
+        self.fast = True  # equal objects are described alike, whether or not they are one
         self._seen: dict[int, int] = {}  # modules, parameters and buffers by identity, numbered as they are met
+        self._owned: set[int] = set()  # parameters and buffers
 
-    def module(self, module: nn.Module | None) -> Hashable:
-        if module is None:
+    def persistent_id(self, value: Any) -> str | None:
+        """How an object is described; None: by what it consists of."""
+        if type(value) in _PLAIN or (isinstance(value, tuple) and hasattr(value, "_fields")):
             return None
-        if (known := self._seen.get(id(module))) is not None:
-            return ("again", known)
-        self._seen[id(module)] = len(self._seen)
-        parts: list[Any] = [type(module)]
-        for name, value in module.__dict__.items():
-            if name in _ELSEWHERE:
-                continue
-            kind = type(value)
-            if kind in _PLAIN:
-                parts += (name, value)
-            elif kind not in _DICTS or value:  # most are empty: every module has a dozen for hooks
-                parts += (name, _value(value))
-        for group in (module._parameters, module._buffers):
-            if group:
-                parts.append(tuple((name, self._tensor(tensor)) for name, tensor in group.items()))
-            else:
-                parts.append(())
-        parts.append(tuple((name, self.module(child)) for name, child in module._modules.items()))
-        return tuple(parts)
+        if isinstance(value, nn.Module) or id(value) in self._owned:
+            if (known := self._seen.get(id(value))) is not None:
+                return f"the same as number {known}"
+            self._seen[id(value)] = len(self._seen)
+            if isinstance(value, nn.Module):
+                return None
+            strange = bool(value.__dict__) or value._backward_hooks is not None
+            own = id(value) if strange else None
+            return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {own}"
+        if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.Size):
+            return repr(value)
+        return str(id(value))
 
-    def _tensor(self, tensor: torch.Tensor | None) -> Hashable:
-        if tensor is None:
-            return None
-        if (known := self._seen.get(id(tensor))) is not None:
-            return ("again", known)
-        self._seen[id(tensor)] = len(self._seen)
-        strange = bool(tensor.__dict__) or tensor._backward_hooks is not None
-        own = id(tensor) if strange else None
-        return (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, own)
-
-
-def _value(value: Any) -> Any:
-    """What is equal only for values that mean the same; 1, 1.0 and True do not."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind in _TYPED:
-        return kind, value
-    if kind is list or (isinstance(value, tuple) and not hasattr(value, "__dict__")):  # named tuples too
-        return (kind, *map(_value, value))
-    if kind in _DICTS:
-        return (kind, *((_value(key), _value(inner)) for key, inner in value.items()))
-    if kind in (set, frozenset):
-        return kind, frozenset(map(_value, value))
-    return "itself", id(value)
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, nn.Module):
+            return NotImplemented
+        self._owned.update(id(tensor) for group in (value._parameters, value._buffers) for tensor in group.values())
+        # most attributes are empty dictionaries and sets: every module has a dozen for hooks
+        return type(value), (), {name: own for name, own in vars(value).items() if type(own) not in _OFTEN_EMPTY or own}
