@@ -86,9 +86,9 @@ def test_the_default_network_is_identical_in_every_way(
 
 
 def test_text_is_checked_with_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command(monkeypatch, "check", *TEXT, "model.dropout=0", "model.attention_dropout=0", "partitions=3") == 0
+    assert command(monkeypatch, "check", *TEXT, "model.dropout=0", "model.attention_dropout=0", IN_PROCESS) == 0
     found = verdict()
-    assert len(rows(found, verdict="identical")) == 2 * 3 * 5 - 2 + 1
+    assert len(rows(found, verdict="identical")) == 2 * 3 * 2 - 2 + 1
     # without dropout and batch norm M is another order of sums, no more
     (whole,) = rows(found, micro_batches=1)
     assert whole["verdict"] == "within tolerance"
@@ -108,10 +108,8 @@ def test_dropout_depends_on_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -
         # it halves what it is given, unseen by torch: a recomputation begins with a half
         ("halves_unseen", [CUT_BEFORE_THE_LAYER], {"always", "except_last"}, "changes its input in place"),
         ("draws_elsewhere", ["model.arguments={source:numpy}"], {"always", "except_last", "never"}, "numpy.random"),
-        ("draws_elsewhere", ["model.arguments={source:random}"], {"always", "except_last", "never"}, "random module"),
-        # a source of the layer's own: every process has it anew, so only recomputing betrays it
+        # a source of the layer's own: every process has it anew, so only recomputing shows it
         ("draws_elsewhere", ["model.arguments={source:own}"], {"always", "except_last"}, "does not rule"),
-        ("counts", [], {"always", "except_last", "never"}, "keeps something between calls"),
         ("tracks", [], {"always", "except_last"}, "changes its own seen"),
     ],
 )
@@ -210,12 +208,9 @@ def test_shared_parameters_in_one_partition_are_fine(
     ("arguments", "line"),
     [
         ("-m partitions=1,2", "gpipe check: -m: check has no sweeps"),
-        ("typo=4", "gpipe check: typo=4: there is no such setting"),
-        ("partitions=20", "gpipe check: partitions=20: the model has only"),
         ("partitions=auto", "gpipe check: partitions=auto: "),
         ("resume=outputs/x", "gpipe check: resume=outputs/x: a check runs the first mini-batch of a training"),
         ("dry_run=true", "gpipe check: dry_run=true: a check trains nothing"),
-        ("init_from=outputs/x", "gpipe check: init_from=outputs/x: no run there"),
         ("batch_size=32", "gpipe check: batch_size=32: the training set has only 22 samples"),
     ],
 )

@@ -3,7 +3,6 @@ import re
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -115,22 +114,11 @@ def test_lines_of_the_banner(changes: dict[str, object], line: str) -> None:
     assert line in banner(**changes)
 
 
-def test_a_big_model_fits_80_columns_in_banner_and_progress() -> None:
+def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
+    console, file = log()
     names = tuple(f"a_rather_long_layer_name_{number}" for number in range(36))
     partitions = tuple(PartitionDescription(names, 155_300_000, 0.1, "cuda:7") for _ in range(8))
-    run = description(partitions=partitions, micro_batch_sizes=(64,) * 32, epochs=100, train_samples=1_281_167)
-    console, file = log()
-    screen = RunConsole(console, run, line_seconds=0)
-    screen.banner(Path("outputs/run"))
-    screen.step(step(1, epoch=100, top1=1.0, learning_rate=0.000012345), 123_456.7)
-    screen.evaluated(evaluation(1, epoch=100, top1=1.0))
-    assert max(map(len, file.getvalue().splitlines())) <= 80
-
-
-@pytest.mark.parametrize("run", [LANGUAGE_MODEL, TRANSLATION], ids=["language_model", "translation"])
-def test_big_numbers_of_text_fit_80_columns_and_stay_apart(run: dict[str, Any]) -> None:
-    console, file = log()
-    screen = RunConsole(console, description(**run, epochs=100), line_seconds=0)
+    screen = RunConsole(console, description(**TRANSLATION, epochs=100, partitions=partitions), line_seconds=0)
     screen.banner(Path("outputs/run"))
     worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
     screen.step(text_step(1, cross_entropy=12.3456, **worst), 999_999.4)
@@ -169,19 +157,6 @@ def test_an_epoch_of_text_weighs_tokens() -> None:
     assert file.getvalue().splitlines()[-1].split() == [
         *("1/3", "1.5000", "20.0", "%", "3.7209", "41.3", "31.2", "%", "16,000", "0.04")
     ]
-
-
-def test_the_bar_of_text_counts_tokens_and_stays_one_line() -> None:
-    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
-    screen = RunConsole(console, description(**TRANSLATION, epochs=100))
-    screen.start()
-    screen.step(text_step(1, top1=1.0, cross_entropy=12.3456, learning_rate=0.000012345), 123_456.7)
-    screen.step(text_step(2, tokens=9000), 12_345.0)
-    screen.stop()
-    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
-    assert max(map(len, frames)) <= 80
-    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
-    assert re.search(r"loss 2\.8546 token acc 32\.5 % 12,345 tokens/s lr 0\.04", bars[-1])
 
 
 def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
@@ -236,8 +211,8 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 
-@pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_terminal_breaks_no_word_and_shows_the_time_left(width: int) -> None:
+def test_a_narrow_terminal_breaks_no_word_and_shows_the_time_left() -> None:
+    width = 40
     console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
     names = tuple(f"layer_{number:03d}" for number in range(36))
     partitions = (PartitionDescription(names, 155_300_000, 0.5, "cuda:7"),) * 2
@@ -256,13 +231,6 @@ def test_a_narrow_terminal_breaks_no_word_and_shows_the_time_left(width: int) ->
     assert re.search(r"loss \d\.\d{4} .*(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
     assert "…" not in file.getvalue()
     assert any(frame.split()[:1] == ["1/100"] and "87.5 %" in frame and frame.endswith("best") for frame in frames)
-
-
-def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
-    console, file = log()
-    screen = RunConsole(console, description(), line_seconds=0)
-    screen.step(step(1, cross_entropy=float("nan"), learning_rate=float("nan")), 512.0)
-    assert file.getvalue().count("nan") == 2
 
 
 def test_the_summary_of_a_completed_run() -> None:
@@ -300,7 +268,7 @@ def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
     assert "all stages " in gib
 
 
-@pytest.mark.parametrize("folder", ["outputs/2026-01-01_run", "sweep/a=4,b=[2]", "it's $HOME", "back\\slash", "a b"])
+@pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME", "back\\slash", "a b"])
 def test_the_command_to_go_on_survives_shell_and_hydra(folder: str) -> None:
     lines = summary(resume=folder, status="interrupted").splitlines()
     assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
@@ -308,12 +276,9 @@ def test_the_command_to_go_on_survives_shell_and_hydra(folder: str) -> None:
     (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
     program, subcommand, override = shlex.split(command)
     assert (program, subcommand) == ("gpipe", "train")
+    assert folder != "outputs/a_K2" or "go on with   gpipe train resume=outputs/a_K2" in lines  # without quotes
     parsed = OverridesParser.create().parse_override(override)
     assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
-
-
-def test_a_plain_folder_is_not_quoted() -> None:
-    assert "go on with   gpipe train resume=outputs/a_K2\n" in summary(resume="outputs/a_K2", status="interrupted")
 
 
 def test_the_summary_of_text() -> None:

@@ -31,8 +31,10 @@ from gpipe_cli.training.translation.decode import Beam, Candidates, Search
 ALL = tuple(range(len(SOURCES)))
 
 
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 2.0, 5.0])
-@pytest.mark.parametrize(("seed", "shared_embedding"), [(2, True), (11, True), (11, False)])
+@pytest.mark.parametrize(
+    ("seed", "shared_embedding", "length_penalty"),
+    [(2, True, 0.6), (11, True, -1.0), (11, True, 2.0), (11, False, 5.0), (2, True, 0.0)],
+)
 def test_a_wide_beam_finds_the_best_of_all_translations(
     seed: int, shared_embedding: bool, length_penalty: float
 ) -> None:
@@ -49,7 +51,7 @@ def test_the_enumeration_is_not_of_trivial_translations() -> None:
     assert {len(translation) for part in found for translation in part} >= {0, 2, 4}
 
 
-@pytest.mark.parametrize("seed", [2, 4, 6, 9])
+@pytest.mark.parametrize("seed", [2, 6])
 def test_a_beam_of_one_is_the_greedy_search(seed: int) -> None:
     found = [decode_here(Case(seed=seed, length_penalty=penalty)) for penalty in (0.0, 2.0)]
     expected = [greedy(Case(seed=seed), index) for index in ALL]
@@ -57,11 +59,10 @@ def test_a_beam_of_one_is_the_greedy_search(seed: int) -> None:
     assert len(set(map(tuple, expected))) > 1
 
 
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.6, 2.0])
-@pytest.mark.parametrize("beam", [2, 5])
+@pytest.mark.parametrize(("beam", "length_penalty"), [(2, -1.0), (2, 2.0), (5, 0.6)])
 def test_stopping_early_changes_no_translation(beam: int, length_penalty: float) -> None:
     different = set()
-    for seed in (2, 6, 11):
+    for seed in (2, 11):
         case = Case(beam=beam, length_penalty=length_penalty, seed=seed, indices=(0, 2, 6, 10))
         found = decode_here(case)
         assert found == [patient(case, index) for index in case.indices]
@@ -80,20 +81,16 @@ def test_cut_micro_batches_and_batches_do_not_matter() -> None:
     for case in CASES[:2]:
         expected = decode_here(replace(case, micro_batches=1, batch_sentences=len(SOURCES)))
         assert len(set(map(tuple, expected))) > 3
-        for partitions in (1, 2, LAYERS):
-            for micro_batches, batch_sentences in ((1, 5), (2, 100), (5, 1), (32, 12)):
-                other = replace(
-                    case, partitions=partitions, micro_batches=micro_batches, batch_sentences=batch_sentences
-                )
-                assert decode_here(other) == expected, other
+        for partitions, micro_batches, batch_sentences in ((1, 5, 1), (2, 2, 100), (2, 1, 5), (LAYERS, 32, 12)):
+            other = replace(case, partitions=partitions, micro_batches=micro_batches, batch_sentences=batch_sentences)
+            assert decode_here(other) == expected, other
 
 
-@pytest.mark.parametrize("partitions", [2, 3])
-def test_every_process_hears_the_same_translations(partitions: int, tmp_path: Path) -> None:
-    """With three processes the one in between has no data at all."""
+def test_every_process_gets_the_same_translations(tmp_path: Path) -> None:
+    """Of three processes the one in between has no data at all."""
     expected = [decode_here(case) for case in CASES]
-    found = decode_distributed([replace(case, partitions=partitions) for case in CASES], tmp_path)
-    assert found == [expected] * partitions
+    found = decode_distributed([replace(case, partitions=3) for case in CASES], tmp_path)
+    assert found == [expected] * 3
 
 
 def test_the_model_has_as_many_layers_as_the_tests_believe() -> None:
@@ -123,7 +120,7 @@ def rows_of_each_step(case: Case) -> list[tuple[int, tuple[int, ...]]]:
     return steps
 
 
-@pytest.mark.parametrize("seed", [2, 6, 9])
+@pytest.mark.parametrize("seed", [2, 6])
 def test_what_has_ended_leaves_the_mini_batch(seed: int) -> None:
     """Greedy: a sentence takes a row in each step until it has ended, and its padding goes with it."""
     case = Case(seed=seed, partitions=2, micro_batches=3)
@@ -161,8 +158,7 @@ def test_a_translation_is_cut_off_at_the_limit_or_by_its_source() -> None:
     assert found == [20, 18]
 
 
-@pytest.mark.parametrize("beam", [1, 2, 3])
-@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize(("beam", "partitions"), [(1, 1), (3, 3)])
 def test_nothing_forbidden_is_ever_chosen(beam: int, partitions: int) -> None:
     """Not even by a model that wants nothing else, and does not want to end either."""
 
