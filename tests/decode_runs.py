@@ -1,24 +1,17 @@
-"""Tiny translation models with weights as they begin, pairs for them, and decoding in one process or several.
+"""Tiny translation models with the weights that they begin with, pairs for them, and three ways to decode.
 
 The vocabulary has eight ids: the four special ones, the language, and the pieces of words written with a and b. With so
 few, every possible translation can be looked at.
 """
 
-import datetime
 import io
 import math
-import multiprocessing
-import os
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from training_runs import configure
 
@@ -31,7 +24,7 @@ from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.training.engine import Engine, Groups, build_engine
+from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.translation.decode import Search, decode
 
 LANGUAGE = UNKNOWN + 1
@@ -96,8 +89,8 @@ def tiny_split() -> PairSplit:
 
 
 @lru_cache
-def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> tuple[TrainConfig, Placement]:
-    """What the parent of a run decides, once for all its processes."""
+def plan(partitions: int, seed: int, shared_embedding: bool) -> tuple[TrainConfig, Placement]:
+    """What the parent of a run decides."""
     config = configure(
         "model=transformer_nmt",
         "dataset=parallel_text",
@@ -111,7 +104,7 @@ def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> t
         "model.length=40",
         f"model.shared_embedding={str(shared_embedding).lower()}",
         f"partitions={partitions}",
-        f"executor={executor}",
+        "executor=in_process",
         f"seed={seed}",
         "ema_decay=0",
         "device=cpu",
@@ -120,20 +113,14 @@ def plan(partitions: int, seed: int, shared_embedding: bool, executor: str) -> t
     return config, make_placement(config)
 
 
-def plan_of(case: Case, executor: str = "in_process") -> tuple[TrainConfig, Placement]:
-    return plan(case.partitions, case.seed, case.shared_embedding, executor)
+def plan_of(case: Case) -> tuple[TrainConfig, Placement]:
+    return plan(case.partitions, case.seed, case.shared_embedding)
 
 
-def engine_of(
-    planned: tuple[TrainConfig, Placement],
-    process: int = 0,
-    groups: Groups | None = None,
-    watch: Watch = lambda action, samples, lengths: None,
-) -> Engine:
-    """The stages of one process, with the weights they begin with, but larger."""
+def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda action, samples, lengths: None) -> Engine:
+    """All stages, with the weights they begin with, but larger."""
     config, layout = planned
-    assert layout.distributed == (groups is not None)
-    engine = build_engine(config, layout, process, groups, build_model(config), watch, begins=True)
+    engine = build_engine(config, layout, 0, None, build_model(config), watch, begins=True)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():
@@ -148,19 +135,16 @@ def decode_here(
     prepare: Callable[[Engine], None] = lambda engine: None,
 ) -> list[list[int]]:
     """Decode in this process, all stages of it."""
-    engine = engine_of(plan_of(case), watch=watch)
+    engine = engine_of(plan_of(case), watch)
     prepare(engine)
-    return decoded_with(engine, ControlGroup(0, 1), case, tiny_split())
-
-
-def decoded_with(engine: Engine, team: ControlGroup, case: Case, split: PairSplit | None) -> list[list[int]]:
     with engine.evaluating(averages=False):
-        return decode(engine, team, case.search, case.micro_batches, case.limit, split, case.indices)
+        group = ControlGroup(0, 1)
+        return decode(engine, group, case.search, case.micro_batches, case.limit, tiny_split(), case.indices)
 
 
 @lru_cache
 def _whole_model(seed: int, shared_embedding: bool) -> nn.Sequential:
-    return engine_of(plan(1, seed, shared_embedding, "in_process")).stages[0].module.eval()
+    return engine_of(plan(1, seed, shared_embedding)).stages[0].module.eval()
 
 
 @lru_cache(100_000)
@@ -206,19 +190,8 @@ def best_of_all(case: Case, index: int) -> list[int]:
     return list(max(known, key=score))
 
 
-def greedy(case: Case, index: int) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < most_tokens(case, index):
-        scores = log_probabilities(case, index, tokens)
-        best = scores.index(max(scores))
-        if best == END:
-            break
-        tokens.append(best)
-    return tokens
-
-
 def patient(case: Case, index: int) -> list[int]:
-    """Beam search sentence by sentence, that stops for nothing but enough endings and the limit."""
+    """Beam search sentence by sentence, that stops for nothing but enough endings and the limit; of 1 it is greedy."""
     growing: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int]]] = []
     for length in range(1, most_tokens(case, index) + 1):
@@ -237,62 +210,3 @@ def patient(case: Case, index: int) -> list[int]:
         if len(ended) >= case.beam:
             break
     return max(ended, key=lambda found: found[0])[1] if ended else growing[0][1]
-
-
-def serve(
-    rank: int, meeting: Path, works: Sequence[tuple[Case, tuple[TrainConfig, Placement]]], connection: Connection
-) -> None:
-    """One process of several, each with a stage: decodes case after case."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    partitions = works[0][0].partitions
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting}",
-            rank=rank,
-            world_size=partitions,
-            timeout=datetime.timedelta(seconds=60),
-        )
-        control = dist.group.WORLD
-        assert control is not None
-        groups, team = Groups(dist.new_group(), dist.new_group(), control, 60), ControlGroup(rank, partitions, control)
-        split = tiny_split() if rank in (0, partitions - 1) else None  # stages in between never see a sample
-        answers = []
-        for case, planned in works:
-            engine = engine_of(planned, rank, groups)
-            answers.append(decoded_with(engine, team, case, split))
-            engine.executor.settle()
-            team.barrier()
-        connection.send(answers)
-    except Exception:
-        connection.send(traceback.format_exc())
-    os._exit(0)
-
-
-def decode_distributed(cases: Sequence[Case], folder: Path) -> list[list[list[list[int]]]]:
-    """What each process found in each of the cases, all cut into as many partitions."""
-    works = [(case, plan_of(case, "distributed")) for case in cases]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "decode_runs"])
-    connections, processes = [], []
-    for rank in range(cases[0].partitions):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, folder / "meet", works, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        connections.append(ours)
-        processes.append(process)
-    found = []
-    try:
-        for rank, connection in enumerate(connections):
-            if not connection.poll(120):
-                raise TimeoutError(f"process {rank} does not answer")
-            answer = connection.recv()
-            assert isinstance(answer, list), f"process {rank}:\n{answer}"
-            found.append(answer)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    return found

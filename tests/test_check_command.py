@@ -196,14 +196,6 @@ def test_shared_parameters_are_named(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "keep them together, as by partition.balance=[1,4]" in capsys.readouterr().out
 
 
-def test_shared_parameters_in_one_partition_are_fine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "check", *IMAGES, "model.target=custom_models:shares", IN_PROCESS, CUT_BEHIND_IT) == 0
-    assert re.search("^shared .*layers 1 and 2 share parameter weight", capsys.readouterr().out, re.MULTILINE)
-    assert len(verdict()["shared"]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -224,13 +224,6 @@ def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
                         assert fewest < partitions
 
 
-def test_a_training_refuses_to_separate_them() -> None:
-    settings = [*CUSTOM, "model.target=custom_models:shares", "executor=in_process"]
-    make_placement(configure(*settings, "partitions=2", "partition.balance=[3,2]"))
-    with pytest.raises(ValueError, match="share parameter weight"):
-        make_placement(configure(*settings, "partitions=2", "partition.balance=[2,3]"))
-
-
 class Block(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -319,9 +312,8 @@ def test_another_order_of_sums_has_a_tolerance(difference: float, verdict: str) 
     assert within(variant(), difference).verdict == verdict
 
 
-@pytest.mark.parametrize("difference", [float("nan"), float("inf")])
-def test_not_a_number_is_not_within(difference: float) -> None:
-    row = within(variant(), difference)
+def test_not_a_number_is_not_within() -> None:
+    row = within(variant(), float("nan"))
     assert (row.verdict, row.difference) == ("differs", None)  # JSON has no such numbers
     assert "not finite" in row.text
 

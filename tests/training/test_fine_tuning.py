@@ -100,15 +100,6 @@ def test_the_classifier_is_kept_where_the_classes_are_the_same(settings: str, ke
     assert notes["new"] == ("nothing, the classifier is that run's" if kept else "1 layer: classifier")
 
 
-def test_a_run_without_averages_gives_its_weights(tmp_path: Path) -> None:
-    train_here(configure(*DIGITS, FIRST, HERE, "ema_decay=0"), tmp_path)
-    _, state, notes = begun(*DIGITS, FIRST, f"init_from={tmp_path}")
-    theirs = final_tensors(tmp_path)
-    for name in (name for name in theirs if name.startswith("model/")):
-        assert torch.equal(state[name], theirs[name]), name
-    assert notes["taken"] == f"7 layers from {tmp_path} (best, step 3)"
-
-
 def test_what_is_refused_is_said_in_one_line(source: Path, tmp_path: Path) -> None:
     given = [*DIGITS, SECOND, f"init_from={source}"]
     other = "step_00000003 is of another model"
@@ -176,10 +167,11 @@ TEXT = [
 
 
 def test_a_vocabulary_must_be_the_same(tmp_path: Path) -> None:
-    train_here(configure(*TEXT, "dataset.vocabulary=40", HERE), tmp_path)
+    """And a run without averages gives its weights."""
+    train_here(configure(*TEXT, "dataset.vocabulary=40", "ema_decay=0", HERE), tmp_path)
     _, state, notes = begun(*TEXT, "dataset.vocabulary=40", f"init_from={tmp_path}", "init_head=new")
     assert notes["new"] == "softmax.logits"
-    assert torch.equal(state["model/embedding.weight"], final_tensors(tmp_path)["ema/embedding.weight"])
+    assert torch.equal(state["model/embedding.weight"], final_tensors(tmp_path)["model/embedding.weight"])
     assert refused(configure(*TEXT, "dataset.vocabulary=41", f"init_from={tmp_path}")) == (
         f"init_from={tmp_path}: embedding.weight has shape (40, 8) there and (41, 8) here: with another vocabulary "
         "every token means something else; use dataset.vocabulary=40, and text is read with the "
@@ -238,20 +230,14 @@ def test_a_frozen_prefix_sends_nothing_back_and_has_no_optimizer() -> None:
     engine, state, notes = begun(*settings, "freeze=[stem,cell_00,cell_01]", "ema_decay=0.9")
     assert [optimizer is None for optimizer in engine.optimizers.values()] == [True, False, False]
     assert any(name.startswith("ema/stem.") for name in state)
+    stem = engine.stages[0].module.get_submodule("stem")
+    assert not stem.training
+    with engine.evaluating(averages=False):
+        pass
+    assert not stem.training, "an evaluation does not thaw what is frozen"
     assert notes["frozen"].startswith("3 of 7 layers, ")
     assert notes["frozen"].endswith(" parameters; stage 0 has nothing to train")
     assert frozen_facts(whole) == ()
-
-
-def test_an_evaluation_does_not_thaw_what_is_frozen() -> None:
-    engine, _, _ = begun(*TINY, "partitions=2", "freeze=[stem,cell_01.operations]")
-    layers = {name: layer for stage in engine.stages.values() for name, layer in stage.module.named_children()}
-    for _ in range(2):
-        inside = {module.training for module in layers["cell_01"].operations.modules()}
-        assert (layers["stem"].training, inside) == (False, {False})
-        assert (layers["cell_00"].training, layers["cell_01"].training) == (True, True)
-        with engine.evaluating(averages=False):
-            assert not any(module.training for layer in layers.values() for module in layer.modules())
 
 
 @pytest.mark.parametrize("freeze", ["[taken]", "[reduction_0,'cell_0*.1.*','*.bias']"])

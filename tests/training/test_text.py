@@ -167,7 +167,7 @@ def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(
     translates = "model=transformer_nmt" in settings
     trained, found = of_type(messages, Evaluated)[-1], []
     changes = [
-        ["partitions=3", "micro_batches=2"],
+        ["partitions=3", "micro_batches=2", "executor=distributed"],
         ["partitions=1", "batch_size=3" if translates else "batch_tokens=48"],
     ]
     for change in changes:

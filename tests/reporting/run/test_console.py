@@ -148,17 +148,6 @@ def test_numbers_stand_below_their_headings() -> None:
         assert cells[1:] == ends[1:]
 
 
-def test_an_epoch_of_text_weighs_tokens() -> None:
-    console, file = log()
-    screen = RunConsole(console, description(**LANGUAGE_MODEL, steps_per_epoch=2))
-    screen.step(text_step(1, tokens=3000, cross_entropy=1.0, top1=0.1), None)
-    screen.step(text_step(2, tokens=1000, cross_entropy=3.0, top1=0.5), 16_000.0)
-    screen.evaluated(text_evaluation(2, is_best=False))
-    assert file.getvalue().splitlines()[-1].split() == [
-        *("1/3", "1.5000", "20.0", "%", "3.7209", "41.3", "31.2", "%", "16,000", "0.04")
-    ]
-
-
 def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
     console, file = log()
     screen = RunConsole(console, description())

@@ -19,14 +19,6 @@ def test_the_median_leaves_out_the_warm_up() -> None:
     assert not speed.includes_warm_up
 
 
-def test_the_rate_is_a_median_of_rates_not_the_rate_of_a_median() -> None:
-    speed = StepSpeeds(warm_up_steps=0)
-    for samples, seconds in ((32, 1.0), (4, 0.5), (32, 4.0)):
-        speed.add(samples, seconds)
-    assert speed.median("samples_per_second") == 8.0
-    assert speed.median("step_seconds") == 1.0
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_with_nothing_else_the_warm_up_counts_and_this_is_said(steps: int) -> None:
     speed = StepSpeeds(warm_up_steps=3)
@@ -57,13 +49,6 @@ def test_tokens_have_a_speed_of_their_own() -> None:
     assert speed.median("samples_per_second") == 4.0  # of 8, 4, 4
     assert speed.recent("tokens_per_second", 2) == 450.0
     assert speed.recent("samples_per_second", 2) == 4.0
-
-
-def test_images_have_no_speed_in_tokens() -> None:
-    speed = StepSpeeds(warm_up_steps=0)
-    speed.add(8, 1.0)
-    assert speed.median("tokens_per_second") is None
-    assert speed.recent("tokens_per_second") is None
 
 
 def test_means_weigh_samples_not_mini_batches() -> None:

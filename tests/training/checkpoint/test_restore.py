@@ -65,12 +65,6 @@ def test_everything_comes_back_under_its_name(run: Path) -> None:
     assert [average.updates for average in restored.averages.values()] == [1] * 3
 
 
-def test_an_evaluation_needs_no_optimizer_state(run: Path) -> None:
-    restored = engine("partitions=1")
-    restore(restored, find_checkpoint(run, "last", "run"), optimizer=False)
-    assert not any(name.startswith("optimizer/") for name in state_of_stage(restored, 0))
-
-
 def test_a_run_may_begin_to_average_later(tmp_path: Path) -> None:
     train_here(replace(configure(*SETTINGS, "partitions=1"), ema_decay=0.0), tmp_path)
     assert not any(name.startswith("ema/") for name in final_tensors(tmp_path))
