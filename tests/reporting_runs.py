@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gpipe_cli.reporting.run.description import PartitionDescription, Prediction, RunDescription
 from gpipe_cli.reporting.timeline_view import Bar, BarKind, TimelineView
-from gpipe_cli.training.events import Evaluated, StepDone, Translation
+from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 
 STEPS_PER_EPOCH = 4
 # What is different in the descriptions of text.
@@ -121,18 +121,15 @@ def prediction(**changes: Any) -> Prediction:
 
 def evaluation(number: int, **changes: Any) -> Evaluated:
     """The message of an evaluation after step `number`."""
-    message: dict[str, Any] = {
+    scores = {"tokens": None, "loss": 1.25, "top1": 0.875, "top5": 1.0, "averaged": False}
+    values: dict[str, Any] = {
         "step": number,
         "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
-        "tokens": None,
-        "loss": 1.25,
-        "top1": 0.875,
-        "top5": 1.0,
-        "averaged": False,
+        "scores": Scores(**{key: changes.pop(key, value) for key, value in scores.items()}),
         "is_best": True,
         "translations": (),
     }
-    return Evaluated(**(message | changes))
+    return Evaluated(**(values | changes))
 
 
 def text_step(number: int, **changes: Any) -> StepDone:

@@ -61,16 +61,23 @@ class StepRecorded:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Of the test set: as in a step, but the loss is the cross-entropy."""
+
+    tokens: int | None
+    loss: float
+    top1: float
+    top5: float | None
+    averaged: bool  # whether the weights were the moving average
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The test set after some step; one evaluation for a step."""
 
     step: int
     epoch: int
-    tokens: int | None  # as in a step, as are the next ones
-    loss: float  # cross-entropy
-    top1: float
-    top5: float | None
-    averaged: bool  # whether the weights were the moving average
+    scores: Scores
     is_best: bool
     translations: tuple["Translation", ...]  # some of them; () where there is nothing to translate
 
@@ -100,11 +107,7 @@ class EvaluationDone:
     """`gpipe evaluate`: the answer."""
 
     samples: int
-    tokens: int | None  # as in a step, as are the next ones
-    loss: float
-    top1: float
-    top5: float | None
-    averaged: bool
+    scores: Scores
     seconds: float
     unigram_perplexity: float | None  # text only
     translation: "TranslationScores | None"  # None: nothing was decoded

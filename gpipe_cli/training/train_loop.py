@@ -12,6 +12,7 @@ import torch
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.learning_rate import learning_rate
+from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.model import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
@@ -30,6 +31,7 @@ from gpipe_cli.training.events import (
     Evaluated,
     EvaluationDone,
     EvaluationReady,
+    Scores,
     SentencesDecoded,
     StepDone,
     StepRecorded,
@@ -59,10 +61,10 @@ def train(
     Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
     CheckpointError and DivergedError.
     """
-    # The order of initialisation matters: data loaders are forked while this process has no threads, no connections and
-    # no CUDA context (1), what a process needs to know of the data comes from others (2), the model's memory is
-    # allocated once it is known that there is something to train on (3), and nothing is written into the run folder
-    # before everything that can be refused has been checked (4).
+    # Why in this order: data loaders must be forked while this process has no threads, connections or CUDA context (1);
+    # a process without data gets the lengths of mini-batches from one that has it (2); the weights take memory, and are
+    # made once the data is known to be good (3); nothing is written into the run folder before all that can be refused
+    # has been checked (4).
 
     # --- 1. Where to begin; open the data, start its loaders -----------------------------------------------------
     begun_bytes = own_bytes()
@@ -84,10 +86,9 @@ def train(
     model = build_model(config)
     freeze(model, layout.frozen)
     engine = build_engine(config, layout, process.number, groups, model, process.watch, begins=source is None)
-    resumed = config.resume is not None and source is not None
-    if resumed:
-        assert source is not None
-        restore(engine, source, optimizer=True)
+    resume_from = None if config.resume is None else source
+    if resume_from is not None:
+        restore(engine, resume_from, optimizer=True)
     notes = fine_tune(config, engine, model, source)
     progress = replace(start, steps_per_epoch=batches.steps_per_epoch)
     milestones.refuse_finished(config, progress.step)
@@ -96,9 +97,8 @@ def train(
 
     # --- 4. Ready: the run folder gets its first files, the parent shows the banner ------------------------------
     if team.leads:
-        if resumed:
-            assert source is not None
-            adopt(source, folder)
+        if resume_from is not None:
+            adopt(resume_from, folder)
         data.save_vocabulary(folder)
         process.report(TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, _gpu_names(layout)))
 
@@ -134,26 +134,13 @@ def train(
             with engine.evaluating(averages=bool(engine.averages)):
                 totals = evaluate(config, engine, team, test)
                 examples = translated_examples(config, engine, team, test)
-            text = config.task != "classification"
-            score = score_of(totals, text)
+            score = score_of(totals, text=config.task != "classification")
             best = is_best(score, progress)
             if best:
                 progress = replace(progress, best_score=score, best_step=progress.step)
             if team.leads:
-                loss, _, top1, top5 = totals.means
-                process.report(
-                    Evaluated(
-                        step=progress.step,
-                        epoch=epoch + 1,
-                        tokens=totals.elements if text else None,
-                        loss=loss,
-                        top1=top1,
-                        top5=None if text else top5,
-                        averaged=bool(engine.averages),
-                        is_best=best,
-                        translations=examples,
-                    )
-                )
+                scores = _scores(config, engine, totals)
+                process.report(Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint -------------------------------------------------------------------------------------
         if best or milestones.saves_after(progress.step):
@@ -199,21 +186,9 @@ def evaluate_checkpoint(
         translation = translated_test_set(config, decode, engine, team, test, on_decoded)
     test.close()
     if team.leads:
-        text = config.task != "classification"
-        loss, _, top1, top5 = totals.means
-        process.report(
-            EvaluationDone(
-                samples=test.batches.samples,
-                tokens=totals.elements if text else None,
-                loss=loss,
-                top1=top1,
-                top5=None if text else top5,
-                averaged=bool(engine.averages),
-                seconds=seconds,
-                unigram_perplexity=facts.unigram_perplexity,
-                translation=translation,
-            )
-        )
+        scores = _scores(config, engine, totals)
+        samples = test.batches.samples
+        process.report(EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
     engine.executor.settle()
     team.barrier()
 
@@ -251,6 +226,13 @@ def _step_done(
         activation_bytes=metrics.activation_bytes if counted else None,
         library_bytes=metrics.library_bytes if counted else None,
     )
+
+
+def _scores(config: TrainConfig, engine: Engine, totals: Totals) -> Scores:
+    text = config.task != "classification"
+    loss, _, top1, top5 = totals.means
+    tokens = totals.elements if text else None
+    return Scores(tokens, loss, top1, None if text else top5, averaged=bool(engine.averages))
 
 
 def _refuse_other_cuts(team: ControlGroup, layout: Placement) -> None:

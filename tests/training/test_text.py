@@ -94,7 +94,7 @@ def test_what_is_compared_has_everything_in_it(whole: Whole) -> None:
     assert all(step.loss != step.cross_entropy for step in steps), "label smoothing never acted"
     assert any(step.gradient_norm > 0.5 for step in steps), "clipping never acted"
     assert all(tensor.isfinite().all() for tensor in final_tensors(folder).values())
-    tests = of_type(messages, Evaluated)
+    tests = [message.scores for message in of_type(messages, Evaluated)]
     assert [test.tokens for test in tests] == [tests[0].tokens] * len(tests)
 
 
@@ -120,7 +120,7 @@ def test_a_process_for_each_partition_makes_the_same_run(
     assert command(monkeypatch, "train", *arguments) == 0
     assert_same_tensors(final_tensors(tmp_path), final_tensors(folder))
     result, evaluated = read_result(tmp_path), of_type(messages, Evaluated)[-1]
-    assert (result["test"]["loss"], result["test"]["token_accuracy"]) == (evaluated.loss, evaluated.top1)
+    assert (result["test"]["loss"], result["test"]["token_accuracy"]) == (evaluated.scores.loss, evaluated.scores.top1)
     assert result["unigram_perplexity"] > 1
     # a plan is for the longest sentences; what is counted is predicted for the sentences of that mini-batch
     assert result["activation_bytes"] == result["predicted_activation_bytes"]
@@ -165,7 +165,7 @@ def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(
 ) -> None:
     settings, folder, messages = whole
     translates = "model=transformer_nmt" in settings
-    trained, found = of_type(messages, Evaluated)[-1], []
+    trained, found = of_type(messages, Evaluated)[-1].scores, []
     changes = [
         ["partitions=3", "micro_batches=2", "executor=distributed"],
         ["partitions=1", "batch_size=3" if translates else "batch_tokens=48"],
@@ -201,7 +201,7 @@ def test_a_language_model_learns_more_than_how_frequent_tokens_are(tmp_path: Pat
     """On the text that comes with Python, from the preset: two epochs of it."""
     config = configure("model=transformer_lm", "partitions=2", "executor=in_process", "epochs=2")
     messages = train_here(config, tmp_path)
-    perplexity = math.exp(of_type(messages, Evaluated)[-1].loss)
+    perplexity = math.exp(of_type(messages, Evaluated)[-1].scores.loss)
     unigram_perplexity = of_type(messages, TrainingReady)[0].data.unigram_perplexity
     assert unigram_perplexity is not None
     assert perplexity < 0.6 * unigram_perplexity

@@ -81,9 +81,9 @@ def test_three_partitions_in_one_process_make_the_same_run(whole: tuple[Path, li
 
 def test_two_processes_make_the_same_run(whole: tuple[Path, list[object]], distributed: Path) -> None:
     assert_same_tensors(final_tensors(distributed), final_tensors(whole[0]))
-    evaluated = of_type(whole[1], Evaluated)[-1]
+    scores = of_type(whole[1], Evaluated)[-1].scores
     test = read_result(distributed)["test"]
-    assert (test["loss"], test["top1"], test["top5"]) == (evaluated.loss, evaluated.top1, evaluated.top5)
+    assert (test["loss"], test["top1"], test["top5"]) == (scores.loss, scores.top1, scores.top5)
 
 
 def test_schedule_and_recomputation_make_the_same_run(tmp_path: Path) -> None:

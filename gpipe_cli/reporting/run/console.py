@@ -16,7 +16,7 @@ from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
-from gpipe_cli.reporting.run.task import scores, words_of
+from gpipe_cli.reporting.run.task import scores_of, words_of
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 
@@ -142,7 +142,7 @@ class RunConsole:
         self._last_line = time.monotonic()
 
     def _tested(self, test: Evaluated) -> tuple[str, str, str]:
-        found = scores(self._run.task, test.loss, test.top1, test.top5)
+        found = scores_of(self._run.task, test.scores)
         if self._words.text:
             return loss(found["loss"]), perplexity(found["perplexity"]), percent(found["token_accuracy"])
         return loss(found["loss"]), percent(found["top1"]), percent(found["top5"])

@@ -30,7 +30,7 @@ from gpipe_cli.reporting.run.measurement import (
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_measurement, show_summary, speed_kind
-from gpipe_cli.reporting.run.task import Task, scores, words_of
+from gpipe_cli.reporting.run.task import Task, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.reporting.timeline_view import StepPicture
 from gpipe_cli.training.events import Evaluated, StepDone
@@ -295,13 +295,9 @@ class Reporter:
 
 def _tested(task: Task, message: Evaluated) -> dict[str, Any]:
     """An evaluation as result.json has it."""
-    test: dict[str, Any] = {
-        "step": message.step,
-        "epoch": message.epoch,
-        **scores(task, message.loss, message.top1, message.top5),
-        "averaged": message.averaged,
-    }
-    return test | {"tokens": message.tokens} if words_of(task).text else test
+    test = {"step": message.step, "epoch": message.epoch, **scores_of(task, message.scores)}
+    test["averaged"] = message.scores.averaged
+    return test | {"tokens": message.scores.tokens} if words_of(task).text else test
 
 
 def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_facts
-from gpipe_cli.reporting.run.task import Task, scores, words_of
+from gpipe_cli.reporting.run.task import Task, scores_of, words_of
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
 from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded, size
 
@@ -94,18 +94,18 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         "checkpoint": checkpoint,
         "task": task,
         "samples": message.samples,
-        **scores(task, message.loss, message.top1, message.top5),
-        "averaged": message.averaged,
+        **scores_of(task, message.scores),
+        "averaged": message.scores.averaged,
         "seconds": message.seconds,
     }
     if words.text:
-        found |= {"tokens": message.tokens, "unigram_perplexity": message.unigram_perplexity}
+        found |= {"tokens": message.scores.tokens, "unigram_perplexity": message.unigram_perplexity}
     if task == "translation":
         found["translation"] = None if translation is None else asdict(translation)
     try:
         write_result(folder, found, EVALUATION)
     finally:  # what cannot be written is shown all the same
-        tokens = "" if message.tokens is None else f" with {plural(message.tokens, 'token')}"
+        tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
         facts = [("checkpoint", checkpoint), ("test", outcome_of_test(found, message.unigram_perplexity))]
         facts.append((f"{words.sample}s", seen))

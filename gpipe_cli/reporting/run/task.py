@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from gpipe_cli.training.events import Scores
+
 Task = Literal["classification", "language_model", "translation"]
 
 
@@ -62,17 +64,11 @@ def words_of(task: Task) -> Words:
             return Words(True, "sentence", "tokens/s", "token acc", _TEXT_COLUMNS)
 
 
-def scores(task: Task, cross_entropy: float, top1: float, top5: float | None) -> dict[str, float | None]:
-    """What a test set says of a model, under the names that it has in result.json.
-
-    Args:
-        cross_entropy: in nats; mean over the samples, or for text over the tokens.
-        top1: share of right predictions, 0 to 1, of samples or tokens.
-        top5: as ``top1``; only images have it.
-    """
+def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:
+    """The scores of a test set, under the names that they have in result.json."""
     if words_of(task).text:
-        return {"loss": cross_entropy, "perplexity": perplexity(cross_entropy), "token_accuracy": top1}
-    return {"loss": cross_entropy, "top1": top1, "top5": top5}
+        return {"loss": scores.loss, "perplexity": perplexity(scores.loss), "token_accuracy": scores.top1}
+    return {"loss": scores.loss, "top1": scores.top1, "top5": scores.top5}
 
 
 def perplexity(cross_entropy: float) -> float:

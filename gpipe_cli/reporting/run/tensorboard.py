@@ -25,7 +25,7 @@ from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.task import Task, perplexity, words_of
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
-from gpipe_cli.training.events import Evaluated, StepDone, Translation
+from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import duration, size
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Dashboard:
 
     def evaluated(self, message: Evaluated) -> None:
         """The curves of the test set, and what was translated of it."""
-        self._draw(message.step, _test_text(message) if self._text else _test_images(message))
+        self._draw(message.step, _test_text(message.scores) if self._text else _test_images(message.scores))
         if self._text and message.translations:
             self._events.add(self._summary.text(TRANSLATIONS, _translation_table(message.translations)), message.step)
         self._events.flush()
@@ -210,16 +210,16 @@ def _training_text(message: StepDone) -> Iterator[tuple[str, float | None]]:
     yield TOKENS_PER_SECOND, message.tokens / message.seconds
 
 
-def _test_images(message: Evaluated) -> Iterator[tuple[str, float | None]]:
-    yield TEST_LOSS, message.loss
-    yield TEST_TOP1, message.top1
-    yield TEST_TOP5, message.top5
+def _test_images(scores: Scores) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, scores.loss
+    yield TEST_TOP1, scores.top1
+    yield TEST_TOP5, scores.top5
 
 
-def _test_text(message: Evaluated) -> Iterator[tuple[str, float | None]]:
-    yield TEST_LOSS, message.loss
-    yield TEST_PERPLEXITY, perplexity(message.loss)
-    yield TEST_TOKEN_ACCURACY, message.top1
+def _test_text(scores: Scores) -> Iterator[tuple[str, float | None]]:
+    yield TEST_LOSS, scores.loss
+    yield TEST_PERPLEXITY, perplexity(scores.loss)
+    yield TEST_TOKEN_ACCURACY, scores.top1
 
 
 def _final(result: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

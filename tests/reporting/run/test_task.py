@@ -3,7 +3,8 @@ from typing import get_args
 
 import pytest
 
-from gpipe_cli.reporting.run.task import Task, perplexity, scores, words_of
+from gpipe_cli.reporting.run.task import Task, perplexity, scores_of, words_of
+from gpipe_cli.training.events import Scores
 
 TASKS: tuple[Task, ...] = get_args(Task)
 
@@ -19,9 +20,13 @@ def test_headings_fit_their_columns_and_the_line_80_with_its_mark(task: Task) ->
 
 
 def test_images_and_text_are_judged_by_other_numbers() -> None:
-    assert scores("classification", 1.25, 0.5, 0.75) == {"loss": 1.25, "top1": 0.5, "top5": 0.75}
+    assert scores_of("classification", Scores(None, 1.25, 0.5, 0.75, averaged=False)) == {
+        "loss": 1.25,
+        "top1": 0.5,
+        "top5": 0.75,
+    }
     for task in ("language_model", "translation"):
-        found = scores(task, math.log(50), 0.5, None)
+        found = scores_of(task, Scores(9, math.log(50), 0.5, None, averaged=False))
         assert found == {"loss": math.log(50), "perplexity": pytest.approx(50), "token_accuracy": 0.5}
 
 
