@@ -42,7 +42,7 @@ def assert_same_statistics(deferred: nn.Module, whole: nn.Module, tolerance: flo
 
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_statistics_of_the_whole_mini_batch(micro_batches: int, momentum: float | None) -> None:
     """Unbiased variance, uneven micro-batches, a shorter mini-batch in between; the average of all for None."""
     whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3, momentum=momentum))
@@ -53,17 +53,6 @@ def test_statistics_of_the_whole_mini_batch(micro_batches: int, momentum: float 
         assert_same_statistics(deferred, whole)
 
 
-def test_eight_values_tell_biased_from_unbiased() -> None:
-    """With 8 values in a channel the two variances differ by a seventh."""
-    whole, deferred, statistics = pair(lambda: nn.BatchNorm1d(2, momentum=1.0))
-    batch = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
-    whole(batch)
-    step(deferred, statistics, batch, 3)
-    assert_same_statistics(deferred, whole, 1e-6)
-    torch.testing.assert_close(deferred.running_var, batch.var(dim=0, unbiased=True))
-    assert (deferred.running_var - batch.var(dim=0, unbiased=False)).abs().min() > 0.03
-
-
 def test_a_large_mean_does_not_cancel_the_variance() -> None:
     """E[x^2] - E[x]^2 in float32 has no correct digit here; nor would torch have with micro-batches merged that way."""
     _, deferred, statistics = pair(lambda: nn.BatchNorm2d(3, momentum=1.0))
@@ -71,15 +60,6 @@ def test_a_large_mean_does_not_cancel_the_variance() -> None:
     step(deferred, statistics, batch, 4)
     exact = batch.double().transpose(0, 1).flatten(1).var(dim=1)
     torch.testing.assert_close(deferred.running_var.double(), exact, rtol=1e-3, atol=0)
-
-
-def test_each_micro_batch_is_normalized_by_itself() -> None:
-    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
-    pieces = split(images(8), (3, 5))
-    for m, piece in enumerate(pieces):
-        statistics.open(m)
-        torch.testing.assert_close(deferred(piece), whole(piece))
-        statistics.close()
 
 
 def test_a_recomputation_is_not_counted() -> None:

@@ -11,7 +11,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.order import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build, forward_only
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 
 CPU = torch.device("cpu")
 FEATURES = (BoundaryTensor((0, 6), (1, 0), torch.float32, True),)
@@ -83,15 +83,3 @@ def test_every_action_is_announced_before_it_is_performed() -> None:
     schedule = build("1f1b", 3, 3, "except_last")
     executor.run(schedule, 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
     assert watched == list(linearize(schedule))
-
-
-def test_an_evaluation_changes_nothing() -> None:
-    executor, _ = make(nn.Identity())
-    stages = executor._stages
-    for stage in stages.values():
-        stage.module.eval()
-    before = {(k, name): value.clone() for k, s in stages.items() for name, value in s.module.state_dict().items()}
-    executor.run(forward_only(3, 3), 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
-    after = {(k, name): value for k, s in stages.items() for name, value in s.module.state_dict().items()}
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-    assert all(parameter.grad is None for stage in stages.values() for parameter in stage.module.parameters())

@@ -97,7 +97,3 @@ def test_clocks_that_contradict_each_other() -> None:
     found = breakdown(Timeline((spans,), ((late,),)), 1, step_seconds=3)
     assert sum(astuple(found)) == pytest.approx(1)
     assert min(astuple(found)) >= 0
-
-
-def test_nothing_happened() -> None:
-    assert sum(astuple(breakdown(Timeline(((), ())), 1))) == 0
