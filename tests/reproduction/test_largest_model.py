@@ -10,8 +10,7 @@ from recipe_runs import HERE, answering, column, real_runner
 
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reproduction import largest_model
-from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.largest_model_tables import Size
+from gpipe_cli.reproduction.largest_model import LargestModel, Size
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
 

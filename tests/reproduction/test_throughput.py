@@ -11,8 +11,7 @@ from recipe_runs import answering, column
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
-from gpipe_cli.reproduction.throughput import Throughput
-from gpipe_cli.reproduction.throughput_table import Model, Row
+from gpipe_cli.reproduction.throughput import Model, Row, Throughput
 
 ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
 WHAT = Throughput((Model("Some model", ROWS, figures=("hardware=tpu_v2",)),))
