@@ -94,12 +94,15 @@ def main(arguments: Sequence[str]) -> int:
     return _reproduce(rest[0], load(rest[0]), whole.scale, tuple(settings.values()), whole.output)
 
 
-def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], output: str) -> int:
+def _reproduce(
+    name: str, recipe: Recipe, scale: Literal["auto", "desk", "paper"], given: tuple[str, ...], output: str
+) -> int:
     console = Console()
     import_torch()
     here = gpus()
+    chosen: Scale
     if scale != "auto":
-        chosen, why = _scale(scale), "as was asked for"
+        chosen, why = scale, "as was asked for"
     elif "device=cpu" in given:
         chosen, why = "desk", "device=cpu uses no GPU"
     else:
@@ -139,20 +142,9 @@ def _reproduce(name: str, recipe: Recipe, scale: str, given: tuple[str, ...], ou
         _remove_empty(folder)
         remove_empty(*above)
         kept = f"; what was run before is in {folder}" if folder.exists() else ""
-        raise ValueError(f"{_with_remedy(str(error), recipe, chosen)}{kept}") from error
+        raise ValueError(f"{error}{kept}") from error
     show_reproduction(console, found, folder)
     return 0
-
-
-def _with_remedy(message: str, recipe: Recipe, scale: Scale) -> str:
-    """A recipe at the paper's scale that lacks its data: how to get it, and what works without."""
-    if scale != "paper" or recipe.needs.how is None or "dataset" not in message:
-        return message
-    return f"{message}; {recipe.needs.how}; scale=desk runs without it"
-
-
-def _scale(given: str) -> Scale:
-    return "desk" if given == "desk" else "paper"
 
 
 def _make_folder(output: Path, name: str) -> Path:

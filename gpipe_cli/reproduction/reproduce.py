@@ -1,5 +1,6 @@
 """From a recipe to its tables: `gpipe reproduce` below the command line."""
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.numbers import changing
 from gpipe_cli.reproduction.recipe import FOLDER, Needs, Recipe, settings_of
-from gpipe_cli.reproduction.refusal import explained
 from gpipe_cli.reproduction.runner import Findings, Gpu, Perform, Runner, last_wins, with_users
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
@@ -60,7 +60,10 @@ def reproduce(
         if not runner.commands:  # refused by the recipe itself
             raise
         command = [key_of(one) for one in shlex.split(runner.commands[-1]) if "=" in one]
-        raise ValueError(explained(str(error), given, desk, (*command, *settings_of(name)))) from error
+        line = explained(str(error), given, desk, (*command, *settings_of(name)))
+        if scale == "paper" and recipe.needs.how is not None and refused_key(line).partition(".")[0] == "dataset":
+            line += f"; {recipe.needs.how}; scale=desk runs without it"
+        raise ValueError(line) from error
     notes = [("paper's", recipe.hardware), ("scale", f"{scale}: {why}"), *given_note(given)]
     if scale == "desk":
         notes.append(("scaled down", recipe.desk.scaled))
@@ -81,6 +84,31 @@ def reproduce(
         files=found.files,
         seconds=time.monotonic() - begin,
     )
+
+
+def explained(message: str, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:
+    """The refusal of a setting, and whose setting it is if the user has not given it.
+
+    Args:
+        message: `model.variant=d: the chosen model has no such setting; leave it out`.
+        users: settings of the user.
+        desk: those of the recipe at desk scale, if that is its scale.
+        own: keys of all others that the command had: of the recipe's file, and of a row of its table.
+    """
+    key = refused_key(message)
+    if key in map(key_of, users) or key not in (*map(key_of, desk), *own):
+        return message
+    place = "a setting of this recipe at desk scale" if key in map(key_of, desk) else "a setting of this recipe"
+    group = next((one for one in users if key_of(one) == key.partition(".")[0]), None)
+    if group is None:
+        return f"{message} ({place})"
+    return f"{message.removesuffix('; leave it out')} ({place}, which {group} does not go with)"
+
+
+def refused_key(message: str) -> str:
+    """The setting that a refusal begins with: `model.variant` of `model.variant=d: ...`; "" without one."""
+    found = re.match(r"([\w.]+)=", message)
+    return found[1] if found else ""
 
 
 def given_note(given: Sequence[str]) -> list[tuple[str, str]]:

@@ -11,8 +11,7 @@ from recipe_runs import Answer, answering, shares_of_a_step
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.numbers import changing
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.refusal import explained
-from gpipe_cli.reproduction.reproduce import reproduce
+from gpipe_cli.reproduction.reproduce import explained, reproduce
 from gpipe_cli.reproduction.runner import Gpu
 
 RESIZED = "model.filters=16: in every command; what else is said of models and sizes (titles, scaled down, our choice, the paper's size) holds for the recipe without them"  # noqa: E501

@@ -7,10 +7,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import pytest
-from recipe_runs import HERE, TINY, answering, column, perform, real_runner
+from recipe_runs import HERE, TINY, answering, column, real_runner
 from training_runs import command
 
-from gpipe_cli.commands import reproduce as reproduce_command
 from gpipe_cli.config.typed import typed
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.fine_tuning import FineTuning
@@ -191,7 +190,6 @@ def test_without_imagenet_one_line_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reproduce_command, "run_process", perform)
     small = (*TINY, "micro_batches=4")
     assert command(monkeypatch, "reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out", *small) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
