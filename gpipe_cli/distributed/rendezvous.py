@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, meeting_place, torchrun
+from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, store_address, torchrun
 
 _FOLDER = "gpipe/run_folder"
 _START = "gpipe/start"
@@ -59,29 +59,29 @@ def agree(decide: Callable[[], Decision]) -> Decision:
 def _send(started: Torchrun, decision: Decision) -> Decision:
     paths = decision.folder, decision.resume, decision.source
     decided = json.dumps([None if path is None else str(Path(path).absolute()) for path in paths])
-    meeting, start = store(hosts=not may_restart()), uuid.uuid4().hex
-    meeting.set(_START, start)
+    shared, start = store(hosts=not may_restart()), uuid.uuid4().hex
+    shared.set(_START, start)
     for other in range(1, started.processes):
         arrived = f"{start}/{other}"
-        _wait(partial(meeting.check, [arrived]), f"process {other} of {started.processes}")
-        meeting.set(f"{start}/{meeting.get(arrived).decode()}", decided)
+        _wait(partial(shared.check, [arrived]), f"process {other} of {started.processes}")
+        shared.set(f"{start}/{shared.get(arrived).decode()}", decided)
     return _read(decided, start)
 
 
 def _receive(started: Torchrun) -> Decision:
-    meeting, me, start = store(), uuid.uuid4().hex, ""
+    shared, me, start = store(), uuid.uuid4().hex, ""
 
     def has_decision() -> bool:
         nonlocal start
-        if not meeting.check([_START]):
+        if not shared.check([_START]):
             return False
         # Of an earlier start, perhaps: its process 0 has ended, and does not answer.
-        start = meeting.get(_START).decode()
-        meeting.set(f"{start}/{started.rank}", me)
-        return meeting.check([f"{start}/{me}"])
+        start = shared.get(_START).decode()
+        shared.set(f"{start}/{started.rank}", me)
+        return shared.check([f"{start}/{me}"])
 
     _wait(has_decision, "process 0")
-    return _read(meeting.get(f"{start}/{me}"), start)
+    return _read(shared.get(f"{start}/{me}"), start)
 
 
 def _read(decided: str | bytes, start: str) -> Decision:
@@ -100,11 +100,11 @@ def _wait(until: Callable[[], bool], whom: str) -> None:
 
 @cache
 def store(*, hosts: bool = False) -> dist.TCPStore:
-    """The store at the meeting place: torchrun's or, where something else has started us, one that process 0 `hosts`.
+    """The store of all processes: torchrun's or, where something else has started them, one that process 0 `hosts`.
 
     Raises ConnectionError, one line, if there is none.
     """
-    address, port = meeting_place()
+    address, port = store_address()
     try:
         return dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE)
     except dist.DistError as error:

@@ -30,17 +30,17 @@ def torchrun() -> Torchrun | None:
             f"WORLD_SIZE={processes}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
             "or unset WORLD_SIZE and RANK"
         )
-    meeting_place()
+    store_address()
     return Torchrun(rank, processes, _number("LOCAL_WORLD_SIZE", 1, processes, processes))
 
 
-def meeting_place() -> tuple[str, int]:
-    """The address at which the processes find each other. Raises ValueError for a port that is none."""
+def store_address() -> tuple[str, int]:
+    """Where the store is through which the processes find each other. Raises ValueError for a port that is none."""
     return os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1, 65535, 29500)
 
 
 def may_restart() -> bool:
-    """Whether torchrun itself has a store at the meeting place, which outlives us: it may start us again."""
+    """Whether the store is torchrun's own, which outlives this process: torchrun may start it again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

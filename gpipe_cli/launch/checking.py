@@ -61,7 +61,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     checked = _Checked(config)
     with (
         interruptible() as interrupt,
-        tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting,
+        tempfile.TemporaryDirectory(dir=temporary_folder()) as gradients,
         console.status("starting ...") if console.is_terminal else nullcontext() as status,
     ):
 
@@ -73,7 +73,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                 status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
         for variants in checked.runs():
-            _run(config, checked, variants, source, on_message, Path(meeting), interrupt)
+            _run(config, checked, variants, source, on_message, Path(gradients), interrupt)
     report = checked.report()
     try:
         write_check(folder, report)

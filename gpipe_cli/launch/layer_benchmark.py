@@ -51,7 +51,7 @@ def measure(
     Process 0 reports what was measured (LayerTimes). `segments` cuts the model into parts that fit the device one after
     another; each is timed for about `seconds`.
     """
-    team, groups = join()
+    control, groups = join()
     segments = replace(segments, devices=(placement.devices[process],) * segments.partitions)  # each on its own
     model = build_model(config)
     whole = real_model(config, begins=False)
@@ -62,19 +62,19 @@ def measure(
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, model, whole)
         timer = _Timer(config, segments, stage, samples, seconds)
-        if team.leads:
+        if control.leads:
             alone += timer.passes()
-        team.barrier()
-        if team.size > 1:
+        control.barrier()
+        if control.size > 1:
             together += timer.passes()
-        if team.leads:
+        if control.leads:
             updates += timer.updates()
             set_up += timer.set_up()
             spread, share = max(spread, timer.spread), min(share, timer.share_of_core)
-        team.barrier()
+        control.barrier()
         model = build_model(config) if index + 1 < segments.partitions else model  # the stage has taken its layers
     link = _time_link(placement, process, groups) if groups is not None else None
-    if team.leads:
+    if control.leads:
         report(
             LayerTimes(
                 alone=alone,
@@ -86,7 +86,7 @@ def measure(
                 share_of_core=share,
             )
         )
-    team.barrier()
+    control.barrier()
 
 
 class _Timer:

@@ -40,10 +40,10 @@ def run_task(
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
-    with tempfile.TemporaryDirectory(dir=temporary_folder()) as meeting:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         supervisor = Supervisor(config, layout)
         try:
-            supervisor.start(task, start or f"{meeting}/rendezvous", interrupt)
+            supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
             return supervisor.watch(on_message, interrupt)
         except KeyboardInterrupt:
             supervisor.stop()  # once more below: a second Ctrl-C may come in the middle of this

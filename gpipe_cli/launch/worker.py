@@ -154,8 +154,8 @@ def _connect(
         # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
-    meeting = dist.FileStore(job.rendezvous, layout.processes) if here else dist.PrefixStore(job.rendezvous, store())
-    dist.init_process_group("gloo", store=meeting, rank=job.process, world_size=layout.processes, timeout=_PREPARING)
+    own_store = dist.FileStore(job.rendezvous, layout.processes) if here else dist.PrefixStore(job.rendezvous, store())
+    dist.init_process_group("gloo", store=own_store, rank=job.process, world_size=layout.processes, timeout=_PREPARING)
     backend = "nccl" if device.type == "cuda" else "gloo"
     control = dist.new_group(backend="gloo", timeout=timeout)
     forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))

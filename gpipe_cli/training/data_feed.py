@@ -87,18 +87,20 @@ class Data:
             loaded = LoadedBatches(test, batches, 0, 0, evaluations, workers, pin)
             self._readings[1] = Reading(test, batches, loaded)
 
-    def training_set(self, team: ControlGroup) -> Reading:
+    def training_set(self, control: ControlGroup) -> Reading:
         """Called in every process, once they are connected: those without samples are sent the catalogue."""
-        return self._share(team, 0, training_batches)
+        return self._share(control, 0, training_batches)
 
-    def test_set(self, team: ControlGroup) -> Reading:
+    def test_set(self, control: ControlGroup) -> Reading:
         """As `training_set`."""
-        return self._share(team, 1, test_batches)
+        return self._share(control, 1, test_batches)
 
-    def _share(self, team: ControlGroup, which: int, make: Callable[[TrainConfig, Catalogue], MiniBatches]) -> Reading:
+    def _share(
+        self, control: ControlGroup, which: int, make: Callable[[TrainConfig, Catalogue], MiniBatches]
+    ) -> Reading:
         split = None if self._splits is None else self._splits[which]
         known = split.catalogue if split is not None and self._first else None
-        catalogue = next(catalogue for catalogue in team.collect(known) if catalogue is not None)
+        catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
         return self._readings[which] or Reading(split, make(self._config, catalogue), None)
 
     def facts(self) -> DataFacts:

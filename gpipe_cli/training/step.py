@@ -49,7 +49,9 @@ class StepResult:
         )
 
 
-def rehearse(config: TrainConfig, engine: Engine, team: ControlGroup, data: Reading, epoch: int, position: int) -> None:
+def rehearse(
+    config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading, epoch: int, position: int
+) -> None:
     """Run the first micro-batch of a mini-batch forward, forward again and backward, and change no weight. The next
     mini-batch that `data` loads is that one, and stays the next.
 
@@ -59,7 +61,7 @@ def rehearse(config: TrainConfig, engine: Engine, team: ControlGroup, data: Read
     schedule = checked_schedule("gpipe", engine.layout.partitions, 1, "always")
     inputs, targets = None, None
     if data.loaded is not None:
-        with team.waits(Awaited.DATA):
+        with control.waits(Awaited.DATA):
             whole = data.loaded.peek()
         inputs = placed(engine, tuple(tensor[:samples] for tensor in whole))
     if engine.has_last:
@@ -73,7 +75,7 @@ def rehearse(config: TrainConfig, engine: Engine, team: ControlGroup, data: Read
 def train_step(
     config: TrainConfig,
     engine: Engine,
-    team: ControlGroup,
+    control: ControlGroup,
     step: int,
     rate: float,
     data: Reading,
@@ -98,7 +100,7 @@ def train_step(
     lengths = data.batches.lengths(epoch, position)
     for stage in engine.stages.values():
         stage.count_saved(count)
-    recording = engine.executor.run(schedule, step, sizes, _next_inputs(engine, team, data), objective, lengths)
+    recording = engine.executor.run(schedule, step, sizes, _next_inputs(engine, control, data), objective, lengths)
 
     stages = {}
     for k, stage in engine.stages.items():
@@ -113,9 +115,9 @@ def train_step(
         stages=stages,
         norms=torch.cat(_stacked(torch._foreach_norm(gradients))) if gradients else None,
         before=before,
-        clock_offset_seconds=team.clock_offset_seconds,
+        clock_offset_seconds=control.clock_offset_seconds,
     )
-    result = StepResult(engine.layout, team.gather(vector), recording, before)
+    result = StepResult(engine.layout, control.gather(vector), recording, before)
 
     before_update()
     if config.gradient_clipping:
@@ -135,15 +137,17 @@ def train_step(
     return result
 
 
-def gather_recording(engine: Engine, team: ControlGroup, recording: Recording, micro_batches: int) -> list[list[float]]:
+def gather_recording(
+    engine: Engine, control: ControlGroup, recording: Recording, micro_batches: int
+) -> list[list[float]]:
     """As `StepMetrics.seconds_before`, of the last step, which no other follows."""
     vector = StepMetrics.pack(
-        engine.layout, micro_batches, before=recording, clock_offset_seconds=team.clock_offset_seconds
+        engine.layout, micro_batches, before=recording, clock_offset_seconds=control.clock_offset_seconds
     )
-    return StepMetrics.unpack(engine.layout, team.gather(vector).wait(), recording.schedule).seconds_before
+    return StepMetrics.unpack(engine.layout, control.gather(vector).wait(), recording.schedule).seconds_before
 
 
-def evaluate(config: TrainConfig, engine: Engine, team: ControlGroup, data: Reading) -> Totals:
+def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
     """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(data.batches.steps_per_epoch):
@@ -152,11 +156,11 @@ def evaluate(config: TrainConfig, engine: Engine, team: ControlGroup, data: Read
         targets = data.targets(0, position) if engine.has_last else None
         objective = objective_of(config, targets, sizes, 0.0, engine.last_device)
         lengths = data.batches.lengths(0, position)
-        engine.executor.run(schedule, 0, sizes, _next_inputs(engine, team, data), objective, lengths)
+        engine.executor.run(schedule, 0, sizes, _next_inputs(engine, control, data), objective, lengths)
         if objective is not None:
             total += objective.totals()
     numbers = torch.tensor(astuple(total), dtype=torch.float64)
-    elements, *sums = torch.stack(team.gather(numbers).wait()).sum(dim=0).tolist()
+    elements, *sums = torch.stack(control.gather(numbers).wait()).sum(dim=0).tolist()
     return Totals(int(elements), *sums)
 
 
@@ -179,8 +183,8 @@ def objective_of(
     )
 
 
-def _next_inputs(engine: Engine, team: ControlGroup, data: Reading) -> Tensors | None:
-    with team.waits(Awaited.DATA):
+def _next_inputs(engine: Engine, control: ControlGroup, data: Reading) -> Tensors | None:
+    with control.waits(Awaited.DATA):
         inputs = data.inputs()
     return placed(engine, inputs)
 

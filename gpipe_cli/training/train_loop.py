@@ -72,9 +72,9 @@ def train(
     data = Data(config, layout, process.number, start, None if source is None else source.parent.parent)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
-    team, groups = process.connect()
-    _refuse_other_cuts(team, layout)
-    training, test = data.training_set(team), data.test_set(team)
+    control, groups = process.connect()
+    _refuse_other_cuts(control, layout)
+    training, test = data.training_set(control), data.test_set(control)
     if only_steps:
         test.close()  # what loads it would take time from the steps
     batches = training.batches
@@ -93,10 +93,10 @@ def train(
     progress = replace(start, steps_per_epoch=batches.steps_per_epoch)
     milestones.refuse_finished(config, progress.step)
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
-        notes = (*notes, _check_layers(config, engine, team, training, progress))
+        notes = (*notes, _check_layers(config, engine, control, training, progress))
 
     # --- 4. Ready: the run folder gets its first files, the parent shows the banner ------------------------------
-    if team.leads:
+    if control.leads:
         if resume_from is not None:
             adopt(resume_from, folder)
         data.save_vocabulary(folder)
@@ -116,11 +116,11 @@ def train(
         count = full and not counted and step > start.step
         counted = counted or count
         result = train_step(
-            config, engine, team, step, rate, training, epoch, position,
+            config, engine, control, step, rate, training, epoch, position,
             before=recording, count=count, begun_bytes=begun_bytes,
         )  # fmt: skip
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
-        if team.leads:
+        if control.leads:
             metrics = result.metrics
             refuse_nonsense(config, metrics.totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
             if recording is not None:
@@ -132,33 +132,33 @@ def train(
         best = False
         if milestones.evaluates_after(progress.step):
             with engine.evaluating(averages=bool(engine.averages)):
-                totals = evaluate(config, engine, team, test)
-                examples = translated_examples(config, engine, team, test)
+                totals = evaluate(config, engine, control, test)
+                examples = translated_examples(config, engine, control, test)
             score = score_of(totals, text=config.task != "classification")
             best = is_best(score, progress)
             if best:
                 progress = replace(progress, best_score=score, best_step=progress.step)
-            if team.leads:
+            if control.leads:
                 scores = _scores(config, engine, totals)
                 process.report(Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint -------------------------------------------------------------------------------------
         if best or milestones.saves_after(progress.step):
-            save_checkpoint(engine, team, folder, progress, config_yaml, keep=config.checkpoint.keep)
-            if team.leads:
+            save_checkpoint(engine, control, folder, progress, config_yaml, keep=config.checkpoint.keep)
+            if control.leads:
                 process.report(CheckpointWritten(progress.step))
         if progress.step == milestones.end_step:
             break
 
     # --- 8. The end: what was recorded of the last step; all processes finish before one of them disconnects -----
     if recording is not None:
-        seconds = gather_recording(engine, team, recording, config.micro_batches)
-        if team.leads:
+        seconds = gather_recording(engine, control, recording, config.micro_batches)
+        if control.leads:
             process.report(StepRecorded(seconds, recording_began))
     training.close()
     test.close()
     engine.executor.settle()
-    team.barrier()
+    control.barrier()
 
 
 def evaluate_checkpoint(
@@ -166,31 +166,31 @@ def evaluate_checkpoint(
 ) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
     data = Data(config, layout, process.number, None, checkpoint.parent.parent)
-    team, groups = process.connect()
-    test = data.test_set(team)
+    control, groups = process.connect()
+    test = data.test_set(control)
     model = build_model(config)
     engine = build_engine(config, layout, process.number, groups, model, process.watch, begins=False)
     restore(engine, checkpoint, optimizer=False)
-    facts = data.facts() if team.leads else DataFacts()
-    if team.leads:
+    facts = data.facts() if control.leads else DataFacts()
+    if control.leads:
         process.report(EvaluationReady())
 
     def on_decoded(done: int, of: int) -> None:
-        if team.leads:
+        if control.leads:
             process.report(SentencesDecoded(done, of))
 
     began = time.perf_counter()
     with engine.evaluating(averages=bool(engine.averages)):
-        totals = evaluate(config, engine, team, test)
+        totals = evaluate(config, engine, control, test)
         seconds = time.perf_counter() - began
-        translation = translated_test_set(config, decode, engine, team, test, on_decoded)
+        translation = translated_test_set(config, decode, engine, control, test, on_decoded)
     test.close()
-    if team.leads:
+    if control.leads:
         scores = _scores(config, engine, totals)
         samples = test.batches.samples
         process.report(EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
     engine.executor.settle()
-    team.barrier()
+    control.barrier()
 
 
 def _step_done(
@@ -235,9 +235,9 @@ def _scores(config: TrainConfig, engine: Engine, totals: Totals) -> Scores:
     return Scores(tokens, loss, top1, None if text else top5, averaged=bool(engine.averages))
 
 
-def _refuse_other_cuts(team: ControlGroup, layout: Placement) -> None:
+def _refuse_other_cuts(control: ControlGroup, layout: Placement) -> None:
     """Under torchrun every process plans for itself. Raises ValueError if machines that differ came to other plans."""
-    plans = team.collect((layout.layer_names, layout.recompute))
+    plans = control.collect((layout.layer_names, layout.recompute))
     if any(plan != plans[0] for plan in plans):
         cuts = " and ".join(sorted({str([len(names) for names in cut]).replace(" ", "") for cut, _ in plans}))
         raise ValueError(
@@ -247,7 +247,7 @@ def _refuse_other_cuts(team: ControlGroup, layout: Placement) -> None:
 
 
 def _check_layers(
-    config: TrainConfig, engine: Engine, team: ControlGroup, training: Reading, progress: Progress
+    config: TrainConfig, engine: Engine, control: ControlGroup, training: Reading, progress: Progress
 ) -> tuple[str, str]:
     """Watch every layer on the first micro-batch of what comes next; returns a line of the banner.
 
@@ -256,8 +256,8 @@ def _check_layers(
     began = time.perf_counter()
     epoch, position = next(iter(training.batches.stream(progress.epoch, progress.position, config.epochs)))
     with watching(engine.stages.values()) as watch:
-        rehearse(config, engine, team, training, epoch, position)
-    findings = [finding for part in team.collect(watch.findings) for finding in part]
+        rehearse(config, engine, control, training, epoch, position)
+    findings = [finding for part in control.collect(watch.findings) for finding in part]
     if findings:
         raise ValueError(f"model={choice_of(config.model)}: {findings[0].text}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

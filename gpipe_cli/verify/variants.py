@@ -69,9 +69,9 @@ def check(
     """
     run = None if config.init_from is None else Path(config.init_from)
     data = Data(replace(config, data_workers=0), layout, process.number, starting_point(config, None), run)
-    team, groups = process.connect()
+    control, groups = process.connect()
     report = process.report
-    work = _Runs(config, process, team, groups, data.training_set(team), folder, source)
+    work = _Runs(config, process, control, groups, data.training_set(control), folder, source)
     if not earlier:
         report(work.watch_layers(variants[0]))
     references = dict(earlier)
@@ -83,7 +83,7 @@ def check(
             row, digests = work.compare(variant, references)
         except ChangedInputError as error:
             report(variant.row("fails", layer=error.layer, text=str(error)))
-            if team.size > 1:
+            if control.size > 1:
                 raise
             continue
         except ActionFailedError as error:
@@ -93,15 +93,15 @@ def check(
             action, layer = error.action, error.layer or None
             text = f"{where} raises {cause}"
             report(variant.row("fails", layer=layer, stage=action.stage, micro_batch=action.micro_batch, text=text))
-            if team.size > 1:
+            if control.size > 1:
                 raise  # its neighbours would wait for it until the timeout
             continue
         if digests is not None:
             references[variant.schedule] = digests
             report(ReferenceDone(variant.schedule, digests))
-        if team.leads:
+        if control.leads:
             report(row)
-    team.barrier()
+    control.barrier()
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Runs:
 
     base: TrainConfig
     process: WorkerProcess
-    team: ControlGroup
+    control: ControlGroup
     groups: Groups | None
     reading: Reading
     folder: Path
@@ -123,7 +123,7 @@ class _Runs:
         engine = self._engine(config, variant.layout, self.process.watch)
         # what a layer raises is in the rows of the variants; the watch ends there
         with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
-            rehearse(config, engine, self.team, self._first_mini_batch(), 0, 0)
+            rehearse(config, engine, self.control, self._first_mini_batch(), 0, 0)
         sizes = micro_batch_sizes(self.reading.batches.size(0, 0), config.micro_batches)
         inside = engine.stages[0].module.modules()
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
@@ -148,7 +148,7 @@ class _Runs:
         if variant.micro_batches != self.base.micro_batches:
             return within(variant, self._distance(kept, variant.schedule)), None
         found = first_difference(variant.layout, digests, references[variant.schedule])
-        least = [part for part in self.team.collect(found) if part is not None]
+        least = [part for part in self.control.collect(found) if part is not None]
         if not least:
             return variant.row("identical"), None
         return differs(variant, min(least), self._distance(kept, variant.schedule)), None
@@ -221,7 +221,7 @@ class _Runs:
         result = train_step(
             config,
             engine,
-            self.team,
+            self.control,
             0,
             rate,
             self._first_mini_batch(),
@@ -266,5 +266,5 @@ class _Runs:
                 if name in kept:
                     difference += float((kept.pop(name).double() - reference).square().sum())
         difference += sum(float(gradient.double().square().sum()) for gradient in kept.values())
-        difference = sum(self.team.collect(difference))
+        difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)

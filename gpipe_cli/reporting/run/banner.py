@@ -83,7 +83,7 @@ def _samples_of_data(run: RunDescription) -> str:
 
 def _global_batch(run: RunDescription, micro_batches: str) -> str:
     """`32 = 1 replica x 4 micro-batches x 8 samples`, or `4,096 tokens = 1 replica x 4 micro-batches`."""
-    factors = f"{plural(run.replicas, 'replica')} x {micro_batches}"
+    factors = f"1 replica x {micro_batches}"
     if run.global_batch is None:
         return f"{run.global_batch_tokens:,} tokens = {factors}"
     return f"{run.global_batch:,} = {factors} x {_micro_batch(run)}"

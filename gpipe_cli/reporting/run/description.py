@@ -79,7 +79,6 @@ class RunDescription:
     config_yaml: str
     speed_kind: SpeedKind  # as far as it is known before the run
     threads: int  # of each process
-    replicas: int = 1
     max_steps: int | None = None  # the run stops after this many steps
     resumed_from: str | None = None  # run folder
     first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
@@ -113,13 +112,13 @@ class RunDescription:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of one optimizer step, over all replicas; None where mini-batches are cut by tokens."""
-        return None if self.batch_tokens is not None else self.replicas * sum(self.micro_batch_sizes)
+        """Samples of one optimizer step; None where mini-batches are cut by tokens."""
+        return None if self.batch_tokens is not None else sum(self.micro_batch_sizes)
 
     @property
     def global_batch_tokens(self) -> int | None:
         """As ``global_batch``, in tokens; None where mini-batches are cut by samples."""
-        return None if self.batch_tokens is None else self.replicas * self.batch_tokens
+        return None if self.batch_tokens is None else self.batch_tokens
 
     @property
     def total_steps(self) -> int:

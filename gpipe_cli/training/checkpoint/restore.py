@@ -45,13 +45,13 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(
-    engine: Engine, team: ControlGroup, folder: Path, progress: Progress, config_yaml: str, *, keep: int
+    engine: Engine, control: ControlGroup, folder: Path, progress: Progress, config_yaml: str, *, keep: int
 ) -> None:
     """Every process writes the files of its stages, then the leading one completes the checkpoint.
 
     Raises CheckpointError.
     """
-    draft = team.collect(begin_checkpoint(folder, progress.step) if team.leads else None)[0]
+    draft = control.collect(begin_checkpoint(folder, progress.step) if control.leads else None)[0]
     states = {k: state_of_stage(engine, k) for k in engine.stages}
     written = [write_stage(draft, k, state) for k, state in states.items()]
     without = [
@@ -60,13 +60,13 @@ def save_checkpoint(
         for name in engine.parameters[k]
         if not any(key.startswith(f"optimizer/{name}/") for key in state)
     ]
-    files, without_state = ([one for part in team.collect(mine) for one in part] for mine in (written, without))
-    if team.leads:
+    files, without_state = ([one for part in control.collect(mine) for one in part] for mine in (written, without))
+    if control.leads:
         layers = [name for names in engine.layout.layer_names for name in names]
         finish_checkpoint(
             draft, progress, files, layers=layers, without_state=without_state, config=config_yaml, keep=keep
         )
-    team.barrier()
+    control.barrier()
 
 
 def check_restorable(

@@ -149,7 +149,7 @@ class Candidates:
 
 def decode(
     engine: Engine,
-    team: ControlGroup,
+    control: ControlGroup,
     search: Search,
     micro_batches: int,
     limit: int,
@@ -167,7 +167,7 @@ def decode(
     """
     if not indices:
         return []
-    lengths, vocabulary = _agree(engine, team, split, indices)
+    lengths, vocabulary = _agree(engine, control, split, indices)
     wanted = min(search.beam, vocabulary)
     forbidden = None
     if engine.has_last:
@@ -192,7 +192,7 @@ def decode(
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64) if objective is None else objective.table()
             # processes are in the order of the stages: the last one has seen the logits
-            found = iter(team.gather(known.flatten()).wait()[-1].view(shape).tolist())
+            found = iter(control.gather(known.flatten()).wait()[-1].view(shape).tolist())
             for at in growing:
                 beams[at].advance([next(found) for _ in beams[at].growing])
         for at, beam in zip(chosen, beams, strict=True):
@@ -222,14 +222,14 @@ def _run(
 
 
 def _agree(
-    engine: Engine, team: ControlGroup, split: PairSplit | None, indices: Sequence[int]
+    engine: Engine, control: ControlGroup, split: PairSplit | None, indices: Sequence[int]
 ) -> tuple[list[int], int]:
     """The tokens of each source and the size of the vocabulary, sent to all by the process with the first stage."""
     known = None
     if engine.has_first:
         assert split is not None
         known = split.sources.lengths_of(torch.tensor(indices)).tolist(), split.vocabulary_size
-    lengths, vocabulary = next(one for one in team.collect(known) if one is not None)
+    lengths, vocabulary = next(one for one in control.collect(known) if one is not None)
     return lengths, vocabulary
 
 

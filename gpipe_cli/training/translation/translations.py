@@ -35,7 +35,7 @@ def translated_test_set(
     config: TrainConfig,
     settings: DecodeConfig,
     engine: Engine,
-    team: ControlGroup,
+    control: ControlGroup,
     test: Reading,
     on_decoded: Callable[[int, int], None],
 ) -> TranslationScores | None:
@@ -48,12 +48,19 @@ def translated_test_set(
     search = Search(settings.beam, settings.length_penalty, _batch_sentences(config))
     split, limit = _pairs(test), _limit(config)
     return translate(
-        engine, team, search, config.micro_batches, limit, split, indices, lambda done: on_decoded(done, len(indices))
+        engine,
+        control,
+        search,
+        config.micro_batches,
+        limit,
+        split,
+        indices,
+        lambda done: on_decoded(done, len(indices)),
     )
 
 
 def translated_examples(
-    config: TrainConfig, engine: Engine, team: ControlGroup, test: Reading
+    config: TrainConfig, engine: Engine, control: ControlGroup, test: Reading
 ) -> tuple[Translation, ...]:
     """A few sentences, the same at each evaluation, decoded greedily; none in all processes
     but the first. Called in every process, inside `engine.evaluating`."""
@@ -62,8 +69,8 @@ def translated_examples(
         return ()
     search = Search(1, 0.0, _batch_sentences(config))
     split = _pairs(test)
-    decoded = decode(engine, team, search, config.micro_batches, _limit(config), split, indices)
-    if not team.leads:
+    decoded = decode(engine, control, search, config.micro_batches, _limit(config), split, indices)
+    if not control.leads:
         return ()
     assert split is not None, "process 0 has the first stage"
     return tuple(shown(split, indices, decoded))
@@ -96,7 +103,7 @@ def _batch_sentences(config: TrainConfig) -> int:
 
 def translate(
     engine: Engine,
-    team: ControlGroup,
+    control: ControlGroup,
     search: Search,
     micro_batches: int,
     limit: int,
@@ -109,8 +116,8 @@ def translate(
     Called as `decode` is, and raises as it does.
     """
     began = time.perf_counter()
-    decoded = decode(engine, team, search, micro_batches, limit, split, indices, on_decoded)
-    if not team.leads:
+    decoded = decode(engine, control, search, micro_batches, limit, split, indices, on_decoded)
+    if not control.leads:
         return None
     assert split is not None, "process 0 has the first stage"
     seconds = time.perf_counter() - began

@@ -90,7 +90,6 @@ def test_the_banner_says_what_runs() -> None:
     [
         ({"micro_batch_sizes": (6, 6, 5, 5)}, "mini-batch   22 = 1 replica x 4 micro-batches x 6 or 5 samples"),
         ({"micro_batch_sizes": (1,)}, "mini-batch   1 = 1 replica x 1 micro-batch x 1 sample"),
-        ({"replicas": 2}, "mini-batch   64 = 2 replicas x 4 micro-batches x 8 samples"),
         ({"resumed_from": "outputs/a", "first_step": 4}, "resumed from outputs/a, 4 steps done"),
         ({"preset": "small"}, "preset       small: settings that suit this model and data set; what is given wins\n"),
         (
@@ -104,7 +103,6 @@ def test_the_banner_says_what_runs() -> None:
         (TRANSLATION, "dataset      cldr: 160,123 training and 8,123 test sentences, 214 languages\n"),
         (TRANSLATION, "K = 2 partitions, M = 4 micro-batches\n"),
         (TRANSLATION, "mini-batch   4,096 tokens = 1 replica x 4 micro-batches\n"),
-        (TRANSLATION | {"replicas": 2}, "mini-batch   8,192 tokens = 2 replicas x 4 micro-batches\n"),
         (TRANSLATION | {"micro_batch_sizes": (1,), "batch_tokens": None}, "x 1 micro-batch x 1 sentence\n"),
         ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps\n             learning rate 0.04\n"),
         ({"learning_rate": 0.01, "warm_up": (4, 0.04)}, " learning rate 0.04, after a warm-up of 4 steps from 0.01\n"),

@@ -131,10 +131,10 @@ def test_names_have_no_bleu() -> None:
 
 def test_translate_decodes_and_scores() -> None:
     case, split = Case(beam=3, seed=11, length_penalty=2.0), tiny_split()
-    engine, team, indices = engine_of(plan_of(case)), ControlGroup(0, 1), choose(len(SOURCES), 5)
+    engine, control, indices = engine_of(plan_of(case)), ControlGroup(0, 1), choose(len(SOURCES), 5)
     with engine.evaluating(averages=False):
-        result = translate(engine, team, case.search, 2, case.limit, split, indices)
-        decoded = decode(engine, team, case.search, 2, case.limit, split, indices)
+        result = translate(engine, control, case.search, 2, case.limit, split, indices)
+        decoded = decode(engine, control, case.search, 2, case.limit, split, indices)
     assert result is not None
     assert result.seconds > 0
     rows = shown(split, indices, decoded)
