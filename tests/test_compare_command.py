@@ -15,6 +15,7 @@ from training_runs import TINY, command
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.system.files import FolderLock
 
+FILES = {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
 RUN = [*TINY, "executor=in_process", "max_steps=3", "checkpoint.every_epochs=0"]
 
 
@@ -49,7 +50,7 @@ def test_a_sweep_is_compared(
     assert "2 runs, completed" in shown  # K = 2 is named twice and shown once
     assert "train/loss is identical to the last bit: partitions=1, partitions=2" in shown
     files = {file.name: file for file in (tmp_path / "new").iterdir()}
-    assert set(files) == {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
+    assert set(files) == FILES
     assert all(files[name].read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "bars.png"))
     page = files["comparison.html"].read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 2
@@ -121,34 +122,28 @@ def test_files_are_written_for_who_reads_only_the_first_line(tmp_path: Path) -> 
     answer = subprocess.run(arguments, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (answer.returncode, answer.stderr) == (141, "")
-    files = {file.name for file in tmp_path.iterdir()}
-    assert files == {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
+    assert {file.name for file in tmp_path.iterdir()} == FILES
 
 
 def test_all_of_outputs_and_what_is_wrong_with_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    torn = Path("outputs/torn")
+    torn = tmp_path / "outputs" / "torn"
+    shutil.copytree("outputs", torn.parent, symlinks=True)
     torn.mkdir()
     (torn / "config.yaml").touch()
     (torn / "result.json").write_text('{"status": ', encoding="utf-8")
-    try:
+    monkeypatch.chdir(tmp_path)
+    for number in range(2):  # of a comparison nothing is compared again
         assert command(monkeypatch, "compare", "outputs", "nowhere") == 0
-        captured = capsys.readouterr()
-        wrong = captured.err.splitlines()
-        assert [line.partition(": left out: ")[2].partition(":")[0] for line in wrong] == [
-            "nowhere", "outputs/torn/result.json",
-        ]  # fmt: skip
-        shown = " ".join(captured.out.split())
+        shown, wrong = capsys.readouterr()
+        named = [line.partition(": left out: ")[2].partition(":")[0] for line in wrong.splitlines()]
+        assert named == ["nowhere", "outputs/torn/result.json"]
+        assert "3 runs" in shown
         assert "failed: boom" in shown
-        (made,) = Path("outputs").glob("*_compare")  # and of a comparison nothing is compared again
-        assert {file.name for file in made.iterdir()} == {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
-        assert command(monkeypatch, "compare", "outputs", "--csv") == 0
-        assert len(capsys.readouterr().out.splitlines()) == 1 + 3
-    finally:
-        (torn / "result.json").unlink()
-        (torn / "config.yaml").unlink()
-        torn.rmdir()
+        made = sorted(Path("outputs").glob("*_compare"))
+        assert len(made) in (1, number + 1)  # named by the second
+        assert {file.name for file in made[0].iterdir()} == FILES
 
 
 def test_a_folder_that_is_being_written_to_is_left_alone(
@@ -174,32 +169,27 @@ def test_a_single_run_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "named", "remedy"),
     [
-        ("", "gpipe compare: RUN: give the folder of a run, or of several; the newest runs are outputs/"),
-        ("nowhere", "gpipe compare: nowhere: there is no such folder; the newest runs are outputs/"),
-        ("empty", "gpipe compare: empty: no run there (looked for config.yaml in it and up to two levels below)"),
-        ("nowhere empty", "nowhere: there is no such folder (and 1 more like it)"),
-        ("unread", "gpipe compare: unread: has no result.json"),
-        ("outputs/sweep --csv --output x", "gpipe compare: --output x: --csv writes no files"),
-        ("outputs/sweep --output file/x", "gpipe compare: --output file/x: no folder can be made there"),
-        ("outputs/sweep --cvs", "gpipe compare: unrecognized arguments: --cvs; see gpipe compare --help"),
-        ("--output", "gpipe compare: argument --output: expected one argument; see gpipe compare --help"),
+        ("", "RUN", "the newest runs are outputs/"),
+        ("nowhere empty", "nowhere", "(and 1 more like it)"),
+        ("outputs/sweep --csv --output x", "--output x", "leave one of them out"),
+        ("outputs/sweep --output file/x", "--output file/x", "no folder can be made there"),
+        ("outputs/sweep --cvs", "unrecognized arguments", "see gpipe compare --help"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Path, arguments: str, line: str
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Path, arguments: str, named: str,
+    remedy: str,
+) -> None:  # fmt: skip
     (place / "empty").mkdir(exist_ok=True)
     (place / "file").touch()
-    (place / "unread").mkdir(exist_ok=True)
-    (place / "unread" / "config.yaml").touch()
     before = sorted(place.rglob("*"))
     assert command(monkeypatch, "compare", *arguments.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert line in captured.err
-    assert captured.err.count("\n") == 1
+    shown, error = capsys.readouterr()
+    assert (shown, error.count("\n")) == ("", 1)
+    assert error.startswith(f"gpipe compare: {named}")
+    assert remedy in error
     assert sorted(place.rglob("*")) == before
 
 
@@ -211,44 +201,39 @@ def test_tab_completion_leaves_folders_to_the_shell(
     assert capsys.readouterr() == ("", "")
 
 
-def test_help_and_csv_import_no_torch() -> None:
-    code = (
-        "import sys; from gpipe_cli.cli import main; code = main(sys.argv[1:]); "
-        "sys.exit('heavy' if {'torch', 'tensorboard', 'matplotlib'} & set(sys.modules) else code)"
-    )
-    for arguments, shown in ((["--help"], "Usage: gpipe compare RUN"), (["outputs/sweep", "--csv"], "run,partitions,")):
-        answer = subprocess.run(
-            [sys.executable, "-c", code, "compare", *arguments], capture_output=True, text=True, check=False,
-            env={**os.environ, "COLUMNS": "80"},
-        )  # fmt: skip
-        assert (answer.returncode, answer.stderr) == (0, "")
-        assert shown in answer.stdout
+def test_csv_imports_no_torch() -> None:
+    code = "import sys; from gpipe_cli.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    arguments = [sys.executable, "-c", code, "compare", "outputs/sweep", "--csv"]
+    answer = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "run,partitions," in answer.stdout
+    assert not {"torch", "tensorboard", "matplotlib"} & set(answer.stderr.split())
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder of events", "pipe of events", "deep", "device"])
 def test_a_run_that_cannot_be_read_is_one_line(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pipes and devices were read for ever."""
     run = tmp_path / "run"
     shutil.copytree("outputs/sweep/K1", run)
     result, event = run / "result.json", run / "events.out.tfevents.1.x"
-    match kind:
-        case "pipe":
-            result.unlink()
-            os.mkfifo(result)
-        case "device":
-            result.unlink()
-            result.symlink_to("/dev/zero")
-        case "deep":
-            result.write_text("[" * 100_000)
-        case "folder of events":
-            event.mkdir()
-        case "pipe of events":
-            os.mkfifo(event)
-    named = event if "events" in kind else result
-    assert command(monkeypatch, "compare", str(run)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"gpipe compare: {named}: ")
-    assert len(captured.err.splitlines()) == 1
+
+    def refused(file: Path) -> None:
+        assert command(monkeypatch, "compare", str(run)) == 2
+        shown, error = capsys.readouterr()
+        assert (shown, error.count("\n")) == ("", 1)
+        assert error.startswith(f"gpipe compare: {file}: ")
+
+    os.mkfifo(event)
+    refused(event)
+    event.unlink()
+    event.mkdir()
+    refused(event)
+    event.rmdir()
+    result.write_text("[" * 100_000)
+    refused(result)
+    result.unlink()
+    os.mkfifo(result)
+    refused(result)
+    result.unlink()
+    result.symlink_to("/dev/zero")
+    refused(result)
