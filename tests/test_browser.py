@@ -32,6 +32,7 @@ RUNS = [f"sweep/micro_batches={micro_batches}" for micro_batches in TOP1]
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what TensorBoard brings along
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH"),
     pytest.mark.skipif(find_spec("playwright") is None, reason="no playwright: pip install -e '.[browser]'"),
 ]
