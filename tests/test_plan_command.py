@@ -48,16 +48,6 @@ def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "everything below is predicted" in shown
 
 
-def test_what_is_auto_is_chosen_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = plan(monkeypatch, *TINY, "batch_size=8", "micro_batches=auto", "recompute=auto", "hardware.memory_gib=1")
-    comparison, recompute = read["comparisons"]  # type: ignore[misc]
-    assert [candidate["value"].partition(":")[0] for candidate in recompute["candidates"]] == [
-        "never", "auto", "except_last",
-    ]  # fmt: skip
-    assert [candidate["value"] for candidate in comparison["candidates"]] == ["1", "2", "4", "8"]
-    assert sum(candidate["chosen"] for candidate in comparison["candidates"]) == 1
-
-
 def test_a_measured_plan_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
     read = plan(monkeypatch, *PLAN, "partitions=2", "cost=measured")
@@ -135,10 +125,13 @@ def test_a_plan_that_cannot_be_written_is_shown(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a disk that is full
     try:
-        assert command(monkeypatch, "plan", *PLAN, "partitions=2", "run_folder=plan") == 1
+        auto = ["micro_batches=auto", "recompute=auto", "hardware.memory_gib=1"]
+        assert command(monkeypatch, "plan", *PLAN, "partitions=2", *auto, "run_folder=plan") == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     captured = capsys.readouterr()
     assert "pipeline     K = 2 partitions" in captured.out
+    assert "micro_batches compared, predicted: the shortest predicted step that fits" in captured.out
+    assert "recompute compared, predicted: as few as fit the memory" in captured.out
     assert captured.err == "gpipe plan: plan/plan.json: File too large\n"
     assert not Path("plan").exists()

@@ -151,7 +151,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
     sheet = rates_of_sheet(load_hardware("cpu"), 1)  # of the link, where one process was timed alone
     latency, bandwidth = times.link or (sheet.link_seconds, 1 / sheet.link_byte_seconds)
     rates = DeviceRates(
-        source="",  # said when it is read: it depends on the time that has gone by
+        source="",  # completed when it is read: it tells how long ago this was
         basis="timed_machine",
         forward=forward,
         graph=graph,

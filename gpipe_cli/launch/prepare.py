@@ -56,7 +56,7 @@ def prepare(
 
 
 def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """A resumed run keeps its threads, whatever its new K would get; said where that makes a difference."""
+    """A resumed run keeps its threads, whatever its new K would get; a line if that makes a difference."""
     if config.resume is None:
         return
     threads, before, usual = config.threads, load(Path(config.resume)).threads, place(config).usual_threads
@@ -66,15 +66,19 @@ def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
 
 
-def _turns(layout: Placement) -> Iterator[tuple[str, str]]:
-    """Said before the run: what is measured will not be the speed of a pipeline."""
-    processes, threads, cores = layout.processes_here, plural(layout.threads, "thread"), plural(usable_cores(), "core")
-    if layout.short_of_cores and processes == 1:
+def _turns(placement: Placement) -> Iterator[tuple[str, str]]:
+    """A line if stages or threads take turns: what is measured will not be the speed of a pipeline."""
+    processes, threads, cores = (
+        placement.processes_here,
+        plural(placement.threads, "thread"),
+        plural(usable_cores(), "core"),
+    )
+    if placement.short_of_cores and processes == 1:
         yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
-    elif layout.short_of_cores:
+    elif placement.short_of_cores:
         yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
-    elif layout.one_device:
-        yield "devices", f"{layout.partitions} stages take turns on {layout.devices[0]}: not a pipeline's speed"
+    elif placement.one_device:
+        yield "devices", f"{placement.partitions} stages take turns on {placement.devices[0]}: not a pipeline's speed"
 
 
 def _words(choice: Comparison) -> str:

@@ -1,7 +1,7 @@
 """Layers that a device is timed with: blocks of the models that come with gpipe, and each kind of operation alone, on
 much data and on little.
 
-They are small enough to be timed in a second. What a device takes for an operation, and for a FLOP or a byte of it,
+They are small enough to be timed in a few seconds. What a device takes for an operation, for a FLOP and for a byte
 follows from the seconds of all of them (`device_rates.py`).
 """
 

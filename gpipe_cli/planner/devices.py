@@ -42,7 +42,7 @@ def place(config: TrainConfig) -> Devices:
 
 
 def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:
-    """The bytes that a stage must stay below: what the settings say; or for recompute=auto what the device has.
+    """The bytes that a stage must stay below: what the settings give; or for recompute=auto what the device has.
 
     Raises ValueError if that has to be known and is not.
     """

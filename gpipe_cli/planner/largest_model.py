@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import NothingFitsError
@@ -23,7 +22,7 @@ class _Grown:
 
     config: TrainConfig
     profile: ModelProfile
-    one: Candidate
+    candidate: Candidate
 
 
 def solve_max_model(
@@ -43,43 +42,35 @@ def solve_max_model(
         )
     began = time.monotonic()
     found: list[_Grown] = []
-    choices = []
+    comparisons = []
     for key, step, most in _sizes(config):
         tried: dict[int, _Grown] = {}
 
         def fits(guess: int, key: str = key, step: int = step, tried: dict[int, _Grown] = tried) -> bool:
             model = replace(config.model, **{key: guess * step})  # type: ignore[arg-type]  # a size is a whole number
-            candidate = replace(config, model=model)
-            profile = profile_model(candidate, build_model(candidate))
-            one = try_plan(candidate, str(guess * step), profile, costs_of(candidate, profile), memory_limit(candidate))
-            tried[guess] = _Grown(candidate, profile, one)
+            grown = replace(config, model=model)
+            profile = profile_model(grown)
+            candidate = try_plan(grown, str(guess * step), profile, costs_of(grown, profile), memory_limit(grown))
+            tried[guess] = _Grown(grown, profile, candidate)
             if time.monotonic() - began > _SILENT_SECONDS:
-                log(f"model.{key}={guess * step} {'fits' if one.plan else 'does not fit'}")
-            return one.plan is not None
+                log(f"model.{key}={guess * step} {'fits' if candidate.plan else 'does not fit'}")
+            return candidate.plan is not None
 
-        start = max(1, getattr(config.model, key) // step)
-        largest = _largest(fits, start, most // step)
+        largest = _largest(fits, max(1, getattr(config.model, key) // step), most // step)
+        found += [tried[largest]] if largest else []
         end = "" if largest < most // step else f"; more than {most} were not tried"
-        choices.append((key, largest, tried, end))
-        if largest:
-            found.append(tried[largest])
+        rule = f"the largest that fits, everything else as given{end}"
+        candidates = [replace(grown.candidate, chosen=at == largest) for at, grown in sorted(tried.items())]
+        comparisons.append(Comparison(f"model.{key}", rule, tuple(candidates)))
     if not found:
-        reason = next(grown.one.reason for _, _, tried, _ in choices for _, grown in sorted(tried.items()))
+        reason = comparisons[0].candidates[0].reason
         raise NothingFitsError(
             f"solve=max_model: not even the smallest model fits ({reason}); use a larger hardware.memory_gib, more "
             "partitions or more micro_batches"
         )
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
-    assert best.one.plan is not None
-    shown = tuple(
-        Comparison(
-            f"model.{key}",
-            f"the largest that fits, everything else as given{end}",
-            tuple(replace(grown.one, chosen=at == largest) for at, grown in sorted(tried.items())),
-        )
-        for key, largest, tried, end in choices
-    )
-    return best.config, best.profile, best.one.plan, shown
+    assert best.candidate.plan is not None
+    return best.config, best.profile, best.candidate.plan, tuple(comparisons)
 
 
 def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
@@ -98,7 +89,7 @@ def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:
-    """The settings of the model that say how large it is, the step that they go in, and where a search ends."""
+    """The settings that make the model larger, the step of each, and where the search ends."""
     match config.model:
         case AmoebaNetConfig():
             return ("filters", 16, 1 << 14), ("normal_cells", 3, _MOST_LAYERS)

@@ -51,7 +51,7 @@ class ModelProfile:
     lengths: tuple[int, ...]  # that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]
-    own_costs: tuple[float, ...] | None  # what the layers of a user's model say of themselves, in any unit
+    own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
 
 
 def profile_model(

@@ -91,7 +91,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         try:
             recompute = memory.fewest_recomputations(bounds, limit_bytes)
         except DoesNotFitError:
-            recompute = "except_last"  # over the limit anyway, as is said below
+            recompute = "except_last"  # over the limit with any: refused below
     schedule = checked_schedule(config.schedule, config.partitions, micro_batches, recompute)
     held = memory.stages(schedule, bounds)
     if limit_bytes is not None:

@@ -21,7 +21,7 @@ from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.timeline_view import SHARES, TimelineView, idle, timeline_view
 
-_GRID_STAGES, _GRID_TICKS = 16, 400  # nobody reads a larger one
+_GRID_STAGES, _GRID_TICKS = 16, 400  # a larger one cannot be read
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,8 @@ class PlanView:
     # Text.
     sample: str = "sample"  # what one of step_samples is called: `sequence`, `sentence`
     step_tokens: float | None = None  # tokens of one mini-batch; None for images
-    # What else there is to say.
     comparisons: tuple[Comparison, ...] = ()  # for settings that are `auto` or were solved for
-    grid: str | None = None  # of the schedule; None: too large for anybody to read
+    grid: str | None = None  # of the schedule; None: too large to be read
     files: tuple[tuple[str, str], ...] = ()  # written beside plan.json: label (`picture`), path
 
     def __post_init__(self) -> None:

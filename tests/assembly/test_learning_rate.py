@@ -63,20 +63,13 @@ def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
     assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_a_constant_is_one() -> None:
-    settings = ConstantLearningRateConfig("constant", peak=0.3, warmup_epochs=0.5)
-    rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
-    assert rates[:5] == pytest.approx([0.3 * (step + 1) / 5 for step in range(5)])
-    assert set(rates[5:]) == {0.3}
-
-
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
         (PaperLearningRateConfig("paper", per_sample=0.05, decay=0.97, every_epochs=3, warmup_epochs=1), 10),
         (InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.4, warmup_steps=40), 40),
         (CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1), 20),
-        (ConstantLearningRateConfig("constant", peak=0.4, warmup_epochs=0), 0),
+        (ConstantLearningRateConfig("constant", peak=0.4, warmup_epochs=0.5), 5),
     ],
 )
 def test_the_warm_up_ends_where_the_rate_is_highest(settings: LearningRateConfig, steps: int) -> None:
@@ -85,3 +78,5 @@ def test_the_warm_up_ends_where_the_rate_is_highest(settings: LearningRateConfig
     rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
     assert rates[max(0, steps - 1)] == pytest.approx(0.4) == pytest.approx(max(rates))
     assert rates[:steps] == sorted(rates[:steps])
+    if isinstance(settings, ConstantLearningRateConfig):
+        assert set(rates[steps:]) == {0.4}

@@ -41,9 +41,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
     alone = costs_by_rates(traced(), rates_of_sheet(hardware, threads=8), 2, at_once=9, linked=False)
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
-
-
-def test_a_cpus_sheet_is_that_of_one_thread() -> None:
+    # a CPU's sheet is that of one thread
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
     rates = [rates_of_sheet(cpu, threads) for threads in (1, 4)]
     one, four = (costs_by_rates(traced(), rate, 2, at_once=9, linked=False) for rate in rates)
