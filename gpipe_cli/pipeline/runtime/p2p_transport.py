@@ -20,6 +20,8 @@ from gpipe_cli.pipeline.runtime.receive_buffers import ReceiveBuffers
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight
 
+_OTHER = {Kind.F: Kind.B, Kind.B: Kind.F}
+
 
 @dataclass(frozen=True, eq=False)
 class _Sending:
@@ -53,37 +55,30 @@ class P2PTransport:
         timeout_seconds: float,
         waits: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._stage, self._last = stage, len(boundaries)
+        self._stage = stage
         self._device, self._memory_format = device, memory_format
         self._timeout, self._waits = datetime.timedelta(seconds=timeout_seconds), waits
-        self._sizes: Sequence[int] = ()
         self._sends: deque[_Sending] = deque()
         # Gloo writes to the socket in the thread that sends; NCCL launches on that thread's stream and returns at once
         self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
         self._groups = {Kind.F: forward, Kind.B: backward}
-        self._peers: dict[Kind, int] = {}
-        self._buffers: dict[Kind, ReceiveBuffers] = {}
-        if stage < self._last:
-            self._peers[Kind.F] = ranks[stage + 1]
-            returning = tuple(tensor for tensor in boundaries[stage] if tensor.has_gradient)
-            self._buffers[Kind.B] = ReceiveBuffers(ranks[stage + 1], backward, device, memory_format, returning)
-            self._outgoing = boundaries[stage]
-        if stage > 0:
-            self._peers[Kind.B] = ranks[stage - 1]
-            self._buffers[Kind.F] = ReceiveBuffers(
-                ranks[stage - 1], forward, device, memory_format, boundaries[stage - 1]
-            )
-            self._incoming = boundaries[stage - 1]
+        # activations are received from the stage before, gradients from the stage after
+        neighbours = {Kind.F: stage - 1, Kind.B: stage + 1}
+        self._buffers = {
+            kind: ReceiveBuffers(ranks[other], self._groups[kind], device, memory_format)
+            for kind, other in neighbours.items()
+            if 0 <= other <= len(boundaries)
+        }
+        self.describe({kind: boundaries[min(stage, neighbours[kind])] for kind in self._buffers})
         self._connect()
 
     def describe(self, boundaries: Mapping[Kind, Boundary]) -> None:
-        """Change what crosses the boundaries, e.g. for evaluation, where a model may hand on fewer tensors."""
+        """What crosses the boundary to the stage before (F) and to the stage after (B) from now on: in
+        evaluation a model may hand on fewer tensors."""
         self.settle()
-        if Kind.F in self._buffers:
-            self._incoming = self._buffers[Kind.F].described = boundaries[Kind.F]
-        if Kind.B in self._buffers:
-            self._outgoing = boundaries[Kind.B]
-            self._buffers[Kind.B].described = tuple(tensor for tensor in self._outgoing if tensor.has_gradient)
+        self._boundaries = boundaries
+        for kind, buffers in self._buffers.items():
+            buffers.described = tuple(t for t in boundaries[kind] if kind is Kind.F or t.has_gradient)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
@@ -95,25 +90,24 @@ class P2PTransport:
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         if action.kind is Kind.B:
-            for position, (gradient, described) in enumerate(zip(tensors, self._incoming, strict=True)):
-                if gradient is None and described.has_gradient:
-                    raise ValueError(
-                        f"tensor {position} that stage {action.stage} received got no gradient, but it did when the "
-                        "model was traced: which inputs a layer uses must not depend on the data"
-                    )
-            tensors = tuple(t for t, described in zip(tensors, self._incoming, strict=True) if described.has_gradient)
-        self._send(action.kind, [tensor for tensor in tensors if tensor is not None])
+            returning = [described.has_gradient for described in self._boundaries[Kind.F]]
+            tensors = tuple(gradient for gradient, returns in zip(tensors, returning, strict=True) if returns)
+        for tensor in tensors:
+            if tensor is None:
+                raise ValueError(
+                    f"a tensor that stage {action.stage} received got no gradient, but it did when the model was "
+                    "traced: which inputs a layer uses must not depend on the data"
+                )
+            self._send(action.kind, tensor)
 
     def receive(self, action: Action) -> OptionalTensors:
         kind, buffers = action.kind, self._buffers[action.kind]
         what = "activation" if kind is Kind.F else "gradient"
         works, tensors = buffers.take(action.micro_batch)
         for work in works:
-            self._wait(work, f"the {what} of micro-batch {action.micro_batch}", buffers.peer)
-        if kind is Kind.F:
-            return tuple(tensors)
-        gradients = iter(tensors)
-        return tuple(next(gradients) if described.has_gradient else None for described in self._outgoing)
+            self._wait(work, f"receive the {what} of micro-batch {action.micro_batch} from process {buffers.peer}")
+        arrived = iter(tensors)
+        return tuple(next(arrived) if kind is Kind.F or t.has_gradient else None for t in self._boundaries[kind])
 
     def release(self, stage: int, micro_batch: int) -> None:
         for buffers in self._buffers.values():
@@ -122,7 +116,7 @@ class P2PTransport:
                 # a layer may have passed its input on: that must have left before the next one is received over it
                 for sending in [sending for sending in self._sends if sending.tensor.data_ptr() in memory]:
                     self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
-                    self._wait(sending.work, "something sent")
+                    self._wait(sending.work, "finish a send")
             buffers.release(micro_batch)
 
     def finish_step(self) -> None:
@@ -132,7 +126,7 @@ class P2PTransport:
 
     def settle(self) -> None:
         while self._sends:
-            self._wait(self._sends.popleft().work, "something sent")
+            self._wait(self._sends.popleft().work, "finish a send")
 
     def _connect(self) -> None:
         """One message each way over each edge, in an order that cannot deadlock.
@@ -140,40 +134,42 @@ class P2PTransport:
         Connections (for NCCL: communicators) are made at a pair's first message; made lazily, in whatever order
         processes arrive, they can deadlock. It also shows at the start that neighbours agree on their boundary.
         """
-        for kind, towards, origin in ((Kind.F, 1, -1), (Kind.B, -1, 1)):
-            source, target = self._stage + origin, self._stage + towards
+        for kind in (Kind.F, Kind.B):
             token = torch.zeros(1, device=self._device)
             try:
                 with self._waits():
-                    if 0 <= source <= self._last:
+                    if kind in self._buffers:
                         dist.recv(token, src=self._buffers[kind].peer, group=self._groups[kind])
-                    if 0 <= target <= self._last:
-                        dist.send(token, dst=self._peers[kind], group=self._groups[kind])
+                    if _OTHER[kind] in self._buffers:
+                        dist.send(token, dst=self._target(kind), group=self._groups[kind])
             except RuntimeError as error:
                 raise PeerLostError(f"stage {self._stage} could not connect to a neighbour: {error}") from error
 
-    def _send(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> None:
+    def _target(self, kind: Kind) -> int:
+        """The process that activations (F) or gradients (B) are sent to: the one that the other kind comes from."""
+        return self._buffers[_OTHER[kind]].peer
+
+    def _send(self, kind: Kind, tensor: torch.Tensor) -> None:
         while self._sends and self._sends[0].is_completed():
             self._sends.popleft()
-        for tensor in tensors:
-            flat = as_sent(tensor.detach(), self._memory_format)
-            if self._sender is not None:
-                work = self._sender.submit(self._isend, flat, kind)
-            else:
-                work = Future()
-                work.set_result(self._isend(flat, kind))
-            self._sends.append(_Sending(flat, work))
+        flat = as_sent(tensor.detach(), self._memory_format)
+        if self._sender is not None:
+            work = self._sender.submit(self._isend, flat, kind)
+        else:
+            work = Future()
+            work.set_result(self._isend(flat, kind))
+        self._sends.append(_Sending(flat, work))
 
     def _isend(self, tensor: torch.Tensor, kind: Kind) -> dist.Work:
+        target = self._target(kind)
         try:
-            work = dist.isend(tensor, dst=self._peers[kind], group=self._groups[kind])
+            work = dist.isend(tensor, dst=target, group=self._groups[kind])
         except RuntimeError as error:
-            whom = f"process {self._peers[kind]}"
-            raise PeerLostError(f"stage {self._stage} could not send to {whom}: {error}") from error
+            raise PeerLostError(f"stage {self._stage} could not send to process {target}: {error}") from error
         assert work is not None
         return work
 
-    def _wait(self, waited: dist.Work | Future[dist.Work], what: str, peer: int | None = None) -> None:
+    def _wait(self, waited: dist.Work | Future[dist.Work], what: str) -> None:
         try:
             with self._waits():
                 work = waited.result() if isinstance(waited, Future) else waited
@@ -182,6 +178,4 @@ class P2PTransport:
                 else:
                     work.wait()
         except RuntimeError as error:
-            raise PeerLostError(
-                f"stage {self._stage} waited in vain for {what}" + ("" if peer is None else f" from process {peer}")
-            ) from error
+            raise PeerLostError(f"stage {self._stage} could not {what}") from error

@@ -27,7 +27,7 @@ class _Post:
 
 
 class ReceiveBuffers:
-    """What comes from process `peer` over `group`; `described` are the tensors of one micro-batch."""
+    """What is received from process `peer` over `group`; `described` are the tensors of one micro-batch."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class ReceiveBuffers:
         group: dist.ProcessGroup,
         device: torch.device,
         memory_format: torch.memory_format,
-        described: Boundary,
     ) -> None:
-        self.peer, self.described = peer, described
+        self.peer = peer
+        self.described: Boundary = ()
         self._group, self._device, self._memory_format = group, device, memory_format
         self._sizes: Sequence[int] = ()
         self._lengths: Sequence[int] = ()
