@@ -70,10 +70,10 @@ class ActivationMemory:
 
     def graph_bytes(self, first: int, end: int) -> int:
         """All that a stage of layers `first` to `end - 1` keeps of a micro-batch with its graph: its inputs, what
-        autograd saves, its outputs. The last stage lets go of its outputs.
+        autograd saves, its outputs. The last stage frees its outputs: it has the loss.
 
-        Takes time for the tensors that cross the two boundaries, and no more. Grows with `end`, but where a layer
-        neither saves nor hands on what it takes: a stage that ends before it holds that.
+        Takes time proportional to the tensors that cross the two boundaries. Grows with `end`, except where a layer
+        neither saves nor hands on its inputs: a stage that ends before that layer holds them.
         """
         if not self._has_backward(first, end):
             return 0
@@ -89,7 +89,7 @@ class ActivationMemory:
         return self._input_bytes[first] + charged
 
     def _has_backward(self, first: int, end: int | None = None) -> bool:
-        """A stage with nothing to train in it or before it only ever runs forward, and keeps nothing."""
+        """A stage with nothing to train in it or before it has no backward, and keeps nothing."""
         end = self._layers if end is None else end
         return self._has_gradient[first] or self._trained[end] > self._trained[first]
 

@@ -3,7 +3,7 @@
 
 A stage keeps its input and runs its layers again. That gives the same bits only if a layer leaves its input alone,
 draws from torch's generator alone, and remembers nothing between calls. Running variants shows where bits differ; this
-shows why, and it shows what no bit of a single step does: statistics that a recomputation counts twice.
+shows why. It also finds what a single step does not show: statistics that a recomputation counts twice.
 """
 
 import random
@@ -26,7 +26,7 @@ Kind = Literal["in_place", "random", "state"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a layer does that a pipeline cannot bear, wherever that shows."""
+    """Why a layer gives other results in a pipeline than in one piece."""
 
     kind: Kind
     layer: str
@@ -34,7 +34,7 @@ class Finding:
 
 
 class Watch:
-    """What layers have been seen to do. `draws`: some draw random numbers from torch's generator, as for dropout."""
+    """What was found while layers ran. `draws`: some draw random numbers from torch's generator, as for dropout."""
 
     def __init__(self) -> None:
         self._findings: dict[str, Finding] = {}
@@ -175,7 +175,7 @@ def _random(name: str, sources: list[str]) -> Finding:
 def _put_back(module: nn.Module) -> Iterator[None]:
     """Inside, the module may be run, and its gradients computed."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    # what stands in a module is often replaced rather than changed, a buffer too
+    # attributes are often replaced rather than changed, buffers too
     attributes = [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
@@ -204,7 +204,7 @@ def _random_states(devices: list[torch.device]) -> Iterator[None]:
 
 
 def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Unseen by autograd, which may need it for a backward. What nobody has changed may not even be writable."""
+    """Without autograd, which may need the tensor for a backward. One that has not changed may not be writable."""
     if not same_bits(tensor, value):
         tensor.data.copy_(value)
 

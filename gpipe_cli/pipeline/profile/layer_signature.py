@@ -1,7 +1,7 @@
 """When two layers are equal, so that one of them need not be traced: a Transformer of 1663 layers has three kinds.
 
-It must hold for anybody's layers. So a layer is described by all that its forward can look at, and where that is not
-plain data, by the very object: a layer that owns something unknown is equal to none.
+It must hold for users' own layers. So a layer is described by everything that its forward can read, and where that is
+not plain data, by the identity of the object: a layer that owns an object of an unknown type is equal to no other.
 """
 
 import io

@@ -1,7 +1,7 @@
 """What each layer costs and what crosses each boundary, from shapes alone (paper section 2.1: the cost estimate c_i).
 
-The model stands on the meta device: nothing is allocated, nothing is computed, and every process arrives at the same
-figures without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropMeta` does for the forward
+The model is on the meta device: nothing is allocated, nothing is computed, and every process gets the same figures
+without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropMeta` does for the forward
 (`lingvo/core/gpipe.py`); so is what autograd saves. Shapes are traced at two micro-batch sizes, so that the shape of
 any other size follows. Of layers that are equal and get equal inputs one is traced for all.
 """
@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.frozen import set_training
-from gpipe_cli.pipeline.runtime.layer_call import describable_call
+from gpipe_cli.pipeline.runtime.layer_call import traced_call
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, counting_saved, storage_of
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
@@ -181,7 +181,7 @@ def _run(
     closed: torch.Tensor | None = None
     counter = OperationCounter()
     with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), counting_saved(saved):
-        returned = describable_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+        returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)

@@ -33,14 +33,14 @@ class BatchStatistics:
         # of the newest mini-batch: each running statistic that it changed, and the mini-batch's own value of it
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._weights: dict[tuple[tuple[int, ...], ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
-        self._again: BatchStatistics | None = None  # of norms that are applied once more in the same forward
+        self._second: BatchStatistics | None = None  # of norms that are applied a second time in the same forward
         for norm in norms:
             self.register(norm)
 
     @property
     def slots(self) -> Sequence[torch.Tensor]:
         """The memory that norms have written to so far; it stays from one mini-batch to the next."""
-        return self._slots if self._again is None else [*self._slots, *self._again.slots]
+        return self._slots if self._second is None else [*self._slots, *self._second.slots]
 
     def register(self, norm: _BatchNorm) -> int:
         self._norms.append(norm)
@@ -60,13 +60,13 @@ class BatchStatistics:
             self._views.append(list(zip(slot[0].split(sizes), slot[1].split(sizes), strict=True)))
             self._counts.append({})
         self._open = micro_batch
-        if self._again is not None:
-            self._again.open(micro_batch)
+        if self._second is not None:
+            self._second.open(micro_batch)
 
     def close(self) -> None:
         self._open = None
-        if self._again is not None:
-            self._again.close()
+        if self._second is not None:
+            self._second.close()
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where norm number `norm` writes (mean, variance), each (C,); None while nothing is recorded
@@ -75,10 +75,10 @@ class BatchStatistics:
             return None, None
         counts = self._counts[self._open]
         if norm in counts:  # `nn.BatchNorm` would track the second application behind the first, and so does `commit`
-            if self._again is None:
-                self._again = BatchStatistics(self._norms)
-                self._again.open(self._open)
-            return self._again.slot(norm, values_per_channel)
+            if self._second is None:
+                self._second = BatchStatistics(self._norms)
+                self._second.open(self._open)
+            return self._second.slot(norm, values_per_channel)
         counts[norm] = values_per_channel
         return self._views[self._open][norm]
 
@@ -113,9 +113,9 @@ class BatchStatistics:
         self._update(mean.to(slots_dtype), variance.to(slots_dtype), seen)
         for _, counts in used:
             counts.clear()
-        if self._again is not None:
-            self._again.commit()
-            again = {id(running): value for running, value in self._again.newest}
+        if self._second is not None:
+            self._second.commit()
+            again = {id(running): value for running, value in self._second.newest}
             self.newest = [(to, (new + again[id(to)]) / 2 if id(to) in again else new) for to, new in self.newest]
 
     def _expand(
@@ -154,8 +154,8 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
     """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms.
 
     A norm stays the object that it is, with its parameters, hooks and whatever its class does besides normalizing: only
-    where its forward reads and writes statistics is changed. That needs a forward that is known.
-    Raises ValueError, one line, for a norm with another one: what it does with its statistics nobody knows.
+    where its forward reads and writes statistics is changed. That needs a forward whose use of
+    statistics is known: ValueError for a norm with any other forward.
     """
     norms: list[_BatchNorm] = []
     owners: dict[int, str] = {}

@@ -2,9 +2,9 @@
 them.
 
 A frozen module works as in evaluation all the time: its parameters keep their values, its batch norms use their running
-statistics and keep them, nothing in it is dropped. It still lets gradients through to what is before it. `nn.Module`
-cannot say this of itself: whoever calls `train()` on a model puts all of it in training mode. So frozen modules carry a
-mark, and the engine changes modes by `set_training` only.
+statistics and keep them, nothing in it is dropped. Gradients still pass through it to the layers before. `nn.Module`
+has no such state: `train()` on a model puts all of it in training mode. So frozen modules carry a mark, and the engine
+changes modes by `set_training` only.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""One call of one layer, the same on the meta device and in a stage: how it is given its input, and what it may not do.
+"""One call of one layer, on the meta device and in a stage: how it gets its input, and that it must not change it.
 
-A stage keeps its input and runs its layers again from that (paper section 2.3). A layer that changes what it is given
-would be run again on something else: with other numbers, or refused by autograd, depending on where the cut lies. So it
-is refused wherever it stands. Torch counts the changes of a tensor; that is all that has to be looked at.
+A stage keeps its input and runs its layers again from that (paper section 2.3). A layer that changes its input in place
+would be run again on other numbers, or be refused by autograd, depending on where the cut lies. So it is refused at any
+place in the model. Torch counts the changes of a tensor (`_version`); comparing these counts is enough.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.runtime.boundary import Tensors, as_value
 
 
 class ChangedInputError(ValueError):
-    """Layer `layer` changes what it is given."""
+    """Layer `layer` changes its input in place."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
     try:
         returned = layer(as_value(inputs, in_tuple))
     except RuntimeError as error:
-        # autograd refuses to change a leaf, in words only
+        # autograd refuses to change a leaf, as a plain RuntimeError
         if type(error) is RuntimeError and _changes(layer, inputs, in_tuple):
             raise ChangedInputError(name) from error
         raise
@@ -39,7 +39,7 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
     return returned
 
 
-def describable_call(
+def traced_call(
     name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool, *, watched: bool
 ) -> torch.Tensor | Sequence[torch.Tensor]:
     """What the layer returns on the meta device; `watched`: as `call` does it.
@@ -50,7 +50,7 @@ def describable_call(
         returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
     except ChangedInputError:
         raise
-    except Exception as error:  # somebody's own layer may raise anything
+    except Exception as error:  # a user's layer may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"layer {name} does not accept inputs of shape {shapes_of(inputs)}: {reason}") from error
     parts = returned if isinstance(returned, tuple | list) else (returned,)
@@ -61,13 +61,13 @@ def describable_call(
 
 
 def shapes_of(tensors: Iterable[torch.Tensor | None]) -> str:
-    """As messages tell them: `(2, 3), (2,)`."""
+    """For messages: `(2, 3), (2,)`."""
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor is not None)
 
 
 @torch.no_grad()
 def _changes(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bool:
-    """Whether a layer that raises changes what it is given where it is free to."""
+    """Whether a layer that raises would change its input if autograd did not refuse it."""
     given = tuple(tensor.clone() for tensor in inputs)
     versions = [tensor._version for tensor in given]
     try:

@@ -24,7 +24,7 @@ def materialize(
 ) -> nn.Sequential:
     """`layers` layers of `model` from number `first_layer` on, initialised, on `device`, under their global names.
 
-    `model` stands on the meta device; the layers that are taken leave it and become real. Initial values are drawn on
+    `model` is on the meta device; the chosen layers get memory and weights. Initial values are drawn on
     the CPU, so that they are the same on every kind of device. A model whose layers cannot initialise themselves is
     built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that.
     Raises ValueError for a layer that cannot initialise itself.
@@ -40,10 +40,7 @@ def materialize(
         layer.to_empty(device="cpu")
         seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
         for path, module in layer.named_modules():
-            owns = any(True for _ in module.parameters(recurse=False)) or any(
-                True for _ in module.buffers(recurse=False)
-            )
-            if not owns:
+            if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 continue
             reset = getattr(module, "reset_parameters", None)
             if reset is None:

@@ -1,9 +1,9 @@
 """When each stage did what: marks that the executor makes while it performs a schedule, and the timeline made of them.
 
 What the paper sums up in one chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
-weight update), here for every step of every run. A mark costs a look at a clock and nothing else: on a CPU the host's
+weight update), here for every step of every run. A mark costs one reading of a clock: on a CPU of the host's
 monotonic clock, which all processes of a machine share; on a GPU an event in its stream, read a step later, so that
-nobody waits for it.
+the host does not wait for it.
 """
 
 import math
@@ -22,14 +22,14 @@ _ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: thei
 
 
 class Clock(Protocol):
-    """Makes marks in the order of a device's work."""
+    """Marks moments in the order of a device's work."""
 
     def begin_step(self) -> None: ...
 
     def now(self) -> Mark: ...
 
     def core_seconds(self) -> float:
-        """How long the thread that asks has had a core so far; 0 where that says nothing of what computes."""
+        """How long the calling thread has had a core so far; 0 where the work is not done by that thread."""
 
     def reader(self) -> Callable[[Mark], float]:
         """How the marks of this step are read: as seconds of the host's monotonic clock."""
@@ -116,7 +116,7 @@ class Recording:
     def action(
         self, stage: int, begun: Mark, received: Mark, computed: Mark, handed_on: Mark, core_seconds: float = 0.0
     ) -> None:
-        """What an action was; `core_seconds` of the time from received to computed it had a core."""
+        """The four marks of an action; `core_seconds` of the time from received to computed it had a core."""
         self._marks[stage] += (begun, received, computed, handed_on)
         self._core_seconds[stage] += core_seconds
 
@@ -124,7 +124,7 @@ class Recording:
         self._updates[stage] = (begun, ended)
 
     def without_core(self, stage: int) -> float:
-        """The share of its actions' time in which the stage had no core, as others had them all; 0 of a GPU's."""
+        """The share of its actions' time in which the stage had no core, as other processes had them; 0 on a GPU."""
         had = self._core_seconds[stage]
         if not had:
             return 0.0

@@ -97,7 +97,7 @@ class Stage:
         set_training(self.module, training)
 
     def count_saved(self, on: bool) -> None:
-        """From the next step on, count the bytes that are kept between forward and backward, or no longer."""
+        """Count the bytes that are kept between forward and backward, from the next step on; or stop counting."""
         self._saved_bytes = SavedBytes() if on else None
 
     @property
@@ -209,12 +209,12 @@ class Stage:
     def _run_layer(
         self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, training: bool
     ) -> tuple[Tensors, bool]:
-        """What the layer hands over, and whether in a tuple. In evaluation nothing is kept that it could change."""
+        """The layer's outputs, and whether in a tuple. In evaluation it may change its input, as nothing is kept."""
         returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
         return self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
 
     def _hand_over(self, outputs: Tensors) -> Tensors:
-        """What every layer's outputs pass through, whether or not a cut follows."""
+        """What is done to the outputs of every layer, whether or not a cut follows."""
         handed: list[torch.Tensor] = []
         for tensor in outputs:
             tensor = in_layout(tensor, self._memory_format)

@@ -70,8 +70,8 @@ def check(schedule: Schedule) -> None:
 def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120) -> str:
     """The schedule as text: a row per stage, a column per tick of a clock on which every action takes one tick.
 
-    ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>`` for ``|``. What is
-    longer than ``width`` characters continues in a further block of rows, like a musical score.
+    ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>`` for ``|``. A grid
+    wider than ``width`` characters continues in further blocks of rows.
     """
     ticks = _clock(schedule)[0]
     marked = set(mark)
@@ -100,7 +100,7 @@ def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action]]:
     """The earliest tick of each action; and for each stage that cannot go on, its next action and what that needs."""
     ticks: list[list[int]] = [[] for _ in schedule]
     ended: dict[tuple[Kind, int], dict[int, int]] = {}  # by kind and stage, then micro-batch: the tick after
-    waiting: dict[tuple[Kind, int, int], list[int]] = {}  # by the action waited for: the stages to look at again
+    waiting: dict[tuple[Kind, int, int], list[int]] = {}  # by the action waited for: the stages that wait
 
     def look_up(kind: Kind, stage: int) -> tuple[dict[int, int], list[dict[int, int]]]:
         others = needs(kind, stage, len(schedule))

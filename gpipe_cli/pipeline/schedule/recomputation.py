@@ -7,13 +7,13 @@ says for each of them, on each stage, what happens.
 A stage that recomputes everything holds the input of each micro-batch from its forward to its backward, and during a
 backward the graph of that one micro-batch. Keeping a micro-batch adds the rest of its graph from its forward until
 its backward begins. So the question is how many intervals may overlap at each action, and the answer is greedy: where
-there is one too many, drop the one that ends last, for it stands in the way longest.
+there is one too many, drop the one that ends last: it takes room for longest.
 """
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, at_once, build
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, backward_follows_forward, build
 
 
 class DoesNotFitError(ValueError):
@@ -60,7 +60,7 @@ def fewest_recomputations(
     missing, stage = max((missing, -stage) for stage, (_, missing) in enumerate(found))
     if missing > 0:
         raise DoesNotFitError(-stage, missing)
-    return tuple(again for again, _ in found)
+    return tuple(recomputed for recomputed, _ in found)
 
 
 def _on_stage(
@@ -68,32 +68,33 @@ def _on_stage(
 ) -> tuple[frozenset[int], int]:
     """The micro-batches to recompute, and how many bytes are missing even so (0 if it fits).
 
-    ``actions`` are F and B only. A recomputation needs no look of its own: it holds what its backward holds.
+    ``actions`` are F and B only. A recomputation holds what its backward holds, and is not looked at.
     """
     assert 0 <= input_bytes <= graph_bytes, "a graph holds its input"
     rest = graph_bytes - input_bytes
     ends = {a.micro_batch: at for at, a in enumerate(actions) if a.kind is Kind.B}
-    free = at_once(actions)
-    again: set[int] = set()
+    free = backward_follows_forward(actions)
+    recomputed: set[int] = set()
     kept: list[tuple[int, int]] = []  # heap: those that may be dropped, the one that ends last on top
-    flying = more = missing = 0  # micro-batches in flight; those of them that hold the rest of their graph, too
+    in_flight = graphs = 0  # micro-batches in flight; those of them that hold their graph
+    missing = 0  # bytes over the limit
     for at, a in enumerate(actions):
         m = a.micro_batch
         if a.kind is Kind.F:
-            flying += 1
-            more += 1
+            in_flight += 1
+            graphs += 1
             if m not in free:
                 heappush(kept, (-ends[m], m))
-        elif m in again:
-            more += 1  # recomputed just now
-        held = flying * input_bytes + more * rest
+        elif m in recomputed:
+            graphs += 1  # recomputed just now
+        held = in_flight * input_bytes + graphs * rest
         # Of those in `kept` that have ended none is on top while there is one that has not.
         while held > limit_bytes and kept and -kept[0][0] > at and rest > 0:
-            again.add(heappop(kept)[1])
-            more -= 1
+            recomputed.add(heappop(kept)[1])
+            graphs -= 1
             held -= rest
         missing = max(missing, held - limit_bytes)
         if a.kind is Kind.B:
-            flying -= 1
-            more -= 1
-    return frozenset(again), missing
+            in_flight -= 1
+            graphs -= 1
+    return frozenset(recomputed), missing

@@ -166,7 +166,7 @@ def in_flight(stage_actions: Sequence[Action]) -> int:
     return most
 
 
-def at_once(stage_actions: Sequence[Action]) -> frozenset[int]:
+def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     """The micro-batches of one stage whose backward directly follows their forward: recomputing them gains nothing.
 
     A recomputation does not count as standing between. The last one under ``gpipe``; all of the last stage under
@@ -212,7 +212,7 @@ def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:
         case "always":
             return frozenset(everything)
         case "except_last":
-            return frozenset(everything - at_once(actions))
+            return frozenset(everything - backward_follows_forward(actions))
         case "never":
             return frozenset()
     raise ValueError(f"recompute={mode}: unknown; use one of {', '.join(RECOMPUTE)}")

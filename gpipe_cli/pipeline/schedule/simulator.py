@@ -90,7 +90,7 @@ def live(schedule: Schedule) -> tuple[tuple[Live, ...], ...]:
     """For each stage, what it holds while each of its actions runs; no times needed, as a stage keeps its order.
 
     A forward that keeps something holds it from its beginning, a recomputation turns an input into a graph when it
-    begins, a backward lets go when it ends.
+    begins, a backward frees it when it ends.
     """
     return tuple(tuple(Live(*held) for held in _held(actions)) for actions in schedule)
 
@@ -142,8 +142,12 @@ class _Result:
 
 
 class _Run:
-    """One simulation. All stages that compute do so at the same rate, so that their ends keep their order whatever the
-    rate is: on a virtual clock that runs at this rate they are known beforehand. Transfers run on the real one.
+    """One simulation, from one end of an action or arrival of a tensor to the next.
+
+    All stages that compute slow each other down by the same factor, which changes whenever one of them starts or ends.
+    So ends are kept on a virtual clock that stands for undisturbed work: there they are known when an action starts.
+    Arrivals of tensors are on the real clock. (A constant factor for each stage is no substitute: two stages that take
+    turns on one core take 2 M (f + b) for a step, and with a factor of 2 would be said to take 2 (M + 1) (f + b).)
     """
 
     def __init__(

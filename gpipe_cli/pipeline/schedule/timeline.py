@@ -48,7 +48,7 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
     """What lies before an action that starts when its stage had been free for a while.
 
     Until the neighbour ended what the action needs (at ``sent_seconds``; None if it needs nothing from a neighbour)
-    it is waiting, from then on it is a transfer that nothing hides. Simulated and measured times are told apart alike.
+    it is waiting, from then on it is a transfer that nothing hides. The same rule serves simulation and measurement.
     """
     came = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
     parts = ((EventKind.WAITING, free_seconds, came), (EventKind.TRANSFER, came, start_seconds))

@@ -9,7 +9,7 @@ import pytest
 
 from gpipe_cli.pipeline.schedule import simulator
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, at_once, build
+from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, backward_follows_forward, build
 
 SHAPES = list(itertools.product((1, 2, 3), (1, 2, 3, 4, 5)))
 
@@ -59,7 +59,7 @@ def test_equals_trying_all_subsets(name: str, graph: int, kept: int) -> None:
             assert [len(again) for again in found] == fewest
             for of_stage, again, actions in zip(tried, found, order, strict=True):
                 assert of_stage[again] <= limit
-                assert not again & at_once(actions)
+                assert not again & backward_follows_forward(actions)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -88,7 +88,7 @@ def test_ample_and_tight(name: str) -> None:
         tight = peak_bytes(schedule, *sizes)
         again = fewest_recomputations(name, partitions, micro_batches, *sizes, tight)
         for actions, of_stage in zip(schedule, again, strict=True):
-            kept = set(at_once(actions))
+            kept = set(backward_follows_forward(actions))
             if name == "1f1b":  # until the first backward no other graph is there: the first may have the room for one
                 kept.add(0)
             assert of_stage == set(range(micro_batches)) - kept
