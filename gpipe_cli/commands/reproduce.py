@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -110,9 +111,6 @@ def _reproduce(
     above = absent_above(Path(output, name))
     folder = _make_folder(Path(output), name)
 
-    def say(line: str) -> None:
-        show_line(console, line)
-
     show_facts(console, [("recipe", f"{name}: {recipe.title}"), ("source", recipe.source)])
     show_facts(console, [("scale", f"{chosen}: {why}"), ("folder", str(folder))])
     if chosen == "desk":
@@ -131,7 +129,7 @@ def _reproduce(
             raise CommandFailedError(result.error)
 
     try:
-        found = reproduce(name, recipe, chosen, why, here, given, folder, perform, say)
+        found = reproduce(name, recipe, chosen, why, here, given, folder, perform, partial(show_line, console))
     except KeyboardInterrupt:
         show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
         return INTERRUPTED
@@ -155,7 +153,7 @@ def _make_folder(output: Path, name: str) -> Path:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Refused before anything ran, then nothing is left behind but what was there."""
+    """Remove the folder of a recipe of which no command has written anything but the log."""
     if {path.name for path in folder.rglob("*") if path.is_file()} <= {LOG}:
         for path in sorted(folder.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

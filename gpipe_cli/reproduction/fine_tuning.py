@@ -1,7 +1,7 @@
 """The paper's transfer learning (section 4, Table 4 of v5): ImageNet's AmoebaNet-B on seven other data sets.
 
-The paper fine-tunes five times and reports the mean. At its scale the run to begin with is the user's, because it takes
-weeks; at a desk it is made here.
+The paper fine-tunes five times and reports the mean. At the paper's scale the user gives the pretrained run, because it
+takes weeks; at a desk it is trained first.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, beside, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 
 PRETRAINED, FROM_SCRATCH = "pretrained", "from_scratch"  # folders of runs
@@ -80,8 +80,7 @@ def _means(
         rows.append(("the run begun with, its classes", NONE, percents(pretrained["test"]["top1"]), NONE))
     if scratch is not None:
         rows.append(("from scratch, seed 0", NONE, percents(scratch["test"]["top1"]), NONE))
-    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
-    return Table.of_rows(f"Fine-tuned, test set of {runs[0]['dataset']}", columns, tuple(rows))
+    return beside(f"Fine-tuned, test set of {runs[0]['dataset']}", rows)
 
 
 def _each(runs: list[dict[str, Any]]) -> Table:

@@ -1,8 +1,8 @@
 """The largest models that can be trained: the paper's Table 1.
 
-First planned, for the paper's hardware: what its models would take there, and how large a model could be by our own
-count. Then on the device at hand: the largest of a family that stays below a limit, found by a plan, and really
-trained. What was planned and what was counted never share a column.
+First planned for the paper's hardware: what its models would take there, and the largest model that would fit. Then
+on the device at hand: the largest model of a family below a limit is found by a plan and trained. What was planned and
+what was counted never share a column.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from gpipe_cli.config.owners import key_of
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference, number
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, differences, number
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.units import count, size
 
@@ -210,7 +210,7 @@ def parameters_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], 
             Column("size", cells=[one.shown for one in sizes]),
             Column("parameters", "paper", [count(round(one.parameters)) for one in sizes]),
             Column("parameters", "planned", [count(plan["parameters"]) for plan in plans]),
-            _differences("planned - paper, %", shares, [100.0] * len(sizes), comparable, 1),
+            differences("planned - paper, %", shares, [100.0] * len(sizes), comparable, 1),
         ],
     )
 
@@ -226,7 +226,7 @@ def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit:
             Column("weights, optimizer", "paper", [number(value, 2) for value in paper]),
             Column("weights, optimizer", "planned", [number(value, 2) for value in state]),
             Column("and gradients", "planned", [number(value, 2) for value in whole]),
-            _differences("planned - paper", state, paper, comparable),
+            differences("planned - paper", state, paper, comparable),
         ],
     )
 
@@ -243,7 +243,7 @@ def activations_table(
             Column("", cells=[one.name for one in sizes]),
             Column("activations", "paper", [number(value, 2) for value in paper]),
             Column("activations", "planned", [number(value, 2) for value in ours]),
-            _differences("planned - paper", ours, paper, comparable),
+            differences("planned - paper", ours, paper, comparable),
             Column("fullest stage", "planned", [size(value) for value in fullest]),
             Column("fits", "planned", ["yes" if fit else "no" for fit in fits]),
         ],
@@ -269,7 +269,7 @@ def largest_tables(sizes: Sequence[Size], largest: Sequence[Mapping[str, Any] | 
         Column("size", "planned", [NONE if plan is None else shown(plan) for plan in largest]),
         Column("times", "paper", [number(times, 1) for times in paper]),
         Column("times", "planned", [number(times, 1) for times in ours]),
-        _differences("planned - paper", ours, paper, comparable, 1),
+        differences("planned - paper", ours, paper, comparable, 1),
     ]
     return [Table(f"The largest model that fits, by our count; times {sizes[first].name}'s", columns)]
 
@@ -294,13 +294,6 @@ def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table
     ]
     title = f"Trained here: the largest model below {size(first.limit_bytes)} a stage; times {first.name}'s"
     return [Table(title, columns)]
-
-
-def _differences(
-    heading: str, ours: Sequence[float | None], paper: Sequence[float], comparable: bool, digits: int = 2
-) -> Column:
-    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in zip(ours, paper, strict=True)]
-    return Column(heading, "difference", cells)
 
 
 def _off(row: Trained) -> str:

@@ -7,6 +7,7 @@ with a setting of the user that may have changed either has none.
 from collections.abc import Iterable, Sequence
 
 from gpipe_cli.config.owners import key_of
+from gpipe_cli.reporting.tables.table import Column, Table
 
 NONE = "-"
 NO_DIFFERENCES = ("differences", "none where data or sizes are not the paper's")  # a note
@@ -41,3 +42,17 @@ def difference(ours: float | None, paper: float | None, comparable: bool, digits
     if not comparable or ours is None or paper is None:
         return NONE
     return f"{round(ours - paper, digits) + 0.0:+.{digits}f}"
+
+
+def differences(
+    heading: str, ours: Sequence[float | None], paper: Sequence[float], comparable: bool, digits: int = 2
+) -> Column:
+    """The column of the difference of each row."""
+    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in zip(ours, paper, strict=True)]
+    return Column(heading, "difference", cells)
+
+
+def beside(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table of rows that are each a name, the paper's number, ours and the difference."""
+    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
+    return Table.of_rows(title, columns, tuple(rows))

@@ -113,12 +113,8 @@ def settings_of(name: str) -> tuple[str, ...]:
 
 
 def check_settings(name: str, given: Sequence[str]) -> None:
-    """Settings of one command, `steps=5` of `gpipe bench`, mean something where the recipe gives them a value; what it
-    says of the paper is no setting.
-
-    Raises:
-        ValueError: there is one that the recipe would leave without effect, or there is no such recipe.
-    """
+    """Raises ValueError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that sets
+    it runs, and what a recipe says of the paper is none. And for a recipe that does not exist."""
     keys = _read(name)
     for setting in given:
         key = key_of(setting)

@@ -43,7 +43,7 @@ def reproduce(
     given: Sequence[str],
     folder: Path,
     perform: Perform,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Reproduction:
     """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
 
@@ -52,7 +52,7 @@ def reproduce(
     begin = time.monotonic()
     desk = recipe.desk.settings if scale == "desk" else ()
     runner = Runner(
-        name, FOLDER, folder, with_users(desk, given), perform, say, scale == "desk", users=last_wins(given)
+        name, FOLDER, folder, with_users(desk, given), perform, progress, scale == "desk", users=last_wins(given)
     )
     try:
         found = _run(recipe, runner)

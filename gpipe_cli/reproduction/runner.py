@@ -1,7 +1,7 @@
-"""Runs the commands of a recipe, as anybody could type them, and reads what they wrote.
+"""Runs the `gpipe` commands of a recipe and reads the files that they write.
 
-Each is a process of its own. What they print goes to a log: a recipe runs up to twenty of them, and its own answer is
-a table.
+Each command runs in a process of its own. What it prints goes to a log file: a recipe runs up to twenty commands and
+prints one report.
 """
 
 import os
@@ -38,14 +38,14 @@ class Findings:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that is here."""
+    """A GPU of this machine."""
 
     name: str
     memory_bytes: int
 
 
 def gpus() -> list[Gpu]:
-    """Those of this machine. Asked for in a fork: a process that has used CUDA can fork none that uses it."""
+    """Those of this machine. CUDA is asked in a fork: a process that has used CUDA can fork none that uses it."""
 
     def found() -> list[Gpu]:
         from torch import cuda
@@ -72,9 +72,9 @@ class Runner:
     folder: Path  # where all runs go
     settings: tuple[str, ...]
     perform: Perform
-    say: Callable[[str], None]
+    progress: Callable[[str], None]  # gets a line for each command
     desk: bool  # the scale
-    commands: list[str] = field(default_factory=list)  # that were run, as one types them
+    commands: list[str] = field(default_factory=list)  # that were run, as a user types them
     users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
 
     def given(self, key: str) -> str | None:
@@ -97,15 +97,15 @@ class Runner:
         return replace(self, settings=with_users(settings, self.users))
 
     def without(self, *keys: str) -> "Runner":
-        """The same without these settings, be they the user's: where a command finds out what they would be."""
+        """The same without these settings, the user's included: for commands that choose their values."""
         kept = tuple(setting for setting in self.settings if key_of(setting) not in keys)
         return replace(self, settings=kept)
 
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe bench -m` of what has several values in ``settings``; returns bench.json.
 
-        Of a table in which nothing fits the memory, the rows say so. Raises ValueError if no cell is possible: then it
-        is a setting of all of them that cannot be.
+        If no cell fits the memory, the rows say so. Raises ValueError if all cells are impossible: then a setting that
+        they share is wrong.
         """
         folder = self.folder / name
         try:
@@ -117,7 +117,7 @@ class Runner:
                 return {"rows": rows}
             if statuses != {"impossible"}:
                 raise
-            shutil.rmtree(folder)  # refused before anything ran: nothing is left behind
+            shutil.rmtree(folder)  # nothing ran
             raise ValueError(rows[0]["reason"]) from None
         return read_result(folder, "bench.json")
 
@@ -148,7 +148,7 @@ class Runner:
         environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""
         typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
-        self.say(f"runs         {' '.join(self._short(arguments))}")
+        self.progress(f"runs         {' '.join(self._short(arguments))}")
         begin = time.monotonic()
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"\n$ {typed}\n")
@@ -158,7 +158,7 @@ class Runner:
             except CommandFailedError as error:
                 reason = _failure(folder) or error
                 raise CommandFailedError(f"{reason}; its output is in {self.folder / LOG}") from error
-        self.say(f"             {duration(time.monotonic() - begin)}")
+        self.progress(f"             {duration(time.monotonic() - begin)}")
 
     def _short(self, arguments: Sequence[str]) -> list[str]:
         """Without what is the same in every command, or names only a place; the log has all of it."""
@@ -190,7 +190,7 @@ def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]
 
 
 def _failure(folder: Path | None) -> str:
-    """Why a run failed, in its own words, which its stderr need not have; of a table the first row that did."""
+    """Why a run failed, by its result.json; of a table, why the first row that failed did. "" if neither says so."""
     if folder is None:
         return ""
     try:

@@ -16,7 +16,7 @@ from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference, number
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, differences, number
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, gpus
 from gpipe_cli.units import plural
 
@@ -50,7 +50,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Speed:
-    """What came out for a row: relative to the first row, or a word in its place."""
+    """The result of a row: its speed relative to the first row, or a word that says why there is none."""
 
     relative: float | None
     word: str = NONE
@@ -202,7 +202,7 @@ def _samples(samples: float | None) -> str:
 
 
 def _notes(what: Throughput, runner: Runner, stages: int) -> Iterator[tuple[str, str]]:
-    """What is behind each column."""
+    """Where the numbers of each column come from."""
     if what.slow_links and stages:
         yield "measured", f"from GPU to GPU through the host's memory ({THROUGH_HOST}=1)"
     elif what.slow_links:
@@ -255,14 +255,14 @@ def throughput_table(
     desk: bool,
     comparable: bool,
 ) -> Table:
-    """A row for each of the paper's numbers. What nobody has is no column.
+    """A row for each of the paper's numbers. Columns without any number are left out.
 
     Args:
         sizes: the samples of a mini-batch, in words.
         desk: what is measured is of another size than the paper's.
         comparable: what is simulated at the paper's size is of that size.
     """
-    rows = model.rows
+    rows, paper = model.rows, [row.paper for row in model.rows]
     columns = [
         Column("", cells=[row.name for row in rows]),
         Column("K", cells=[str(row.partitions) for row in rows]),
@@ -272,8 +272,8 @@ def throughput_table(
         Column("here", "measured", [speed.text for speed in measured]),
         Column("layers", "simulated", [speed.text for speed in timed]),
         Column("full size", "simulated", [speed.text for speed in figured]),
-        _differences("here - paper", measured, rows, comparable and not desk),
-        _differences("full size - paper", figured, rows, comparable),
+        differences("here - paper", [speed.relative for speed in measured], paper, comparable and not desk),
+        differences("full size - paper", [speed.relative for speed in figured], paper, comparable),
     ]
     left_out = {
         "": not any(row.name for row in rows),
@@ -283,11 +283,6 @@ def throughput_table(
     base = rows[0].name or cell(rows[0])
     title = f"{model.name}: throughput relative to {base} of each column; {sizes}"
     return Table(title, [column for column in columns if not left_out.get(column.heading)])
-
-
-def _differences(heading: str, speeds: Sequence[Speed], rows: Sequence[Row], comparable: bool) -> Column:
-    cells = [difference(speed.relative, row.paper, comparable) for speed, row in zip(speeds, rows, strict=True)]
-    return Column(heading, "difference", cells)
 
 
 def found(

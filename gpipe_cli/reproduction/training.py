@@ -1,18 +1,16 @@
 """The paper's trained models: ImageNet (section 4), translation and its batch sizes (section 5), beside ours.
 
-A model is trained once and judged on its test set; fine-tuning, which takes several runs, has a file of its own. The
-size is counted from the paper's own configuration at every scale, because counting takes neither its data nor its
-accelerators.
+A model is trained once and evaluated on its test set; fine-tuning, which takes several runs, has a file of its own. The
+parameters of the paper's own model are counted at every scale: that takes neither its data nor its accelerators.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction import fine_tuning
 from gpipe_cli.reproduction.fine_tuning import FineTuning
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, difference, number, percents
+from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, beside, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.units import count, plural
 
@@ -94,7 +92,7 @@ def _classified(paper: Classification, result: dict[str, Any], comparable: bool)
         ("top-5", f"{paper.top5:.1f} %", percents(test["top5"]), off5),
         ("loss", NONE, number(test["loss"], 4), NONE),
     ]
-    return _table(f"Test set of {result['dataset']}", rows)
+    return beside(f"Test set of {result['dataset']}", rows)
 
 
 def _translated(paper: Translation, result: dict[str, Any], runner: Runner) -> Table:
@@ -113,7 +111,7 @@ def _translated(paper: Translation, result: dict[str, Any], runner: Runner) -> T
         ("... of copying the source", NONE, number(scores["chrf_copy"], 2), NONE),
     ]
     seen = f"{plural(found['samples'], 'pair')}, {scores['sentences']:,} translated with beam {scores['beam']}"
-    return _table(f"Test set of {result['dataset']}: {seen}", rows)
+    return beside(f"Test set of {result['dataset']}: {seen}", rows)
 
 
 def _counted(size: Size, runner: Runner) -> Table:
@@ -130,8 +128,3 @@ def _trained(result: dict[str, Any]) -> str:
     batch = f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
     size = f"{result['model']}, {count(result['model_parameters'])} parameters"
     return f"{size}: {plural(result['steps'], 'step')} of {batch}, seed {result['config']['seed']}"
-
-
-def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
-    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
-    return Table.of_rows(title, columns, tuple(rows))
