@@ -30,7 +30,7 @@ AUXILIARY_CHANNELS = 51, 307  # int(128 s) and int(768 s) for the reference's de
 class AuxiliaryHead(nn.Module):
     """A second classifier in the middle of the network; its loss counts 0.4 in the reference.
 
-    Takes (x, skip). In training it returns (x, skip, auxiliary logits (N, classes)), in evaluation just (x, skip).
+    Takes (x, skip). In training it returns (x, skip, auxiliary logits (N, classes)), in evaluation (x, skip).
 
     ReLU, 5x5 average pool of stride 3, 1x1 convolution, then one convolution as large as the whole remaining map: the
     head fits only the image size it was built for. Its second batch norm sees one value per example and channel, so
@@ -62,7 +62,7 @@ class AuxiliaryHead(nn.Module):
 class Classifier(nn.Module):
     """ReLU, average over all pixels, dropout, fully connected.
 
-    Takes (x, skip[, auxiliary logits]); returns logits (N, classes), or (logits, auxiliary logits) if they came along.
+    Takes (x, skip[, auxiliary logits]); returns logits (N, classes), or (logits, auxiliary logits) where there are any.
     """
 
     def __init__(self, channels: int, num_classes: int, dropout: float) -> None:

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,10 @@ from gpipe_cli.config.typed import one_line
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
+class _RefusedError(Exception):
+    """What is wrong with the function that the user named, and what to do."""
+
+
 def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     """Call the function that `target` names, `package.module:function`, with `arguments`; returns its layers.
 
@@ -30,44 +33,84 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     returns is not a sequence of layers or has nothing to train, or if it fails on the meta device, on which the layers
     are described. What it raises elsewhere is not touched.
     """
-    if not _TARGET.fullmatch(target):
-        raise ValueError(f"model.target={target}: not of the form package.module:function; use e.g. my_models:build")
-    module_name, _, name = target.partition(":")
-    module = _import(target, module_name)
-    if not hasattr(module, name):
-        raise ValueError(
-            f"model.target={target}: {module_name} ({module.__file__ or 'a folder without a file of its own'}) has no "
-            f"{name}; name a function that it defines"
-        )
-    function = getattr(module, name)
-    if not callable(function):
-        raise ValueError(
-            f"model.target={target}: {name} is not a function but of type {type(function).__name__}; "
-            "name a function that returns an nn.Sequential"
-        )
-    _check_arguments(target, function, arguments)
     try:
-        model = function(**arguments)
-    except (Exception, SystemExit) as error:
-        if not torch.empty(0).is_meta:
-            raise
-        raise ValueError(
-            f"model.target={target}: fails when it is called on the meta device, where tensors have no values "
-            f"({type(error).__name__}: {one_line(error)}); no .item(), no tolist() and no loading of files there"
-        ) from error
-    if not isinstance(model, nn.Sequential):
-        raise ValueError(
-            f"model.target={target}: returned an object of type {type(model).__name__}; "
-            "return an nn.Sequential, whose children are the layers"
-        )
-    if len(model) == 0:
-        raise ValueError(f"model.target={target}: returned an nn.Sequential without layers; put at least one in it")
-    _check_layers(target, model)
+        function = _find(target)
+        _check_arguments(function, arguments)
+        model = _call(function, arguments)
+        _check_layers(model)
+    except _RefusedError as error:
+        raise ValueError(f"model.target={target}: {error}") from error
     return model
 
 
-def _check_layers(target: str, model: nn.Sequential) -> None:
-    """Raise ValueError for layers that cannot be told apart from the model, have no shapes yet, or nothing to train."""
+def _find(target: str) -> Any:
+    if not _TARGET.fullmatch(target):
+        raise _RefusedError("not of the form package.module:function; use e.g. my_models:build")
+    module_name, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()  # it may have been written a moment ago
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise _RefusedError(
+                f"there is no module {error.name}, neither in {here} nor installed; "
+                "run the command where the module is, or install it"
+            ) from error
+        raise _RefusedError(f"{module_name} imports {error.name}, which is not installed; install it") from error
+    except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
+        raise _RefusedError(
+            f"{module_name} cannot be imported ({type(error).__name__}: {one_line(error)}); "
+            f"see what `python -c 'import {module_name}'` says"
+        ) from error
+    if not hasattr(module, name):
+        place = module.__file__ or "a folder without a file of its own"
+        raise _RefusedError(f"{module_name} ({place}) has no {name}; name a function that it defines")
+    function = getattr(module, name)
+    if not callable(function):
+        kind = type(function).__name__
+        raise _RefusedError(
+            f"{name} is not a function but of type {kind}; name a function that returns an nn.Sequential"
+        )
+    return function
+
+
+def _check_arguments(function: Any, arguments: Mapping[str, object]) -> None:
+    """Before the call, whose own TypeError could come from within the function."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values()))
+        raise _RefusedError(f"the arguments do not fit, {error}; it takes ({takes})") from error
+
+
+def _call(function: Any, arguments: Mapping[str, object]) -> Any:
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:
+        if not torch.empty(0).is_meta:
+            raise
+        raise _RefusedError(
+            f"fails when it is called on the meta device, where tensors have no values "
+            f"({type(error).__name__}: {one_line(error)}); no .item(), no tolist() and no loading of files there"
+        ) from error
+
+
+def _check_layers(model: Any) -> None:
+    """Raise _RefusedError for what is not only a sequence, has no shapes yet, or has nothing to train."""
+    kind = type(model).__name__
+    if not isinstance(model, nn.Sequential):
+        raise _RefusedError(
+            f"returned an object of type {kind}; return an nn.Sequential, whose children are the layers"
+        )
+    if len(model) == 0:
+        raise _RefusedError("returned an nn.Sequential without layers; put at least one in it")
     own = next((name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))), "")
     hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
     for found, what in (
@@ -76,55 +119,15 @@ def _check_layers(target: str, model: nn.Sequential) -> None:
         (any(hooks), "hooks of its own"),
     ):
         if found:
-            raise ValueError(
-                f"model.target={target}: the {type(model).__name__} that it returns has {what}, and a pipeline runs "
-                "the layers only; put that into one of the layers"
+            raise _RefusedError(
+                f"the {kind} that it returns has {what}, and a pipeline runs the layers only; "
+                "put that into one of the layers"
             )
     for name, module in model.named_modules():
-        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(is_lazy(tensor) for tensor in tensors):
-            raise ValueError(
-                f"model.target={target}: layer {name} ({type(module).__name__}) has no shapes before its first "
-                "forward, and the cut is made from them; give its shapes, as of nn.Linear(in_features, out_features)"
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise _RefusedError(
+                f"layer {name} ({type(module).__name__}) has no shapes before its first forward, and the cut is made "
+                "from them; give its shapes, as of nn.Linear(in_features, out_features)"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"model.target={target}: its layers have no parameters, there is nothing to train")
-
-
-def _import(target: str, module_name: str) -> ModuleType:
-    """The module of the function. Raises ValueError if it is not there or cannot be imported."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()  # it may have been written a moment ago
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ValueError(
-                f"model.target={target}: there is no module {error.name}, neither in {here} nor installed; "
-                "run the command where the module is, or install it"
-            ) from error
-        raise ValueError(
-            f"model.target={target}: {module_name} imports {error.name}, which is not installed; install it"
-        ) from error
-    except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
-        raise ValueError(
-            f"model.target={target}: {module_name} cannot be imported ({type(error).__name__}: {one_line(error)}); "
-            f"see what `python -c 'import {module_name}'` says"
-        ) from error
-
-
-def _check_arguments(target: str, function: Any, arguments: Mapping[str, object]) -> None:
-    """Raise ValueError if a call with `arguments` does not fit. A TypeError of the call could come from within."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have none
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"model.target={target}: the arguments do not fit, {error}; it takes "
-            f"({', '.join(map(str, signature.parameters.values()))})"
-        ) from error
+        raise _RefusedError("its layers have no parameters, there is nothing to train")

@@ -10,7 +10,6 @@ parameters can fill them in alone: that is what `reset_parameters` does here.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -98,8 +97,8 @@ class SameConvolution(Convolution):
 class Pool(nn.Module):
     """Maximum or average over the real pixels of a window, (N, C, H, W) -> (N, C, ceil(H / stride), ceil(W / stride)).
 
-    No padded copy is made: rounding the number of windows up lets the last one hang over the edge, and that is the
-    extra pixel of an odd padding.
+    No padded copy is made: the number of windows is rounded up, so that the last one extends over the edge, which is
+    the extra pixel of an odd padding.
     """
 
     def __init__(self, kind: Literal["max", "average"], kernel: int, stride: int) -> None:
@@ -191,38 +190,31 @@ def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, 
     )
 
 
-def _pool(pool: nn.Module, in_channels: int, out_channels: int, norm: Norm) -> nn.Module:
-    """The pool, and a 1x1 convolution with batch norm (no ReLU) if the number of channels has to change."""
-    if in_channels == out_channels:
-        return pool
-    return nn.Sequential(pool, Convolution(in_channels, out_channels), norm(out_channels))
-
-
 def operation(name: str, in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:
     """Build an operation of a genotype, (N, in, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
 
     An `AfterRelu` expects its input rectified; every other module takes the state as it is.
     """
-    bottleneck = partial(_bottleneck, in_channels, out_channels, stride, norm)
-    separable = partial(_separable, in_channels, out_channels, stride, norm)
-    pool = partial(_pool, in_channels=in_channels, out_channels=out_channels, norm=norm)
     match name:
         case "identity" if stride == 1 and in_channels == out_channels:
             return nn.Identity()
         case "identity" | "1x1":
             return convolution(in_channels, out_channels, norm, stride)
         case "3x3":
-            return bottleneck(seven=False)
+            return _bottleneck(in_channels, out_channels, stride, norm, seven=False)
         case "1x7_7x1":
-            return bottleneck(seven=True)
+            return _bottleneck(in_channels, out_channels, stride, norm, seven=True)
         case "separable_3x3_2":
-            return separable(kernel=3)
+            return _separable(in_channels, out_channels, stride, norm, kernel=3)
         case "separable_5x5_2":
-            return separable(kernel=5)
+            return _separable(in_channels, out_channels, stride, norm, kernel=5)
         case "max_pool_2x2":
-            return pool(Pool("max", 2, stride))
+            pool = Pool("max", 2, stride)
         case "max_pool_3x3":
-            return pool(Pool("max", 3, stride))
-        case "avg_pool_3x3":
-            return pool(Pool("average", 3, stride))
-    raise AssertionError(f"no operation {name}")
+            pool = Pool("max", 3, stride)
+        case _:
+            assert name == "avg_pool_3x3", name
+            pool = Pool("average", 3, stride)
+    if in_channels == out_channels:
+        return pool
+    return nn.Sequential(pool, Convolution(in_channels, out_channels), norm(out_channels))  # no ReLU

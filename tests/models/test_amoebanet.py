@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import small_amoebanet
 from torch import Tensor, nn
 
-from gpipe_cli.models.amoebanet import AuxiliaryHead, Classifier, amoebanet
+from gpipe_cli.models.amoebanet import AuxiliaryHead, Classifier
 from gpipe_cli.models.drop_path import set_progress
 
 
@@ -16,22 +17,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def build(**settings: Any) -> nn.Sequential:
-    small = {
-        "variant": "d",
-        "normal_cells": 3,
-        "filters": 16,
-        "image_size": 32,
-        "num_classes": 10,
-        "auxiliary_head": False,
-        "batch_norm_momentum": 0.0003,
-    }
-    return amoebanet(**{**small, **settings})
-
-
 def shapes(**settings: Any) -> nn.Sequential:
     with torch.device("meta"):
-        return build(**settings)
+        return small_amoebanet(**settings)
 
 
 def outputs(model: nn.Sequential, x: Tensor) -> dict[str, Tensor]:
@@ -83,7 +71,7 @@ def test_sizes_of_maps(image_size: int, sizes: list[int], kernel: int) -> None:
 
 
 def test_small_images_keep_their_resolution_in_a_stem_without_relu() -> None:
-    model = build()
+    model = small_amoebanet()
     maps = outputs(model, torch.randn(2, 3, 32, 32))
     assert {name: each.shape[-1] for name, each in maps.items()} == {
         "stem": 32, "cell_00": 32, "reduction_0": 16, "cell_01": 16, "reduction_1": 8, "cell_02": 8, "classifier": 10
@@ -111,11 +99,11 @@ def test_any_number_of_normal_cells(normal_cells: int, stacks: list[int]) -> Non
 
 @pytest.mark.parametrize("image_size", [8, 15, 65, 66])
 def test_odd_sizes(image_size: int) -> None:
-    assert build(image_size=image_size)(torch.randn(2, 3, image_size, image_size)).shape == (2, 10)
+    assert small_amoebanet(image_size=image_size)(torch.randn(2, 3, image_size, image_size)).shape == (2, 10)
 
 
 def test_drop_path_is_scheduled() -> None:
-    model = build(drop_path=0.9, dropout=0.0)
+    model = small_amoebanet(drop_path=0.9, dropout=0.0)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(images), model(images)), "nothing is dropped before the first step"
     set_progress(model, 1.0)
@@ -123,7 +111,7 @@ def test_drop_path_is_scheduled() -> None:
 
 
 def test_evaluation_draws_nothing_and_treats_each_image_alone() -> None:
-    model = build(drop_path=0.5, auxiliary_head=True).eval().double()
+    model = small_amoebanet(drop_path=0.5, auxiliary_head=True).eval().double()
     set_progress(model, 1.0)
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     state = torch.get_rng_state()
@@ -133,7 +121,7 @@ def test_evaluation_draws_nothing_and_treats_each_image_alone() -> None:
 
 
 def test_auxiliary_head_rectifies_before_it_pools() -> None:
-    head = build(auxiliary_head=True).get_submodule("auxiliary_head")
+    head = small_amoebanet(auxiliary_head=True).get_submodule("auxiliary_head")
     assert isinstance(head, AuxiliaryHead)
     x, skip = torch.randn(2, 128, 16, 16), torch.randn(2, 1)
     before = x.clone()

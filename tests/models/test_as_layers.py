@@ -1,72 +1,24 @@
 """What a pipeline asks of every network: layers that train, leave their inputs alone, and initialise themselves."""
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from networks import KINDS, sentences, small_amoebanet, small_transformer
+from torch import Tensor
 
-from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.runtime.materialize import materialize
 
-VOCABULARY = 50
-Values = tuple[Tensor, ...]
-
-
-def images(variant: str, size: int) -> tuple[Callable[[], nn.Sequential], Callable[[], Values]]:
-    def build() -> nn.Sequential:
-        return amoebanet(
-            variant=variant,  # type: ignore[arg-type]
-            normal_cells=3,
-            filters=16,
-            image_size=size,
-            num_classes=10,
-            auxiliary_head=True,
-            batch_norm_momentum=0.1,
+IMAGES = {"b 32": ("b", 32), "d 97": ("d", 97), "b 224": ("b", 224), "d 299": ("d", 299)}
+NETWORKS = {
+    **{
+        name: (
+            partial(small_amoebanet, variant=variant, image_size=size, auxiliary_head=True),
+            lambda size=size: (torch.randn(3, 3, size, size),),
         )
-
-    return build, lambda: (torch.randn(3, 3, size, size),)
-
-
-def language_model() -> nn.Sequential:
-    return transformer_lm(layers=3, width=16, hidden=32, heads=4, vocabulary=VOCABULARY, length=12)
-
-
-def translator(shared: bool) -> nn.Sequential:
-    return transformer_nmt(
-        layers=2,
-        width=16,
-        hidden=32,
-        heads=4,
-        head_width=8,
-        vocabulary=VOCABULARY,
-        length=12,
-        dropout=0.3,
-        attention_dropout=0.3,
-        depth_scaled=True,
-        logit_clip=0.0,
-        shared_embedding=shared,
-    )
-
-
-def sentences(*lengths: int) -> Values:
-    """Batches of three sequences of tokens; where there are two batches, a source ends early."""
-    batches = tuple(torch.randint(1, VOCABULARY, (3, length)) for length in lengths)
-    for batch in batches[:-1]:
-        batch[1, 6:] = 0
-    return batches
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], Values]]] = {
-    "b 32": images("b", 32),
-    "d 97": images("d", 97),
-    "b 224": images("b", 224),
-    "d 299": images("d", 299),
-    "language model": (language_model, lambda: sentences(9)),
-    "shared embedding": (lambda: translator(True), lambda: sentences(9, 8)),
-    "separate embeddings": (lambda: translator(False), lambda: sentences(9, 8)),
+        for name, (variant, size) in IMAGES.items()
+    },
+    **{kind: (partial(small_transformer, kind, dropout=0.3), partial(sentences, kind)) for kind in KINDS},
 }
 
 
@@ -88,7 +40,7 @@ def test_gradients_reach_every_parameter_and_layers_leave_their_inputs_alone(nam
         assert parameter.grad.any() or path.endswith("key.bias"), path
 
 
-@pytest.mark.parametrize("name", ["b 32", "d 97", "language model", "shared embedding", "separate embeddings"])
+@pytest.mark.parametrize("name", ["b 32", "d 97", *KINDS])
 def test_layers_initialise_themselves(name: str) -> None:
     """Built without memory, each layer initialised by itself: every value is set, wherever the first cut lies."""
 

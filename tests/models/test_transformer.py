@@ -5,42 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from networks import KINDS, VOCABULARY, run, sentences, small_transformer
 
 from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Projection, Softmax, sinusoids
 from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
-
-VOCABULARY = 50
-KINDS = ("language model", "shared embedding", "separate embeddings")
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def network(kind: str, dropout: float = 0.0) -> nn.Sequential:
-    sizes = {"width": 16, "hidden": 32, "heads": 4, "vocabulary": VOCABULARY, "length": 12}
-    rates = {"dropout": dropout, "attention_dropout": dropout}
-    if kind == "language model":
-        return transformer_lm(layers=3, **sizes, **rates)  # type: ignore[arg-type]
-    options = {"depth_scaled": True, "logit_clip": 0.0, "shared_embedding": kind == "shared embedding"}
-    return transformer_nmt(layers=2, head_width=8, **sizes, **rates, **options)  # type: ignore[arg-type]
-
-
-def sentences(kind: str) -> tuple[Tensor, ...]:
-    """What the network takes, three sequences each; the target is shorter, and the second source ends early."""
-    batches = tuple(torch.randint(1, VOCABULARY, (3, length)) for length in ((9,) if kind == KINDS[0] else (9, 8)))
-    for batch in batches[:-1]:
-        batch[1, 6:] = 0
-    return batches
-
-
-def run(model: nn.Sequential, inputs: tuple[Tensor, ...]) -> Tensor:
-    return model(inputs if len(inputs) > 1 else inputs[0])
 
 
 # The parts.
@@ -83,6 +58,8 @@ def test_attention(causal: bool) -> None:
                 )
     result = attention(x, memory, causal=True) if causal else attention(x, memory, seen)
     torch.testing.assert_close(result, attention.output(mixed))
+    attention.train()
+    assert not torch.equal(attention(x, x), attention(x, x)), "weights are dropped in training"
 
 
 def test_initial_weights() -> None:
@@ -111,7 +88,7 @@ def test_logits_are_clipped() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layout_and_the_loss_of_a_guess(kind: str) -> None:
-    model, inputs = network(kind), sentences(kind)
+    model, inputs = small_transformer(kind), sentences(kind)
     between = ["encoder_norm", "target_embedding"][: 2 - (kind == KINDS[1])]
     layers = ["encoder_00", "encoder_01", *between, "decoder_00", "decoder_01"]
     layers = layers if len(inputs) > 1 else ["layer_000", "layer_001", "layer_002"]
@@ -124,7 +101,7 @@ def test_layout_and_the_loss_of_a_guess(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_position_sees_the_future(kind: str) -> None:
-    model = network(kind)
+    model = small_transformer(kind)
     inputs = sentences(kind)
     changed = inputs[-1].clone()
     changed[:, 5] = changed[:, 5] % (VOCABULARY - 1) + 1
@@ -170,7 +147,7 @@ def test_it_learns_to_repeat() -> None:
 @pytest.mark.parametrize(("kind", "dropout"), [(KINDS[0], 0.1), (KINDS[1], 0.0), (KINDS[2], 0.1)])
 def test_costs_come_from_shapes(kind: str, dropout: float) -> None:
     with torch.device("meta"):
-        model = network(kind, dropout)
+        model = small_transformer(kind, dropout)
         inputs = sentences(kind)
     costs = trace_layers(model, as_boundary(inputs), training=True)
     assert [cost.name for cost in costs] == [name for name, _ in model.named_children()]
@@ -191,10 +168,8 @@ def test_costs_come_from_shapes(kind: str, dropout: float) -> None:
             assert cost.forward.flops == expected[kind], cost.name
             # Fused attention computes its scores a second time in the backward.
             assert 2 * cost.forward.flops <= cost.backward.flops <= 2.3 * cost.forward.flops, cost.name
-    floats = [[tensor.has_gradient for tensor in cost.outputs] for cost in costs[:-1]]
-    dtypes = [[tensor.dtype for tensor in cost.outputs] for cost in costs[:-1]]
-    for gradients, kinds in zip(floats, dtypes, strict=True):
-        assert gradients == [kind == torch.float32 for kind in kinds]
+    for tensor in (tensor for cost in costs[:-1] for tensor in cost.outputs):
+        assert tensor.has_gradient == (tensor.dtype == torch.float32)
 
 
 @pytest.mark.parametrize(

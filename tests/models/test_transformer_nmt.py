@@ -4,24 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from networks import small_transformer
 from torch import Tensor, nn
-
-from gpipe_cli.models.transformer_nmt import transformer_nmt
-
-SMALL: dict[str, Any] = {
-    "layers": 2,
-    "hidden": 32,
-    "heads": 2,
-    "width": 16,
-    "head_width": 8,
-    "vocabulary": 40,
-    "length": 12,
-    "dropout": 0.1,
-    "attention_dropout": 0.1,
-    "depth_scaled": False,
-    "logit_clip": 0.0,
-    "shared_embedding": True,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +13,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def build(**settings: Any) -> nn.Sequential:
-    return transformer_nmt(**{**SMALL, **settings})
+def build(shared: bool = True, **settings: Any) -> nn.Sequential:
+    return small_transformer("shared embedding" if shared else "separate embeddings", **settings)
 
 
 def count(layers: int, hidden: int, heads: int, *, shared: bool) -> int:
+    paper = {"width": 1024, "head_width": 64, "vocabulary": 64000}
     with torch.device("meta"):
-        model = build(
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            width=1024,
-            head_width=64,
-            vocabulary=64000,
-            shared_embedding=shared,
-        )
+        model = build(shared, layers=layers, hidden=hidden, heads=heads, **paper)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -69,12 +46,12 @@ def test_sizes_of_the_paper() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_travels(shared: bool) -> None:
-    model = build(shared_embedding=shared)
+    model = build(shared)
     values: Any = (torch.randint(1, 40, (3, 7)), torch.randint(1, 40, (3, 5)))
     for name, layer in model.named_children():
         values = layer(values)
         if name in ("decoder_01", "softmax"):  # behind the last decoder layer the target is alone
-            assert values.shape == (3, 5, 16 if name == "decoder_01" else 40)
+            assert values.shape == (3, 5, 16 if name == "decoder_01" else 50)
             continue
         source, mask, target = values
         assert (source.shape, source.dtype) == ((3, 7, 16), torch.float32)
@@ -85,7 +62,7 @@ def test_what_travels(shared: bool) -> None:
 
 
 def test_one_matrix_embeds_both_languages() -> None:
-    model = build(shared_embedding=True)
+    model = build()
     source, mask, target = model[0]((torch.tensor([[3, 4, 0]]), torch.tensor([[3, 5]])))
     assert torch.equal(mask, torch.tensor([[True, True, False]]))
     assert torch.equal(source[0, 0], target[0, 0]), "the same token at the same position"
@@ -94,7 +71,7 @@ def test_one_matrix_embeds_both_languages() -> None:
 
 @pytest.mark.parametrize(("pad", "shared", "training"), [(0, True, False), (7, False, False), (7, True, True)])
 def test_padding_changes_nothing(pad: int, shared: bool, training: bool) -> None:
-    model = build(shared_embedding=shared, pad=pad, dropout=0.0, attention_dropout=0.0).train(training)
+    model = build(shared, pad=pad).train(training)
     source, target = torch.randint(8, 40, (2, 6)), torch.randint(8, 40, (2, 5))
     source[1, 4:] = pad
     wider = [torch.cat([tokens, tokens.new_full((2, 4), pad)], 1) for tokens in (source, target)]
@@ -126,6 +103,8 @@ def test_a_sentence_of_nothing_but_padding_stays_finite() -> None:
 
 
 def test_depth_scales_feed_forward_only() -> None:
+    assert build(logit_clip=0.25)[-1].clip == 0.25  # the other remedy against divergence
+
     def weights(depth_scaled: bool) -> dict[str, Tensor]:
         torch.manual_seed(1)
         return build(layers=5, depth_scaled=depth_scaled).state_dict()
