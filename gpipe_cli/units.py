@@ -1,4 +1,4 @@
-"""Numbers as people read them; ASCII, because logs are read in places without UTF-8."""
+"""Numbers in short forms with units; ASCII, because logs are read in places without UTF-8."""
 
 import math
 from collections.abc import Mapping

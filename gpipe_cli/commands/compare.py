@@ -1,4 +1,4 @@
-"""`gpipe compare`: runs beside each other, as the paper's tables set them: what differs, and what came of it."""
+"""`gpipe compare`: a table of runs, of the settings in which they differ and of their results; their curves."""
 
 import argparse
 import sys
@@ -116,7 +116,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
         console, unread = Console(), None
         try:
             show_comparison(console, comparison)
-        except SystemExit as end:  # nobody reads on, `gpipe compare ... | head`: rich ends us, but the files are wanted
+        except SystemExit as end:  # of rich, where a pipe is closed, `gpipe compare ... | head`: files first
             unread = end
         try:
             write_comparison(console, comparison, folder)

@@ -1,7 +1,7 @@
-"""What runs are compared by: the settings in which they differ, and what came of it (the paper's tables 2, 3, 4 and 5).
+"""What runs are compared by: the settings in which they differ, and their results (the paper's tables 2, 3, 4 and 5).
 
-A table of runs says something where its rows differ in little, so settings that are the same everywhere are left out,
-and rows are named by the few that are not. What was measured, predicted and ideal are columns apart.
+Settings that are the same in all runs are left out, and rows are named by the few
+that differ. What was measured, predicted and ideal are columns apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs beside each other, all they need to be shown. Columns have a key, and None as value where a run has none."""
+    """Runs beside each other. Columns have a key, and None as value where a run has none."""
 
     runs: tuple[RunRecord, ...]
     names: tuple[str, ...]  # of the runs, no two of them alike
@@ -52,7 +52,7 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
 
 
 def _results(runs: Sequence[RunRecord]) -> list[Column]:
-    """What came of the runs, each column whether or not a run has a value there."""
+    """The results of the runs, also columns in which no run has a value."""
 
     def text(key: str, heading: str, of: Callable[[RunRecord], str | None], printed: bool = True) -> Column:
         values = [of(run) for run in runs]
@@ -78,7 +78,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     # Trainings have quartiles and FLOP/s too, but no room for them beside their accuracies.
     commands = {run.command for run in runs}
     bench = "bench" in commands
-    # A speed in samples says little of text, whose sentences differ in length: it is left to the page and to CSV.
+    # Sentences differ in length: the speed of text in samples stands on the page and in CSV only.
     images = not all(run.text for run in runs)
     time, seconds = _unit([run.number("seconds") for run in runs], (("s", 1), ("min", 60), ("h", 3600)), 120)
     step, step_seconds = _unit([run.number("step_seconds") for run in runs], (("ms", 1e-3), ("s", 1)), 10_000)

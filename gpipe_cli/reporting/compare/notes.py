@@ -1,7 +1,7 @@
-"""What must be said beside a comparison, so that no two numbers are compared which do not mean the same.
+"""Notes below a comparison: which of its numbers cannot be compared, and why.
 
-The paper sets its models and machines beside each other with care (tables 2 and 3 name the hardware, table 4 the data
-set); a table made of any runs has to say itself where that care is due.
+The paper names the hardware of its tables 2 and 3 and the data sets of table 4; runs that are compared here may differ
+in any of that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ TRAINED = "completed"
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Sentences about what the columns cannot say."""
+    """Sentences about runs that did not end, and about numbers that cannot be compared."""
     return [*_unfinished(comparison.runs), *_different_work(comparison.runs), *_speeds(comparison.runs)]
 
 
@@ -38,7 +38,7 @@ def _unfinished(runs: Sequence[RunRecord]) -> Iterator[str]:
         ("running", "running: still at work, or killed; numbers are those of its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
-        yield from _said_of(runs, meaning, [run.status == status for run in runs])
+        yield from _of_which(runs, meaning, [run.status == status for run in runs])
 
 
 def _different_work(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -70,14 +70,14 @@ def _speeds(runs: Sequence[RunRecord]) -> Iterator[str]:
         ("measured_contended", "contended: other programs had the stages' cores at times"),
     ):
         sentence = f"{meaning} ({kind}), which is not the speed of a pipeline"
-        yield from _said_of(runs, sentence, [run.speed_kind == kind for run in runs])
+        yield from _of_which(runs, sentence, [run.speed_kind == kind for run in runs])
     warm_up = [bool(run.result.get("speed_includes_warm_up")) for run in runs]
-    yield from _said_of(runs, "too short for a speed, so that of warm-up steps is shown", warm_up)
+    yield from _of_which(runs, "too short for a speed, so that of warm-up steps is shown", warm_up)
     resumed = [run.result.get("resumed_from") is not None for run in runs]
-    yield from _said_of(runs, "resumed, so their time is that since then", resumed)
+    yield from _of_which(runs, "resumed, so their time is that since then", resumed)
 
 
-def _said_of(runs: Sequence[RunRecord], sentence: str, true: Sequence[bool]) -> Iterator[str]:
+def _of_which(runs: Sequence[RunRecord], sentence: str, true: Sequence[bool]) -> Iterator[str]:
     """The sentence, and of which runs it is true; nothing if it is of none."""
     if any(true):
         yield f"{sentence}: {referred(runs, [position for position, holds in enumerate(true) if holds])}"

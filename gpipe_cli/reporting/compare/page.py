@@ -1,6 +1,6 @@
 """comparison.html: runs beside each other in a browser, to be sorted, with their curves and bars.
 
-One file that loads nothing, pictures included, so that a comparison can be sent to somebody and opened years later.
+One file that loads nothing, pictures included, so that a comparison can be sent and kept.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""What `gpipe compare` shows and leaves: a table at 80 columns, CSV, pictures and the page.
+"""What `gpipe compare` prints and writes: a table at 80 columns, CSV, pictures and the page.
 
 A row for each run, as in the paper's tables 2 and 5. Where the columns do not fit beside each other there are several
 tables under each other, and the numbers of the runs tell which rows belong together.
@@ -18,11 +18,11 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
 CSV, PAGE, CURVES, BARS = "comparison.csv", "comparison.html", "curves.png", "bars.png"
-MOST_SETTINGS = 16  # in the console; more would be read by nobody, and the page has all
+MOST_SETTINGS = 16  # in the console; the page has all
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints the table, and what must be said beside it."""
+    """Prints the table and its notes."""
     count = len(comparison.runs)
     completed = all(run.status == TRAINED for run in comparison.runs)
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
@@ -43,7 +43,7 @@ def csv_of(comparison: Comparison) -> str:
 
 
 def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
-    """Writes all files into ``folder``, which must exist, and says what they are; curves are read now."""
+    """Writes all files into ``folder``, which must exist, and prints their names."""
     from gpipe_cli.reporting.compare.curves import compared_tags
     from gpipe_cli.reporting.plots.bars import draw_bars
     from gpipe_cli.reporting.plots.curves import draw_curves
@@ -63,6 +63,6 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
     drawn = [(name, alt) for name, alt, picture in pictures if picture is not None]
     write_whole(folder / CSV, csv_of(comparison))
     write_page(folder / PAGE, comparison, [*notes(comparison), *same], [(folder / name, alt) for name, alt in drawn])
-    show_facts(console, [("note", note) for note in same])  # after all is written: who reads may have gone
+    show_facts(console, [("note", note) for note in same])  # after all is written: the console may be a closed pipe
     show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])
     show_facts(console, [("picture", str(folder / name)) for name, _ in drawn])

@@ -1,4 +1,4 @@
-"""What tells runs apart: the settings in which they differ, and names made of them.
+"""Names of runs: made of the settings in which they differ, or of their folders.
 
 Four rows called `2026-01-31_12-00-00_amoebanet_digits_K2_M4` and so on cannot be read; `partitions=2` can.
 """
@@ -28,7 +28,7 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
     threads = {_cut(run): run.settings.get("threads") for run in runs}
     if "threads" in keys and all(run.settings.get("threads") == threads[_cut(run)] for run in runs):
         keys.remove("threads")
-    return sorted(keys, key=lambda key: not key.endswith(".name"))  # what was chosen tells more than its details
+    return sorted(keys, key=lambda key: not key.endswith(".name"))  # the model before its own settings
 
 
 def _cut(run: RunRecord) -> tuple[object, object]:
@@ -36,7 +36,7 @@ def _cut(run: RunRecord) -> tuple[object, object]:
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs, each by what tells it from the others: `partitions=2`, or a piece of its folder's name."""
+    """A different name for each run: `partitions=2`, or a piece of its folder's name."""
     keys = differing(runs)
     found = _by_settings(runs, keys) if few(keys) else _by_folders([run.folder.resolve().parts for run in runs])
     return [
@@ -74,7 +74,7 @@ def listed(words: Sequence[str], most: int = MOST_LISTED) -> str:
 
 
 def few(keys: Sequence[str]) -> bool:
-    """Whether it is few settings that differ, so that they make a name."""
+    """Whether so few settings differ that they make a name."""
     return 0 < len(keys) <= MOST_NAMING
 
 

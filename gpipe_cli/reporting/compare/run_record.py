@@ -20,7 +20,7 @@ from gpipe_cli.reporting.run.result import RESULT, flattened, read_result
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
 MOST_POINTS = 100_000  # of a curve; of longer ones TensorBoard's reader keeps a sample, always the same
-# Of result.json: what every run says of itself.
+# Keys of result.json that every run writes.
 _NEEDED = (
     "command", "status", "error", "task", "model", "dataset", "samples_per_second_kind", "hardware", "versions",
     "config",
@@ -90,7 +90,7 @@ class RunRecord:
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
-        """Every scalar of its events by tag; read when first asked for, which takes a moment."""
+        """Every scalar of its events by tag; read when first used."""
         return read_curves(self.folder)
 
     def number(self, *keys: str) -> float | None:
@@ -135,7 +135,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # Here 0 would mean all of them: one picture is the fewest that the reader can be told to keep.
+    # 0 means all of them: 1 is the fewest that the reader can keep.
     few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
     accumulator.Reload()

@@ -16,7 +16,7 @@ from gpipe_cli.reporting.plots.palette import INK, PALE_INK
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure, pixels
 from gpipe_cli.reporting.tables.table import Column
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np
     from matplotlib.axes import Axes
     from numpy.typing import NDArray

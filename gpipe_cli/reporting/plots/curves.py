@@ -1,7 +1,7 @@
 """Curves of several runs over each other, as the paper's figure of consistent training would show them.
 
 Curves that are the same bits hide each other: K = 1, 2, 4 and 8 would look like one run. So the first of them is drawn
-wide and pale and the last one thin and dark, each within the one before, and the panel says who they are.
+wide and pale and the last one thin and dark, each within the one before, and the panel names them.
 """
 
 import math
@@ -17,7 +17,7 @@ from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, add_legend, new_figure, pixels
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ class Style:
 def draw_curves(runs: Sequence[RunRecord], tags: Sequence[str]) -> "NDArray[np.uint8]":
     """A panel for each tag, under each other, every run in each; an image of shape (height, width, 3).
 
-    Nothing is smoothed but speeds of long runs, whose panel then says so.
+    Nothing is smoothed but speeds of long runs, whose panel then has a note.
     """
     assert runs, "no runs to draw"
     assert tags, "no curves to draw"
@@ -121,19 +121,19 @@ def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lo
             curve.steps, drawn, color=style.colour, linewidth=style.width, linestyle=style.dashes, zorder=style.order,
             solid_capstyle="round", **points,
         )  # fmt: skip
-    said = []
+    remarks = []
     if smoothed:
-        said.append(f"running median of {MEDIAN_STEPS} steps, of runs with more than {LONG}")
+        remarks.append(f"running median of {MEDIAN_STEPS} steps, of runs with more than {LONG}")
     if least > 0 and highest > LOGARITHMIC * least and highest < math.inf:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        said.append("logarithmic")
+        remarks.append("logarithmic")
     if tag.endswith(("top1", "top5", "accuracy")):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    _frame(axes, tag, said, [referred(runs, group) for group in groups], last_step, lowest)
+    _frame(axes, tag, remarks, [referred(runs, group) for group in groups], last_step, lowest)
 
 
-def _frame(axes: "Axes", tag: str, said: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:
+def _frame(axes: "Axes", tag: str, remarks: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:
     """Everything around the curves."""
     axes.set_xlim(0, last_step * 1.01)
     axes.grid(color="#e3e4e9", linewidth=0.6)
@@ -141,7 +141,7 @@ def _frame(axes: "Axes", tag: str, said: Sequence[str], groups: Sequence[str], l
         axes.set_xlabel("steps", fontsize=9, color=PALE_INK, loc="right", labelpad=3)
     else:
         axes.tick_params(labelbottom=False)
-    words = [f"{tag.replace('_', ' ')}", *said]
+    words = [f"{tag.replace('_', ' ')}", *remarks]
     axes.set_title("  ·  ".join(words), loc="left", fontsize=11, fontweight="bold", color=INK, pad=7)
     if groups:
         text = f"identical to the last bit: {'  |  '.join(groups)}"

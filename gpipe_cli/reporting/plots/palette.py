@@ -1,4 +1,4 @@
-"""The colours of a timeline: the hue tells the micro-batch, the lightness tells forward, recompute and backward.
+"""The colours of a timeline: the hue stands for the micro-batch, the lightness for forward, recompute and backward.
 
 Figure 2(c) of the paper tells micro-batches apart by their names alone; at 32 of them there is no room for names. The
 hues go from blue over red to yellow: of two micro-batches the later one is always the more yellow one, which is the

@@ -26,7 +26,7 @@ from gpipe_cli.reporting.run.description import PartitionDescription, RunDescrip
 from gpipe_cli.reporting.timeline_view import BarKind, axis_ticks, axis_unit
 from gpipe_cli.units import count, duration, percent, plural, size
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

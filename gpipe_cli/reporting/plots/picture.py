@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK, Colour, rgb
 from gpipe_cli.system.files import write_whole
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """Shares of a step as bars, one above the other: the pie of the paper's NeurIPS version, made to be compared.
 
-A pie tells its own slices apart; beside two others it is bars on one axis that the eye can follow.
+Slices of several pies are hard to compare; bars on one axis are not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.timeline_view import SHARES
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np
     from numpy.typing import NDArray
 

@@ -1,6 +1,6 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
-A row per stage, a panel per timeline, all panels on one time axis: what came true of a prediction is seen at a glance.
+A row per stage, a panel per timeline, all panels on one time axis: measured and predicted steps are compared.
 A few thousand bars are drawn one by one, with their names where there is room. More than that (128 stages and 512
 micro-batches have 196,608) would take minutes; they are sampled into an image, several samples a pixel.
 """
@@ -24,7 +24,7 @@ from gpipe_cli.reporting.plots.picture import (
 from gpipe_cli.reporting.timeline_view import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit, in_percent
 from gpipe_cli.units import duration
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: only who draws pays for it
+if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """timeline.html: recorded steps of a run in a browser, measured above predicted, on one time axis.
 
-Figure 2(c) of the paper with real times, to be pointed at: every bar says what it is, when it began and how long it
-took. The page is one file that loads nothing, so that it can be sent to somebody and opened years later.
+Figure 2(c) of the paper with real times, with a tip for every bar: what it is, when it began and how long it
+took. The page is one file that loads nothing, so that it can be sent and kept.
 """
 
 import base64

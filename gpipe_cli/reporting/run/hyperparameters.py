@@ -132,7 +132,7 @@ def _plain(value: Any) -> Value:
         case bool():
             return value
         case int() | float():
-            return float(value) if math.isfinite(value) else str(value)  # JSON knows no others
+            return float(value) if math.isfinite(value) else str(value)  # JSON has no others
         case _:
             return show(value)
 

@@ -99,10 +99,10 @@ class Dashboard:
     """
 
     def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
-        from torch.utils.tensorboard import summary  # torch: who only reads tags does without
+        from torch.utils.tensorboard import summary  # imports torch, which readers of the tags do not need
 
         self._summary = summary
-        # A resumed run repeats what came after its checkpoint.
+        # A resumed run repeats the steps after its checkpoint.
         self._events = EventFile(folder, first_step + 1)
         self._folder = folder
         self._first_step = first_step
@@ -119,7 +119,7 @@ class Dashboard:
 
     def begin(self, run: RunDescription) -> None:
         """The settings, in the tab HParams from now on: a run that is killed is there with them."""
-        forget(self._folder)  # what a run that is resumed into its folder said of itself before
+        forget(self._folder)  # those of a run that is resumed into its own folder
         values = hyperparameters(run.config, run.settings)
         varied = varied_by(self._folder, values)
         own, others = (_FINAL_OF_TEXT, _FINAL_OF_IMAGES) if self._text else (_FINAL_OF_IMAGES, _FINAL_OF_TEXT)

@@ -1,7 +1,7 @@
 """The table of `gpipe bench -m`: what the paper's tables 2 and 3 are, for any settings; bench.json, bench.csv, console.
 
-Rows of one table differ only in what the table varies. What was resolved for each cell and differs without being asked
-for (threads, executor, whether stages shared a device) is shown too, so that nothing is hidden. All of it is measured.
+Rows of one table differ only in what the table varies. What was resolved for each cell and differs too (threads,
+executor, whether stages shared a device) is shown. All of it is measured.
 """
 
 import re
@@ -25,7 +25,7 @@ from gpipe_cli.units import duration, operations, percent, rate, size
 
 JSON, CSV = "bench.json", "bench.csv"
 AUTO = "auto"  # the value of a setting that is to be chosen
-HOPELESS = ("impossible", "out_of_memory")  # results all the same: in another round they would be no other
+HOPELESS = ("impossible", "out_of_memory")  # results, too: another round would end in the same way
 _BAD_INPUT, _KILLED = 2, -9
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
@@ -259,7 +259,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Iterator[Column]:
 
 
 def _resolved(rows: Sequence[Mapping[str, Any]], varies: Sequence[str]) -> Iterator[Column]:
-    """What differs without being asked for."""
+    """What differs though the table does not vary it."""
     for key in _SHORT:
         if key not in varies and any(key in row["resolved"] for row in rows):
             yield _column(key, (show(row["resolved"].get(key, "-")) for row in rows))

@@ -92,9 +92,9 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
         for text, verdict in unusual.items()
         if text and not any(text in other and text != other for other in unusual)
     ]
-    said = " ".join(row.text for row in report.rows)
-    notes += [("refused", finding.text) for finding in report.findings if finding.text not in said]
-    notes += [("shared", text) for text in report.shared if text not in said]
+    shown = " ".join(row.text for row in report.rows)
+    notes += [("refused", finding.text) for finding in report.findings if finding.text not in shown]
+    notes += [("shared", text) for text in report.shared if text not in shown]
     show_facts(console, [*notes, ("details", str(folder / CHECK))])
     show_line(console, report.verdict, "bold")
 
@@ -103,7 +103,7 @@ def _folded(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that say the same, together where they are all of a kind, and by partitions where they are not."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.schedule, row.executor == "pytorch", *_said(row)), []).append(row)
+        groups.setdefault((row.schedule, row.executor == "pytorch", *_outcome(row)), []).append(row)
     folded = []
     for group in groups.values():
         if _is_whole(group, rows):
@@ -134,7 +134,7 @@ def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
     return len(there) == len(group)
 
 
-def _said(row: Row) -> tuple[object, ...]:
+def _outcome(row: Row) -> tuple[object, ...]:
     return (row.verdict, row.difference) if row.verdict == "within tolerance" else (row.verdict, row.layer, row.text)
 
 

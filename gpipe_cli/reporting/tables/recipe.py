@@ -1,7 +1,6 @@
 """What `gpipe reproduce` shows: the paper's numbers, ours, the difference; for people, as Markdown and as JSON.
 
-Every column says where its numbers come from. What was measured and what was simulated, planned or counted never share
-one.
+Every column names where its numbers come from: measured, simulated, planned and counted numbers never share a column.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What became of the runs of a sweep, as a table: settings that differ, and what the runs reached."""
+"""The table of a sweep: the settings that differ, and the results of the runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Run:
-    """What became of one run."""
+    """A run that ended."""
 
     differs: str  # `micro_batches=4`
     folder: Path
@@ -45,7 +45,7 @@ def top1(result: dict[str, object]) -> float | None:
 
 
 def show_sweep(runs: Sequence[Run]) -> None:
-    """Prints what became of the runs, and why those failed that did."""
+    """Prints a row for each run, and the errors of those that failed."""
     runs = sorted(runs, key=lambda run: run.number)
     results = [run.result for run in runs]
     steps = (number_of(result.get("step_seconds")) for result in results)
