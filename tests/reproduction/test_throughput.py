@@ -148,11 +148,6 @@ def test_links_are_slow_in_the_commands_only(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["NCCL_P2P_DISABLE"] == "0"
 
 
-def test_what_rows_differ_in_cannot_be_given(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^micro_batches=8: is what the rows of this table differ in; leave it out$"):
-        throughput.reproduce(WHAT, answering(tmp_path, Machine(), "micro_batches=8"))
-
-
 def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
     """With `model.filters=16` a row was said to be off from the paper's model by so much."""
     for given, compared in (((CPU, "steps=2"), True), ((CPU, "model.filters=16"), False)):
