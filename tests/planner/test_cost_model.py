@@ -31,8 +31,9 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
     )  # fmt: skip
     costs = costs_by_rates(traced(), rates_of_sheet(hardware, threads=8), 2, at_once=9, linked=True)
     for cost, seconds in zip(traced().costs, costs.layers, strict=True):
-        moved = 2 * cost.forward.bytes + sum(each.fixed_bytes for each in cost.forward.by_kind.values())
-        expected = 2 * cost.forward.flops / 2e12 + moved / 4e9 + cost.forward.operations * 3e-6
+        kinds = cost.forward.by_kind.values()
+        moved = sum(2 * each.bytes + each.fixed_bytes for each in kinds)
+        expected = 2 * cost.forward.flops / 2e12 + moved / 4e9 + sum(each.count for each in kinds) * 3e-6
         assert seconds.forward == seconds.graph == pytest.approx(expected)
     for cost, edge in zip(traced().costs, costs.edges, strict=False):
         sent = sum(tensor.bytes(2) for tensor in cost.outputs)

@@ -73,18 +73,9 @@ class Work:
     by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
 
     @property
-    def operations(self) -> int:
-        return sum(each.count for each in self.by_kind.values())
-
-    @property
     def flops(self) -> float:
         """Of one sample."""
         return sum(each.flops for each in self.by_kind.values())
-
-    @property
-    def bytes(self) -> float:
-        """Of one sample, weights not counted."""
-        return sum(each.bytes for each in self.by_kind.values())
 
 
 NO_WORK = Work()

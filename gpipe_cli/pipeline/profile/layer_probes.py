@@ -45,8 +45,8 @@ class Watch:
         """The first of each layer."""
         return tuple(self._findings.values())
 
-    def found(self, finding: Finding) -> None:
-        self._findings.setdefault(finding.layer, finding)
+    def found(self, kind: Kind, layer: str, text: str) -> None:
+        self._findings.setdefault(layer, Finding(kind, layer, text))
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
         try:
             yield watch
         except ChangedInputError as error:
-            watch.found(Finding("in_place", error.layer, str(error)))
+            watch.found("in_place", error.layer, str(error))
             raise
 
 
@@ -97,19 +97,17 @@ class _Seen:
                 return
             held, given, generator, python, numpy = before
             if not all(same_bits(*pair) for pair in given):
-                self._watch.found(Finding("in_place", name, str(ChangedInputError(name))))
+                self._watch.found("in_place", name, str(ChangedInputError(name)))
                 for tensor, value in given:  # it is what the layer before gave
                     _write_back(tensor, value)
-            sources = [
-                source
-                for source, moved in (
-                    ("Python's random module", random.getstate() != python),
-                    ("numpy.random", _numpy_state() != numpy),
+            moved = {"Python's random module": random.getstate() != python, "numpy.random": _numpy_state() != numpy}
+            if sources := [source for source in moved if moved[source]]:
+                self._watch.found(
+                    "random",
+                    name,
+                    f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
+                    "another cut get other numbers; use torch's functions",
                 )
-                if moved
-            ]
-            if sources:
-                self._watch.found(_random(name, sources))
             self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
             now = dict(_tensors(layer))
             changed = [
@@ -136,12 +134,10 @@ class _Seen:
         """What the layer remembers: tensors of its own that it has changed; or something that only its outputs show."""
         if changed:
             self._watch.found(
-                Finding(
-                    "state",
-                    name,
-                    f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
-                    "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
-                )
+                "state",
+                name,
+                f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
+                "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
             )
         first = self._outputs.pop(name, None)
         if first is None:
@@ -149,26 +145,15 @@ class _Seen:
         elif not self._differs and not all(map(same_bits, outputs, first)):
             self._differs = True
             self._watch.found(
-                Finding(
-                    "state",
-                    name,
-                    f"layer {name} gives other values when it is run again with the same seed: it keeps something "
-                    "between calls, asks whether gradients are recorded, or draws random numbers from a source that "
-                    "torch's seed does not rule; use torch's functions, and nothing that is remembered",
-                )
+                "state",
+                name,
+                f"layer {name} gives other values when it is run again with the same seed: it keeps something between "
+                "calls, asks whether gradients are recorded, or draws random numbers from a source that torch's seed "
+                "does not rule; use torch's functions, and nothing that is remembered",
             )
 
     def _generator(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
-
-
-def _random(name: str, sources: list[str]) -> Finding:
-    return Finding(
-        "random",
-        name,
-        f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and another cut "
-        "get other numbers; use torch's functions",
-    )
 
 
 @contextmanager

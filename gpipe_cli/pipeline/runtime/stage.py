@@ -161,9 +161,7 @@ class Stage:
             torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
         if self._saved_bytes is not None:
             self._saved_bytes.drop(micro_batch)
-        return tuple(
-            tensor.grad if tensor.requires_grad and tensor.grad is not None else None for tensor in saved.inputs
-        )
+        return tuple(tensor.grad for tensor in saved.inputs)
 
     def finish_step(self) -> None:
         """After the last action: batch norm commits once, nothing is left saved."""
@@ -196,22 +194,16 @@ class Stage:
             self.layer_name = name
             if training:
                 layer_number = self._first_layer + offset
-                seed = mix(self._run_seed, self._step, self._replica, micro_batch, layer_number)
-                seed_generator(self.device, seed)
+                seed_generator(self.device, mix(self._run_seed, self._step, self._replica, micro_batch, layer_number))
             try:
-                inputs, in_tuple = self._run_layer(name, layer, inputs, in_tuple, training)
+                # in evaluation nothing is kept, so that a layer may change its input
+                returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
+                inputs, in_tuple = self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
             except Exception:
                 self.layer_shapes = shapes_of(inputs)
                 raise
         self.layer_name = ""
         return inputs
-
-    def _run_layer(
-        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, training: bool
-    ) -> tuple[Tensors, bool]:
-        """The layer's outputs, and whether in a tuple. In evaluation it may change its input, as nothing is kept."""
-        returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
-        return self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
 
     def _hand_over(self, outputs: Tensors) -> Tensors:
         """What is done to the outputs of every layer, whether or not a cut follows."""

@@ -92,7 +92,16 @@ def live(schedule: Schedule) -> tuple[tuple[Live, ...], ...]:
     A forward that keeps something holds it from its beginning, a recomputation turns an input into a graph when it
     begins, a backward frees it when it ends.
     """
-    return tuple(tuple(Live(*held) for held in _held(actions)) for actions in schedule)
+    return tuple(tuple(_live(actions)) for actions in schedule)
+
+
+def _live(actions: Sequence[Action]) -> Iterator[Live]:
+    graphs = inputs = 0
+    for action, retain in stage_retained(actions):
+        graphs += retain is Retain.GRAPH
+        inputs += (retain is Retain.INPUT) - (action.kind is Kind.R)
+        yield Live(graphs, inputs)
+        graphs -= action.kind is Kind.B
 
 
 def peak_bytes(
@@ -118,19 +127,6 @@ def peak_bytes(
                 held -= graphs[m]
         peaks.append(peak)
     return tuple(peaks)
-
-
-def _held(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """Graphs and inputs held while each action of a stage runs."""
-    graphs = inputs = 0
-    for action, retain in stage_retained(actions):
-        graphs += retain is Retain.GRAPH
-        if action.kind is Kind.R:
-            inputs -= 1
-        inputs += retain is Retain.INPUT
-        yield graphs, inputs
-        if action.kind is Kind.B:
-            graphs -= 1
 
 
 @dataclass(slots=True)
