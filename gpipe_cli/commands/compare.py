@@ -116,7 +116,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
         console, unread = Console(), None
         try:
             show_comparison(console, comparison)
-        except SystemExit as end:  # of rich, where a pipe is closed, `gpipe compare ... | head`: files first
+        except SystemExit as end:  # by rich, as a pipe was closed, `gpipe compare ... | head`
             unread = end
         try:
             write_comparison(console, comparison, folder)

@@ -47,9 +47,9 @@ def ran(folder: Path, losses: list[float], status: str = "completed", **changes:
     return folder
 
 
-def changed(run: RunRecord, folder: str = "", **result: Any) -> RunRecord:
+def changed(run: RunRecord, **result: Any) -> RunRecord:
     """A run as `run`, with other entries in its result.json."""
-    return RunRecord(run.folder / folder, run.settings, {**run.result, **result})
+    return replace(run, result={**run.result, **result})
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +144,23 @@ def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]
     assert names([*with_threads(4), *with_threads(1)]) == ["threads=4", "threads=1"]
 
 
-def test_runs_of_which_many_settings_differ_are_named_by_their_folders(runs: list[RunRecord]) -> None:
-    def at(*folders: str) -> list[str]:
-        many = [
-            RunRecord(Path("/o") / folder, dict.fromkeys("abcd", n), {}) for n, folder in enumerate(folders)
-        ]  # fmt: skip
-        return names(many)
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [
+        ("2026-01-31_12-00-00_resnet_digits_K2 2026-01-31_12-30-00_amoebanet_digits_K8", "resnet_K2 amoebanet_K8"),
+        ("2026-01-31_12-00-00_x_K2 2026-01-31_12-30-00_x_K2", "12-00-00 12-30-00"),
+        ("2026-01-31_12-00-00_x_K2 2026-02-01_12-00-00_x_K2", "2026-01-31 2026-02-01"),
+        ("a/micro_batches=4 b/micro_batches=4", "a b"),
+        ("micro_batches=4 micro_batches=8 other_one", "micro_batches=4 micro_batches=8 other_one"),
+        ("only_one", "only_one"),
+    ],
+)
+def test_runs_of_which_many_settings_differ_are_named_by_their_folders(folders: str, expected: str) -> None:
+    many = [RunRecord(Path("/o") / one, dict.fromkeys("abcd", n), {}) for n, one in enumerate(folders.split())]
+    assert names(many) == expected.split()
 
-    assert at("2026-01-31_12-00-00_resnet_digits_K2_M4", "2026-01-31_12-30-00_amoebanet_digits_K8_M4") == [
-        "resnet_K2", "amoebanet_K8",
-    ]  # fmt: skip
-    assert at("2026-01-31_12-00-00_x_K2", "2026-01-31_12-30-00_x_K2") == ["12-00-00", "12-30-00"]
-    assert at("2026-01-31_12-00-00_x_K2", "2026-02-01_12-00-00_x_K2") == ["2026-01-31", "2026-02-01"]
-    assert at("a/micro_batches=4", "b/micro_batches=4") == ["a", "b"]
-    assert at("micro_batches=4", "micro_batches=8", "other_one") == ["micro_batches=4", "micro_batches=8", "other_one"]
-    assert at("only_one") == ["only_one"]
+
+def test_long_names_are_referred_to_by_numbers() -> None:
     many = [RunRecord(Path(f"/o/r{n}"), dict.fromkeys("abcd", n), {}) for n in range(9)]
     assert labels(many)[2] == "3: r2"
     assert referred(many, [0, 1, 2, 3, 6]) == "runs 1 to 4, 7"
@@ -206,97 +208,77 @@ def test_columns_that_do_not_fit_become_tables_of_the_same_rows(runs: list[RunRe
     assert "4 more settings differ: group.setting_" in shown
 
 
-def test_csv_has_all_digits_and_units(runs: list[RunRecord], text: RunRecord) -> None:
-    read = rows(compare([*runs, text]))
-    assert [row["partitions"] for row in read] == ["1", "2", "4", "16", "2"]
-    assert float(read[0]["samples_per_second"]) == 512.0
-    assert read[0]["memory_bytes_fullest"] == str(float(2**29))
-    assert (read[0]["test_perplexity"], read[4]["test_top1"]) == ("", "")
-    assert float(read[4]["test_perplexity"]) == pytest.approx(41.3)
-    assert float(read[4]["tokens_per_second"]) == 16_000.0
-    assert read[3]["status"] == "failed"
-    assert read[3]["error"] == "boom\\n\\x1b[31min 1F0 [red]"
-
-
-def test_measured_predicted_and_ideal_are_columns_apart(runs: list[RunRecord], text: RunRecord) -> None:
-    (row, *_) = rows(compare(runs))
-    assert [float(row[f"bubble_{kind}"]) for kind in ("measured", "predicted", "ideal")] == [
-        pytest.approx(0.1), pytest.approx(0.12), pytest.approx(0.2),
-    ]  # fmt: skip
-    assert float(row["step_seconds"]) == 0.0625
-    assert float(row["step_seconds_predicted"]) == 0.06
-    unmeasured = changed(runs[0], bubble={"measured": None, "predicted": 0.16, "ideal": 0.2}, step_seconds=None)
-    (row,) = rows(compare([unmeasured]))
-    assert row["bubble_predicted"] == "0.16"
-    assert "bubble_measured" not in row
-    assert "step_seconds" not in row
-    assert "16.0" not in table(compare([unmeasured]))
+def test_csv_has_all_digits_and_what_was_measured_predicted_and_ideal_apart(
+    runs: list[RunRecord], text: RunRecord
+) -> None:
+    bubble = {"measured": None, "predicted": 0.16}
+    dry = changed(runs[0], samples_per_second_kind=None, step_seconds=None, bubble=bubble)
+    first, _, _, failed, sentences, unmeasured = rows(compare([*runs, text, dry]))
+    expected = {
+        "partitions": "1", "samples_per_second": "512.0", "memory_bytes_fullest": str(float(2**29)),
+        "step_seconds": "0.0625", "step_seconds_predicted": "0.06", "bubble_predicted": "0.12", "bubble_ideal": "0.2",
+        "test_perplexity": "", "speed_kind": "measured",
+    }  # fmt: skip
+    assert {key: first[key] for key in expected} == expected
+    assert float(first["bubble_measured"]) == pytest.approx(0.1)
+    assert (failed["status"], failed["error"]) == ("failed", "boom\\n\\x1b[31min 1F0 [red]")
+    assert (sentences["test_top1"], sentences["tokens_per_second"]) == ("", "16000.0")
+    assert float(sentences["test_perplexity"]) == pytest.approx(41.3)
+    assert [unmeasured[key] for key in ("bubble_measured", "step_seconds", "speed_kind")] == ["", "", ""]
+    assert unmeasured["bubble_predicted"] == "0.16"
+    (alone,) = rows(compare([dry]))
+    assert not {"bubble_measured", "step_seconds"} & set(alone)
 
 
 def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
     bench = changed(
         runs[0], command="bench", samples_per_second_quartiles=[500.0, 525.5], model_flops_per_second=2.5e9, mfu=0.25,
-        test=None, best=None,
+        test=None, best=None, samples_per_second_kind="measured_one_device",
     )  # fmt: skip
     both = compare([bench, runs[1]])
     (first, second) = rows(both)
     assert (first["samples_per_second_q1"], first["samples_per_second_q3"], first["mfu"]) == ("500.0", "525.5", "0.25")
     assert (second["mfu"], second["command"]) == ("", "train")
     printed = table(both, 160)
-    assert "500.0 525.5" in printed
+    assert "500.0 525.5 one device" in printed
     assert "2.5 G 25.0" in printed
     assert "runs of gpipe bench are not evaluated" in printed
+    assert "not the speed of a pipeline: partitions=1" in printed
+    assert "one device" not in table(compare(runs[:2]))
 
 
-def test_what_a_measurement_sets_by_itself_is_no_difference(tmp_path: Path) -> None:
+def test_what_a_measurement_sets_by_itself_is_no_difference(runs: list[RunRecord], tmp_path: Path) -> None:
     """`epochs` and `max_steps` of a bench are its own; its users cannot give them."""
     own = {"epochs": 8, "max_steps": 8, "checkpoint": {"keep": 1}}
-    for k in (1, 2):
-        ran(tmp_path / f"bench{k}", [3.0], partitions=k, **own)
-        result = read_result(tmp_path / f"bench{k}")
-        write_result(tmp_path / f"bench{k}", {**result, "command": "bench"})
-        ran(tmp_path / f"train{k}", [3.0], partitions=k, epochs=2, max_steps=None, checkpoint={"keep": 3})
-    both = [read_run(folder) for folder in find_runs(tmp_path)]
-    assert differing(both) == ["partitions"]
-    assert names(both)[0] == "partitions=1 #1"
-    longer = read_run(ran(tmp_path / "longer", [3.0], epochs=5, max_steps=None, checkpoint={"keep": 3}))
-    comparison = compare([both[0], both[2], longer])
+    ran(tmp_path, [3.0], **own)
+    write_result(tmp_path, {**read_result(tmp_path), "command": "bench"})
+    bench = read_run(tmp_path)
+    short, long = (replace(bench, settings={**bench.settings, "epochs": n, "max_steps": None}) for n in (2, 5))
+    assert differing([bench, short]) == []
+    comparison = compare([bench, short, long])
     assert [row["epochs"] for row in rows(comparison)] == ["", "2", "5"], "of a training it is"
     keys = [column.key for column in comparison.columns]
     assert len(set(keys)) == len(keys), "epochs, and those that were done"
 
 
-def test_a_run_without_a_speed_has_no_kind_of_it(tmp_path: Path, runs: list[RunRecord]) -> None:
-    dry = read_run(ran(tmp_path / "dry", [], "dry_run"))
-    assert dry.result["samples_per_second_kind"] is None
-    assert [row["speed_kind"] for row in rows(compare([runs[0], dry]))] == ["measured", ""]
-
-
-def test_shared_devices_have_a_column_and_a_note(runs: list[RunRecord]) -> None:
-    assert "one device" not in table(compare(runs[:2]))
-    found = table(compare([runs[0], changed(runs[1], samples_per_second_kind="measured_one_device")]))
-    assert len(re.findall(r"\d measured ", found)) == 1
-    assert len(re.findall(r"\d one device ", found)) == 1
-    assert "not the speed of a pipeline: partitions=2" in " ".join(found.split())
-
-
-def test_what_cannot_be_compared_is_said(runs: list[RunRecord], text: RunRecord) -> None:
-    def said(*others: RunRecord) -> str:
+def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord) -> None:
+    def noted(*others: RunRecord) -> str:
         return "\n".join(notes(compare([runs[0], *others])))
 
-    assert said(runs[1]) == ""
-    assert "different tasks (classification: " in said(text)
-    assert "different models (amoebanet-d: " in said(text)
-    assert "different data sets (digits: partitions=1; cifar10: " in said(changed(runs[1], dataset="cifar10"))
-    h200 = {**runs[1].result["hardware"], "gpus": ["NVIDIA H200"] * 2}
-    assert re.search(
-        r"different machines \(.*2 x NVIDIA H200, .*: partitions=2\)", said(changed(runs[1], hardware=h200))
-    )
-    threads = {**runs[1].result["hardware"], "threads_per_process": 64}
-    assert "numbers of threads per process (1: partitions=1; 64: " in said(changed(runs[1], hardware=threads))
-    assert "running: still at work, or killed" in said(changed(runs[1], status="running"))
-    assert "that of warm-up steps is shown: partitions=2" in said(changed(runs[1], speed_includes_warm_up=True))
-    assert "their time is that since then: partitions=2" in said(changed(runs[1], resumed_from="outputs/x"))
+    assert noted(runs[1]) == ""
+    assert "different tasks (classification: " in noted(text)
+    assert "different models (amoebanet-d: " in noted(text)
+    hardware = runs[1].result["hardware"]
+    changes: dict[str, dict[str, Any]] = {
+        r"different data sets \(digits: partitions=1; cifar10: ": {"dataset": "cifar10"},
+        r"machines \(.*2 x NVIDIA H200, .*: partitions=2\)": {"hardware": {**hardware, "gpus": ["NVIDIA H200"] * 2}},
+        r"threads per process \(1: partitions=1; 64: ": {"hardware": {**hardware, "threads_per_process": 64}},
+        "running: still at work, or killed": {"status": "running"},
+        "of warm-up steps is shown: partitions=2": {"speed_includes_warm_up": True},
+        "time is that since then: partitions=2": {"resumed_from": "outputs/x"},
+    }
+    for note, change in changes.items():
+        assert re.search(note, noted(changed(runs[1], **change))), note
 
 
 def test_identical_curves_are_all_seen(runs: list[RunRecord]) -> None:
