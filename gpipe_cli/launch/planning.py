@@ -55,11 +55,13 @@ def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: P
     _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
     if solve is None:
         prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
-        config, profile, made, choices = prepared.config, prepared.profile, prepared.plan, prepared.choices
+        config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
     else:
-        config, profile, made, choices = solve_max_model(config, lambda one, traced: step_costs(one, traced, log), log)
+        config, profile, made, comparisons = solve_max_model(
+            config, lambda one, traced: step_costs(one, traced, log), log
+        )
     files = [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]
-    view = plan_view(config, model_name(config), profile, made, place(config), choices, files)
+    view = plan_view(config, model_name(config), profile, made, place(config), comparisons, files)
     try:
         write_whole(folder / SETTINGS, to_yaml(config))
         _write_timeline(made, model_name(config), folder)

@@ -23,7 +23,7 @@ class Prepared:
     profile: ModelProfile
     plan: Plan
     layout: Placement
-    choices: tuple[Comparison, ...]
+    comparisons: tuple[Comparison, ...]
     resumed: tuple[tuple[str, str], ...]  # how the threads of a resumed run differ, as lines of a banner
 
     @property
@@ -32,7 +32,12 @@ class Prepared:
         a resumed run; what has to take turns."""
         setting = self.plan.costs.weighted_by
         own = (("layer costs", f"given by {setting}"),) if setting else ()
-        return (*own, *(("chosen", _words(choice)) for choice in self.choices), *self.resumed, *_turns(self.layout))
+        return (
+            *own,
+            *(("chosen", _words(comparison)) for comparison in self.comparisons),
+            *self.resumed,
+            *_turns(self.layout),
+        )
 
 
 def prepare(
@@ -45,14 +50,14 @@ def prepare(
     Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
     """
     profile = profile_model(config)
-    config, plan, choices = choose(
+    config, plan, comparisons = choose(
         config, auto, profile, lambda candidate, traced: step_costs(candidate, traced, log), elsewhere=elsewhere
     )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size)
     config = replace(config, threads=place(config).threads)
     layout = make_placement(config, profile, plan)
-    return Prepared(config, profile, plan, layout, choices, tuple(_resumed_threads(config)))
+    return Prepared(config, profile, plan, layout, comparisons, tuple(_resumed_threads(config)))
 
 
 def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -68,11 +73,8 @@ def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 def _turns(placement: Placement) -> Iterator[tuple[str, str]]:
     """A line if stages or threads take turns: what is measured will not be the speed of a pipeline."""
-    processes, threads, cores = (
-        placement.processes_here,
-        plural(placement.threads, "thread"),
-        plural(usable_cores(), "core"),
-    )
+    processes = placement.processes_here
+    threads, cores = plural(placement.threads, "thread"), plural(usable_cores(), "core")
     if placement.short_of_cores and processes == 1:
         yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
     elif placement.short_of_cores:
@@ -81,15 +83,15 @@ def _turns(placement: Placement) -> Iterator[tuple[str, str]]:
         yield "devices", f"{placement.partitions} stages take turns on {placement.devices[0]}: not a pipeline's speed"
 
 
-def _words(choice: Comparison) -> str:
+def _words(comparison: Comparison) -> str:
     """`micro_batches=8: 0.145 s a step predicted; compared 1: 0.31, 2: 0.20, 4: 0.16, 16: 0.15`"""
-    chosen = choice.chosen
+    chosen = comparison.chosen
     assert chosen.plan is not None
     others = ", ".join(
         f"{tried.value}: {tried.reason if tried.plan is None else f'{tried.plan.step_seconds:.3g} s'}"
-        for tried in choice.candidates
+        for tried in comparison.candidates
         if not tried.chosen
     )
-    names = choice.setting.replace(", ", " and ")
+    names = comparison.setting.replace(", ", " and ")
     step = f"{chosen.plan.step_seconds:.3g} s a step predicted"
     return f"{names} {chosen.value}: {step}; compared {others or 'with nothing'}"

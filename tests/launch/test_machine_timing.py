@@ -27,6 +27,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
+    monkeypatch.setattr(timing, "_LAYER_SECONDS", 0.1)
+    monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
     return tmp_path / "gpipe" / "costs"
 
 
@@ -51,8 +53,8 @@ def test_every_layer_has_seconds(partitions: int, cache: Path) -> None:
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert min(costs.updates) > 0
     assert costs.set_up > 0
-    assert costs.slowdown[0] == 1.0
-    assert len(costs.slowdown) == 2 or partitions == 1
+    assert costs.slowdown[:1] in ((1.0,), ())  # (): two processes were as fast as one
+    assert len(costs.slowdown) in (2, 0) or partitions == 1
     linked = min(edge.forward_seconds for edge in costs.edges) > 0
     assert linked == (partitions == 2)
     assert lines == [f"timing each of {len(profile.costs)} layers for micro-batches of 3 (cost=measured) ..."]
@@ -73,7 +75,7 @@ def test_what_was_measured_is_remembered_until_something_changes(cache: Path) ->
     assert whole.count("0.0")
     for damaged in ("{", whole.replace("0.0", "0.1", 1)):
         file.write_text(damaged, encoding="utf-8")
-        assert len(timed(config, profile)[1]) == 1
+        assert timing._remembered(file) is None
     # other micro-batches, and being told to
     assert len(timed(replace(config, micro_batches=1), profile)[1]) == 1
     assert len(timed(replace(config, cost="measured_anew"), profile)[1]) == 1
@@ -155,7 +157,6 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
 
 def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """hardware=auto: remembered for as long as a probe takes as long as it did, and never for other processes."""
-    monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)
     config, profile = configure(*TINY, "partitions=2"), traced(*TINY)
     remembered = cache.parent / "hardware"
@@ -172,13 +173,12 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     assert len(timed(config, profile)[1]) == 1, "it has become slower"
     assert len(list(remembered.iterdir())) == 1
-    assert len(timed(replace(config, partitions=1), profile)[1]) == 1
-    assert len(list(remembered.iterdir())) == 2, "one process alone is another machine"
     monkeypatch.setattr(timing, "_OWN_SHARE", 2.0)  # busy, whatever else runs
-    costs, lines = timed(replace(config, partitions=1, memory_format="contiguous"), profile)
+    costs, lines = timed(replace(config, partitions=1), profile)  # one process alone is another machine
     assert "while it was busy" in costs.source
+    assert "timing this machine" in lines[0]
     assert "other programs had the cores" in lines[-1]
-    assert len(list(remembered.iterdir())) == 2
+    assert len(list(remembered.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
