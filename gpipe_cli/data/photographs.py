@@ -47,7 +47,7 @@ PHOTOGRAPHS = {
         196,
         folder="stanford_cars",
         contents="cars_train, cars_test, devkit and cars_test_annos_withlabels.mat",
-        get="its first address is gone, so it must come from somebody's copy",
+        get="its first address is gone; it must be copied from elsewhere",
     ),
     # 3,669 test images are the official split; the paper prints 3,369, for which no list of images is known.
     "oxford_pets": PhotographSet(

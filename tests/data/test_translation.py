@@ -75,18 +75,10 @@ def test_tokens_of_a_mini_batch(splits: tuple[PairSplit, PairSplit]) -> None:
         assert sources[row].tolist() == real + [PAD] * (wide - len(real))
         assert so_far[row].tolist() == [BEGIN, *reference] + [PAD] * (high - len(reference) - 1)
         assert targets[row].tolist() == [*reference, END] + [IGNORED] * (high - len(reference) - 1)
-        assert (
-            vocabulary.decode([token for token in targets[row].tolist() if token != IGNORED]) == train.texts(index)[1]
-        )
-
-
-def test_texts_and_predicted_tokens(splits: tuple[PairSplit, PairSplit]) -> None:
-    _, test = splits
-    assert test.texts(3) == ("eight eight", "huit huit")
-    assert test.catalogue.lengths is not None
-    lengths = tuple(test.catalogue.lengths.amax(dim=0).tolist())
-    targets = test.targets_of(torch.arange(4), lengths)
-    assert torch.equal(test.predicted(), targets[targets != IGNORED])
+        assert vocabulary.decode(targets[row][targets[row] != IGNORED].tolist()) == train.texts(index)[1]
+    assert train.texts(123) == ("eight four", "huit quatre")
+    every = train.targets_of(torch.arange(124), (30, 30))
+    assert torch.equal(train.predicted(), every[every != IGNORED])
 
 
 def test_pairs_that_are_too_long(tmp_path: Path) -> None:

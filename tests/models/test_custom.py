@@ -110,7 +110,7 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
         ("zoo_for_tests.nets:build", {"width": 3, "dept": 1}, "unexpected keyword argument 'dept'; it takes"),
         ("zoo_for_tests.nets:one_layer", {}, "returned an object of type Linear; return an nn.Sequential"),
-        # only the layers of what is returned are run: these used to be trained without the rest, and without a word
+        # only the layers of what is returned are run: once these were trained without the rest, and nothing said so
         ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles that it returns has a forward of its own"),
         ("zoo_for_tests.nets:Scales", {"width": 3}, "the Scales that it returns has scale of its own"),
         ("zoo_for_tests.nets:hooked", {}, "has hooks of its own, .*; put that into one of the layers"),
