@@ -22,7 +22,7 @@ from gpipe_cli.reporting.run.hyperparameters import (
     varied_by,
 )
 from gpipe_cli.reporting.run.step_breakdown import share_word
-from gpipe_cli.reporting.run.task import Task, perplexity, words_of
+from gpipe_cli.reporting.run.task import Task, scores_of, words_of
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
@@ -34,15 +34,12 @@ if TYPE_CHECKING:
 
 TRAIN_LOSS = "train/loss"  # what is minimized
 TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
-TRAIN_TOP1 = "train/top1"  # images, as are all of top-1 and top-5
-TRAIN_TOP5 = "train/top5"
-TRAIN_PERPLEXITY = "train/perplexity"  # text, as is all of tokens; of the cross-entropy
-TRAIN_TOKEN_ACCURACY = "train/token_accuracy"
+# Scores of the training and of the test set, by the names of result.json; of images also top5, of text token_accuracy.
+TRAIN_TOP1 = "train/top1"
+TRAIN_PERPLEXITY = "train/perplexity"  # of the cross-entropy
 TEST_LOSS = "test/loss"
 TEST_TOP1 = "test/top1"
-TEST_TOP5 = "test/top5"
 TEST_PERPLEXITY = "test/perplexity"
-TEST_TOKEN_ACCURACY = "test/token_accuracy"
 LEARNING_RATE = "learning_rate"
 GRADIENT_NORM = "gradient_norm"
 SAMPLES_PER_SECOND = "speed/samples_per_second"
@@ -106,6 +103,7 @@ class Dashboard:
         self._events = EventFile(folder, first_step + 1)
         self._folder = folder
         self._first_step = first_step
+        self._task = task
         self._text = words_of(task).text
         self._constants: tuple[tuple[str, float], ...] = ()
 
@@ -151,8 +149,10 @@ class Dashboard:
 
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
-        self._draw(message.step, _training(message))
-        self._draw(message.step, _training_text(message) if self._text else _training_images(message))
+        scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
+        named = scores_of(self._task, scores)
+        shares = ((f"train/{name}", value) for name, value in named.items() if name != "loss")
+        self._draw(message.step, [*_training(message), *shares])
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """Where the time of a step went."""
@@ -162,7 +162,8 @@ class Dashboard:
 
     def evaluated(self, message: Evaluated) -> None:
         """The curves of the test set, and what was translated of it."""
-        self._draw(message.step, _test_text(message.scores) if self._text else _test_images(message.scores))
+        scores = scores_of(self._task, message.scores)
+        self._draw(message.step, ((f"test/{name}", value) for name, value in scores.items()))
         if self._text and message.translations:
             self._events.add(self._summary.text(TRANSLATIONS, _translation_table(message.translations)), message.step)
         self._events.flush()
@@ -193,42 +194,15 @@ def _training(message: StepDone) -> Iterator[tuple[str, float | None]]:
     yield LEARNING_RATE, message.learning_rate
     yield GRADIENT_NORM, message.gradient_norm
     yield SAMPLES_PER_SECOND, message.samples / message.seconds
+    yield TOKENS_PER_SECOND, None if message.tokens is None else message.tokens / message.seconds
     yield STEP_SECONDS, message.seconds
     for stage, peak in enumerate(message.memory_bytes):
         yield memory_tag(stage), peak / GIB
 
 
-def _training_images(message: StepDone) -> Iterator[tuple[str, float | None]]:
-    yield TRAIN_TOP1, message.top1
-    yield TRAIN_TOP5, message.top5
-
-
-def _training_text(message: StepDone) -> Iterator[tuple[str, float | None]]:
-    assert message.tokens is not None, "a step of text without its tokens"
-    yield TRAIN_PERPLEXITY, perplexity(message.cross_entropy)
-    yield TRAIN_TOKEN_ACCURACY, message.top1
-    yield TOKENS_PER_SECOND, message.tokens / message.seconds
-
-
-def _test_images(scores: Scores) -> Iterator[tuple[str, float | None]]:
-    yield TEST_LOSS, scores.loss
-    yield TEST_TOP1, scores.top1
-    yield TEST_TOP5, scores.top5
-
-
-def _test_text(scores: Scores) -> Iterator[tuple[str, float | None]]:
-    yield TEST_LOSS, scores.loss
-    yield TEST_PERPLEXITY, perplexity(scores.loss)
-    yield TEST_TOKEN_ACCURACY, scores.top1
-
-
 def _final(result: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    test = result["test"] or {}
-    yield FINAL_TOP1, test.get("top1")
-    yield FINAL_TOP5, test.get("top5")
-    yield FINAL_LOSS, test.get("loss")
-    yield FINAL_PERPLEXITY, test.get("perplexity")
-    yield FINAL_TOKEN_ACCURACY, test.get("token_accuracy")
+    for tag in (FINAL_LOSS, FINAL_TOP1, FINAL_TOP5, FINAL_PERPLEXITY, FINAL_TOKEN_ACCURACY):
+        yield tag, (result["test"] or {}).get(tag.removeprefix("final/"))
     yield FINAL_SAMPLES_PER_SECOND, result["samples_per_second"]
     yield FINAL_TOKENS_PER_SECOND, result.get("tokens_per_second")
     yield FINAL_STEP_SECONDS, result["step_seconds"]
