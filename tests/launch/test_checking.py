@@ -1,6 +1,7 @@
 """What `gpipe check` is made of: layers are watched, bits are compared, shared parameters are kept together."""
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -199,29 +200,26 @@ def test_shared_parameters_stay_in_one_partition() -> None:
 @pytest.mark.parametrize("partitions", [2, 3, 4])
 def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
     """Whatever two of five layers share it, the balance in the message is a cut that keeps them together."""
-    for first in range(4):
-        for second in range(first + 1, 5):
-            layers = [nn.Linear(2, 2) for _ in range(5)]
-            layers[second].bias = layers[first].bias
-            shared = find_shared(nn.Sequential(*layers))
-            sizes = [1] * (partitions - 1) + [6 - partitions]
-            for place in range(partitions):  # every balance with one large partition
-                balance = [1] * partitions
-                balance[place] = sizes[-1]
-                try:
-                    check_cut(shared, balance)
-                except SeparatedError as error:
-                    remedy = str(error).rpartition("; ")[2]
-                    if "partition.balance" in remedy:
-                        wanted = [int(size) for size in remedy.rpartition("[")[2].rstrip("]").split(",")]
-                        assert len(wanted) == partitions
-                        assert sum(wanted) == 5
-                        assert min(wanted) > 0
-                        check_cut(shared, wanted)
-                    else:
-                        fewest = first + (5 - second - 1) + 1
-                        assert f"use partitions={fewest} or fewer" in remedy
-                        assert fewest < partitions
+    balances = [[1] * place + [6 - partitions] + [1] * (partitions - 1 - place) for place in range(partitions)]
+    for first, second in itertools.combinations(range(5), 2):
+        layers = [nn.Linear(2, 2) for _ in range(5)]
+        layers[second].bias = layers[first].bias
+        shared = find_shared(nn.Sequential(*layers))
+        for balance in balances:
+            with contextlib.suppress(SeparatedError):
+                check_cut(shared, balance)
+                continue
+            with pytest.raises(SeparatedError) as refused:
+                check_cut(shared, balance)
+            remedy = str(refused.value).rpartition("; ")[2]
+            if "partition.balance" in remedy:
+                wanted = [int(size) for size in remedy.rpartition("[")[2].rstrip("]").split(",")]
+                assert (len(wanted), sum(wanted), min(wanted) > 0) == (partitions, 5, True)
+                check_cut(shared, wanted)
+            else:
+                fewest = first + (5 - second - 1) + 1
+                assert f"use partitions={fewest} or fewer" in remedy
+                assert fewest < partitions
 
 
 class Block(nn.Module):

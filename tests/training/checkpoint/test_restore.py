@@ -162,6 +162,11 @@ def move_out(checkpoint: Path) -> None:
     (checkpoint / "index.json").write_text(json.dumps(index))
 
 
+def cut_off(checkpoint: Path) -> None:
+    content = (checkpoint / "stage_0.safetensors").read_bytes()
+    (checkpoint / "stage_0.safetensors").write_bytes(content[:-4])
+
+
 def flip(checkpoint: Path) -> None:
     content = bytearray((checkpoint / "stage_0.safetensors").read_bytes())
     content[-1] ^= 64
@@ -185,6 +190,7 @@ DAMAGE = {
     "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
     "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
     "a file that has gone": (lambda checkpoint: (checkpoint / "stage_0.safetensors").unlink(), "No such file"),
+    "a file that is cut off": (cut_off, "stage_0.safetensors: damaged ("),
     "a flipped bit": (flip, "stage_0.safetensors: damaged (checksum"),
     "float64": (change_file(doubled), "is ('F64', "),
     "no optimizer": (without("optimizer/stem"), "optimizer/stem.0.weight/step is missing"),
