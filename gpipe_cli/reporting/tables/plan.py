@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -25,8 +25,6 @@ PLAN = "plan.json"
 MOST_ROWS = 40  # of a table; of more the first and the last are shown
 GRID_STAGES, GRID_LINES = 16, 34  # two blocks of sixteen stages
 GIB, MIB = 2**30, 2**20
-
-Item = TypeVar("Item")
 
 
 def show_plan(console: Console, view: PlanView, folder: Path) -> None:
@@ -105,11 +103,10 @@ def _show_layers(console: Console, layers: Sequence[LayerView]) -> None:
         same = list(group)
         first = same[0]
         name = first.name if len(same) == 1 else f"{first.name} ... {same[-1].name} x{len(same)}"
-        cells = [name, count(first.parameters), operations(first.forward_flops), size(first.saved_bytes)]
-        cells.append(size(first.boundary_bytes))
-        cells.append(duration(sum(layer.forward_seconds for layer in same) / len(same)))
-        cells.append(duration(sum(layer.backward_seconds for layer in same) / len(same)))
-        rows.append(cells)
+        sizes = [size(first.saved_bytes), size(first.boundary_bytes)]
+        times = [sum(v.forward_seconds for v in same), sum(v.backward_seconds for v in same)]
+        cells = [name, count(first.parameters), operations(first.forward_flops), *sizes]
+        rows.append([*cells, *(duration(seconds / len(same)) for seconds in times)])
     _print(console, "layers: each, for one micro-batch; FLOPs are those of the forward", columns, rows)
 
 
