@@ -21,14 +21,14 @@ from gpipe_cli.pipeline.runtime.digests import same_bits
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 
-Kind = Literal["in_place", "random", "state"]
+FindingKind = Literal["in_place", "random", "state"]
 
 
 @dataclass(frozen=True)
 class Finding:
     """Why a layer gives other results in a pipeline than in one piece."""
 
-    kind: Kind
+    kind: FindingKind
     layer: str
     text: str
 
@@ -45,7 +45,7 @@ class Watch:
         """The first of each layer."""
         return tuple(self._findings.values())
 
-    def found(self, kind: Kind, layer: str, text: str) -> None:
+    def found(self, kind: FindingKind, layer: str, text: str) -> None:
         self._findings.setdefault(layer, Finding(kind, layer, text))
 
 

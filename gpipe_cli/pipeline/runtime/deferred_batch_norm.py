@@ -11,6 +11,7 @@ Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the bia
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -32,7 +33,6 @@ class BatchStatistics:
         self._open: int | None = None
         # of the newest mini-batch: each running statistic that it changed, and the mini-batch's own value of it
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._weights: dict[tuple[tuple[int, ...], ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._second: BatchStatistics | None = None  # of norms that are applied a second time in the same forward
         for norm in norms:
             self.register(norm)
@@ -94,9 +94,8 @@ class BatchStatistics:
         if not used:
             return
         rows = tuple(tuple(counts.get(norm, 0) for norm in range(len(self._norms))) for _, counts in used)
-        if rows not in self._weights:
-            self._weights[rows] = self._expand(rows, used[0][0].device)
-        values, total = self._weights[rows]
+        channels = tuple(norm.num_features for norm in self._norms)
+        values, total = _values_of_channels(rows, channels, used[0][0].device)
         slots_dtype = used[0][0].dtype
         slots = [slot.double() for slot, _ in used]
         mean = torch.zeros_like(total)
@@ -115,18 +114,8 @@ class BatchStatistics:
             counts.clear()
         if self._second is not None:
             self._second.commit()
-            again = {id(running): value for running, value in self._second.newest}
-            self.newest = [(to, (new + again[id(to)]) / 2 if id(to) in again else new) for to, new in self.newest]
-
-    def _expand(
-        self, rows: tuple[tuple[int, ...], ...], device: torch.device
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        channels = torch.tensor([norm.num_features for norm in self._norms])
-        values = [torch.tensor(row, dtype=torch.float64).repeat_interleave(channels).to(device) for row in rows]
-        total = values[0].clone()
-        for row in values[1:]:
-            total += row
-        return values, total
+            second = {id(running): value for running, value in self._second.newest}
+            self.newest = [(to, (new + second[id(to)]) / 2 if id(to) in second else new) for to, new in self.newest]
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]) -> None:
         sizes = [norm.num_features for norm in self._norms]
@@ -150,12 +139,25 @@ class BatchStatistics:
             self.newest += zip(running, new, strict=True)
 
 
+@lru_cache(maxsize=16)
+def _values_of_channels(
+    rows: tuple[tuple[int, ...], ...], channels: tuple[int, ...], device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """For each micro-batch the values that each channel of all norms has, and their sum; from those of each norm."""
+    repeats = torch.tensor(channels)
+    values = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats).to(device) for row in rows]
+    total = values[0].clone()
+    for row in values[1:]:
+        total += row
+    return values, total
+
+
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
     """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms.
 
     A norm stays the object that it is, with its parameters, hooks and whatever its class does besides normalizing: only
-    where its forward reads and writes statistics is changed. That needs a forward whose use of
-    statistics is known: ValueError for a norm with any other forward.
+    where its forward reads and writes statistics is changed. That needs a forward whose use of statistics is known.
+    Raises ValueError, one line, for a norm with any other forward.
     """
     norms: list[_BatchNorm] = []
     owners: dict[int, str] = {}
