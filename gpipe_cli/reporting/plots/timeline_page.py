@@ -11,12 +11,10 @@ from pathlib import Path
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.page_style import PATTERNS, SCRIPT, STYLE
-from gpipe_cli.reporting.run.step_breakdown import share_word
+from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.reporting.timeline_view import (
     ACTIONS,
-    BUSY,
-    IDLE,
     Bar,
     StepPicture,
     TimelineView,
@@ -135,14 +133,10 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
 
 def _table(picture: StepPicture) -> str:
     """Numbers beside each other, in columns of their own: what was measured, what was predicted."""
-    names = (*BUSY, "idle", *IDLE)
-    columns = [Column("", cells=["step", *("of it " * (name in IDLE) + share_word(name) for name in names)])]
+    columns = [Column("", cells=["step", *share_names()])]
     for heading, view in (("measured", picture.measured), ("predicted", picture.predicted)):
-        cells = ["-"] * (1 + len(names))
-        if view is not None:
-            shares = in_percent(view.breakdown)
-            cells = [duration(view.step_seconds), *(f"{shares[name]:.1f} %" for name in names)]
-        columns.append(Column(heading, cells=cells, number=True))
+        step, breakdown = ("-", None) if view is None else (duration(view.step_seconds), view.breakdown)
+        columns.append(Column(heading, cells=[step, *share_cells(breakdown)], number=True))
     return to_html(Table("", columns))
 
 

@@ -91,6 +91,17 @@ def ideal_bubble_line(ideal_bubble: float) -> tuple[str, str]:
     return "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): stages are equal and do nothing but compute"
 
 
+def share_names() -> list[str]:
+    """The rows of a table of shares: `idle`, and below it the causes, `of it bubble`."""
+    return ["of it " * (name in IDLE) + share_word(name) for name in (*BUSY, "idle", *IDLE)]
+
+
+def share_cells(breakdown: Mapping[str, float] | None) -> list[str]:
+    """The shares in the rows of ``share_names``; `-` where there are none."""
+    shown = None if breakdown is None else in_percent(breakdown)
+    return ["-" if shown is None else f"{shown[name]:.1f} %" for name in (*BUSY, "idle", *IDLE)]
+
+
 def share_word(name: str) -> str:
     """`set-up` for `set_up`."""
     return name.replace("_", "-")

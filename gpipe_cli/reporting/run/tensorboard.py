@@ -21,10 +21,10 @@ from gpipe_cli.reporting.run.hyperparameters import (
     start_summary,
     varied_by,
 )
-from gpipe_cli.reporting.run.step_breakdown import share_word
+from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
 from gpipe_cli.reporting.run.task import Task, scores_of, words_of
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
-from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
+from gpipe_cli.reporting.timeline_view import SHARES, idle
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import duration, size
 
@@ -232,11 +232,9 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
 
 def _prediction_table(prediction: Prediction) -> str:
     """As Markdown: the shares of a step, then the stages."""
-    shown = in_percent(prediction.breakdown)
-    names = (*BUSY, "idle", *IDLE)
     shares = (
-        Column("of a step's stage-time", cells=["of it " * (name in IDLE) + share_word(name) for name in names]),
-        Column("predicted", cells=[f"{shown[name]:.1f} %" for name in names], number=True),
+        Column("of a step's stage-time", cells=share_names()),
+        Column("predicted", cells=share_cells(prediction.breakdown), number=True),
     )
     stages = (
         Column("stage", cells=[str(stage) for stage in range(len(prediction.memory_bytes))]),
