@@ -8,7 +8,7 @@ from memory_runs import SAMPLES
 from torch import nn
 
 from gpipe_cli.pipeline.profile import tracing
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, SameMemory, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, SameMemory, Saved, Work
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -339,12 +339,3 @@ def test_the_loss_belongs_to_the_last_layer() -> None:
     assert operations(closed[1].backward) > operations(plain[1].backward)
     assert closed[1].backward.flops == plain[1].backward.flops
     assert closed[1].outputs == plain[1].outputs
-
-
-def test_work_is_flops_and_moved_bytes_forward_and_backward() -> None:
-    product, other = Operations(2, 100.0, 8.0, 40.0), Operations(3, 0.0, 5.0)
-    forward = Work({OperationKind.PRODUCT: product, OperationKind.ELEMENTWISE: other})
-    cost = LayerCost("a", 7, forward, Work({OperationKind.PRODUCT: Operations(4, 200.0)}), ())
-    assert forward.flops == 100
-    assert cost.flops == 300
-    assert cost.saved == Saved()

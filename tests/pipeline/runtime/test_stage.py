@@ -152,6 +152,17 @@ def test_nothing_stays_in_memory_after_a_step() -> None:
     assert tensors() == before
 
 
+def test_masks_depend_on_step_and_micro_batch_only() -> None:
+    def kept(step: int, m: int) -> torch.Tensor:
+        made, _ = stage()
+        made.begin_step(step, None)
+        return made.forward(m, inputs(0), Retain.NOTHING)[0] != 0
+
+    assert torch.equal(kept(1, 0), kept(1, 0))
+    assert not torch.equal(kept(1, 0), kept(2, 0))
+    assert not torch.equal(kept(1, 0), kept(1, 1))
+
+
 def test_the_layer_at_work_is_known() -> None:
     made, _ = stage()
     made.begin_step(0, None)
@@ -183,14 +194,16 @@ def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None
     assert all(torch.equal(tensor, before[name]) for name, tensor in body.state_dict().items())
 
 
-def test_a_frozen_parameter_is_not_a_frozen_layer() -> None:
-    made, body = stage(Frozen(parameters=("body.conv.weight",)))
+def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
+    """A deferred batch norm is the module that was frozen, and stays so."""
+    made, body = stage(Frozen(modules=("body.norm",)))
     made.begin_step(0, None)
-    made.forward(0, inputs(0), Retain.GRAPH)
+    outputs = made.forward(0, inputs(0), Retain.GRAPH)
     made.backward(0, GRADIENT)
     made.finish_step()
-    assert [name for name, p in body.named_parameters() if p.grad is None] == ["conv.weight"]
-    assert body.norm.num_batches_tracked == 1
+    assert body.norm.num_batches_tracked == 0
+    assert (outputs[0] == 0).any(), "the dropout beside it still drops"
+    assert [name for name, p in body.named_parameters() if p.grad is None] == ["norm.weight", "norm.bias"]
 
 
 @pytest.mark.parametrize("keep", [Retain.GRAPH, Retain.INPUT])

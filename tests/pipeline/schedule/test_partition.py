@@ -83,13 +83,6 @@ def test_a_cut_goes_where_little_is_sent() -> None:
     assert partition([4, 4, 4, 4], 2, forward_sends=[1, 1, 1], backward_sends=[1, 1, 1]) == (2, 2)
 
 
-def test_memory_moves_the_cut() -> None:
-    assert partition([1] * 8, 2) == (4, 4)
-    assert partition([1] * 8, 2, furthest=[[3] * 8, [8] * 8]) == (3, 5)
-    with pytest.raises(NoCutFitsError):
-        partition([1] * 8, 2, furthest=[[3] * 8, [min(i + 4, 8) for i in range(8)]])
-
-
 def test_what_the_partitions_of_a_cut_cost() -> None:
     costs, balance = [1, 2, 3, 4], (1, 3)
     assert stage_costs(costs, balance) == (1, 9)
@@ -103,11 +96,6 @@ def test_what_the_partitions_of_a_cut_cost() -> None:
 def test_the_maximum_comes_before_the_variance() -> None:
     """Loads 5, 10, 20, 21, 8, 4 vary less than 5, 10, 20, 1, 20, 12, but the pace would be set by 21."""
     assert partition([5, 10, 20, 1, 20, 1, 7, 2, 2], 6) == (1, 1, 1, 1, 1, 4)
-
-
-def test_a_tie_leaves_more_layers_to_later_partitions() -> None:
-    assert partition([5] * 7, 4) == (1, 2, 2, 2)
-    assert partition([1, 0, 0, 1], 2) == (1, 3)
 
 
 def test_sums_do_not_round() -> None:

@@ -97,9 +97,3 @@ def test_what_lies_before_an_action(
     kinds = ((EventKind.WAITING, waiting), (EventKind.TRANSFER, transfer))
     expected = [Event(kind, *times, action) for kind, times in kinds if times is not None]
     assert list(gap(action, free, start, sent)) == expected
-
-
-def test_nothing_happened() -> None:
-    timeline = Timeline(((), ()))
-    assert timeline.step_seconds == 0
-    assert [e["ph"] for e in timeline.chrome_trace()] == ["M"] * 4
