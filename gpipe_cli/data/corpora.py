@@ -83,20 +83,24 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
 def _read_folder(root: Path, folder: Path) -> Documents:
     """The texts of all files that hold more than white space; `folder` may be a file itself."""
     paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.txt") if path.is_file())
-    texts = tuple(text for text in map(_read_file, paths) if text.strip())
+    texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
         found = f"{len(paths)} *.txt files without text" if paths else "no *.txt file"
         raise ValueError(f"dataset.root={root}: an empty corpus, '{folder}' holds {found}; add text")
     return texts
 
 
-def _read_file(path: Path) -> str:
+def read_utf8(path: Path) -> str:
+    """The text of a file, without a mark of its encoding and with lines that end in a line feed.
+
+    Raises ValueError, with the line, if it is not UTF-8, and if it cannot be read.
+    """
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        content = path.read_bytes()
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"text file '{path}': not UTF-8 at byte {error.start} ({error.reason}); convert it to UTF-8"
-        ) from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"text file '{path}': line {line} is not UTF-8 ({error.reason}); convert it") from error
     except OSError as error:
         raise ValueError(f"text file '{path}': cannot be read ({error.strerror}); replace or delete it") from error
 

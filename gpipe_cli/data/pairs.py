@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.data.batches import SPLITS
+from gpipe_cli.data.corpora import read_utf8
 from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.seeds import seed_of
 
@@ -117,16 +118,8 @@ class _Row(NamedTuple):
 
 def _read_rows(file: Path) -> list[_Row]:
     """The lines of a file that are not empty, at least one."""
-    try:
-        content = file.read_bytes()
-        text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"text file '{file}': cannot be read ({error.strerror}); replace it") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"text file '{file}': line {line} is not UTF-8 ({error.reason}); convert it") from error
     # Not splitlines(): U+2028 and its like may be part of a sentence.
-    rows = [_read_row(file, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows = [_read_row(file, number, line) for number, line in enumerate(read_utf8(file).split("\n"), 1) if line.strip()]
     if not rows:
         raise ValueError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
     return rows

@@ -80,7 +80,7 @@ def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
         ),
         ({"test/a.txt": "text"}, r"dataset\.root=\S+: no folder '\S+/train'; .*"),
         ({"train/a.txt": "text", "test/b.txt": ""}, r"dataset\.root=\S+: an empty corpus, '\S+/test' holds 1 .*"),
-        ({"a.txt": b"good\xff"}, r"text file '\S+/a\.txt': not UTF-8 at byte 4 \(.*\); convert it to UTF-8"),
+        ({"a.txt": b"good\n\xff"}, r"text file '\S+/a\.txt': line 2 is not UTF-8 \(.*\); convert it"),
     ],
 )
 def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
