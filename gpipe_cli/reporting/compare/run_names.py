@@ -106,19 +106,11 @@ def _by_folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _trimmed(ends: Sequence[str]) -> list[str]:
-    """Without the parts between `_` that are the same in all; `micro_batches=4` is one part."""
-    parts = [[part for piece in end.split("/") for part in _parts(piece)] for end in ends]
-    if len({len(found) for found in parts}) == 1:
-        kept = [n for n in range(len(parts[0])) if len({found[n] for found in parts}) > 1]
-        return ["_".join(found[n] for n in kept) for found in parts]
-    shortest = min(map(len, parts))
-    first = next((n for n in range(shortest) if len({found[n] for found in parts}) > 1), shortest)
-    last = next((n for n in range(shortest - first) if len({found[-1 - n] for found in parts}) > 1), shortest - first)
-    return ["_".join(found[first : len(found) - last]) for found in parts]
-
-
-def _parts(piece: str) -> list[str]:
-    return [piece] if "=" in piece else piece.split("_")
+    """Without the parts between `_` that all of them have; `micro_batches=4` is one part."""
+    pieces = [end.split("/") for end in ends]
+    parts = [[part for one in own for part in ([one] if "=" in one else one.split("_"))] for own in pieces]
+    common = set(parts[0]).intersection(*parts)
+    return ["_".join(part for part in own if part not in common) for own in parts]
 
 
 def folded(key: str, width: int = 9) -> str:

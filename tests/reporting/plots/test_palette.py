@@ -45,13 +45,3 @@ def test_kinds_of_actions_differ_in_lightness() -> None:
     for m in range(8):
         recompute, forward, backward = (oklab(colour(what, m, 8))[0] for what in ("R", "F", "B"))  # type: ignore[arg-type]
         assert recompute > forward + 0.1 > backward + 0.25
-
-
-def test_what_is_no_action_has_no_hue() -> None:
-    greys = [rgb(colour(what, None, 8)) for what in ("waiting", "transfer", "update")]  # type: ignore[arg-type]
-    assert len(set(greys)) == 3
-    assert all(max(grey) - min(grey) <= 16 for grey in greys)
-
-
-def test_one_micro_batch_has_a_colour() -> None:
-    assert colour("F", 0, 1) == colour("F", 0, 8)

@@ -83,13 +83,9 @@ def test_the_picture_is_in_the_folder_and_in_tensorboard_once(tmp_path: Path) ->
     assert (image.step, image.width) == (0, 1760)
 
 
-@pytest.mark.parametrize(("ending", "drawn"), [("dry_run", True), ("interrupted", False)])
-def test_a_run_without_a_timeline_is_drawn_at_its_end(tmp_path: Path, ending: Any, drawn: bool) -> None:
-    Reporter(tmp_path, cut(((1.0, 2.0),)), log()[0]).finish(ending)
+@pytest.mark.parametrize(
+    ("ending", "known", "drawn"), [("dry_run", True, True), ("interrupted", True, False), ("completed", False, False)]
+)
+def test_a_run_without_a_timeline_is_drawn_at_its_end(tmp_path: Path, ending: Any, known: bool, drawn: bool) -> None:
+    Reporter(tmp_path, cut(((1.0, 2.0),)) if known else description(), log()[0]).finish(ending)
     assert (tmp_path / "partitions.png").exists() == drawn
-
-
-def test_without_costs_there_is_no_picture(tmp_path: Path) -> None:
-    assert not partition_picture.known(description())
-    Reporter(tmp_path, description(), log()[0]).finish("completed")
-    assert not (tmp_path / "partitions.png").exists()

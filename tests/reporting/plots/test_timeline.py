@@ -55,13 +55,6 @@ def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() 
     assert len(idle) > 1  # hatched
 
 
-def test_the_longer_timeline_makes_the_axis_whichever_it_is() -> None:
-    views = [timeline(0.005), timeline(0.01, kind="predicted")]
-    picture = draw(views)
-    assert colour_at(picture, pixel(views, 0, 0, 0.0325)) == palette.rgb(palette.colour("B", 1, 2))
-    assert colour_at(picture, pixel(views, 1, 0, 0.065)) == palette.rgb(palette.colour("B", 1, 2))
-
-
 def many(stages: int, micro_batches: int) -> TimelineView:
     """Every stage does F and B of all micro-batches, each a second long, then nothing for as long."""
     row = [Bar(what, m, 2 * m + b, 2 * m + b + 1) for m in range(micro_batches) for b, what in enumerate(("F", "B"))]  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from reporting_runs import (
     TRANSLATIONS,
@@ -208,14 +207,3 @@ def test_runs_stand_side_by_side_in_charts(
     assert {tag for tag in tags if tag.startswith(("bubble", "speed/predicted"))} == {"bubble/measured", "bubble/ideal"}
     shown = {tag for tag in tags if re.match(memory, tag)}  # as TensorBoard does
     assert shown == {dashboard.memory_tag(stage) for stage in range(12)}
-
-
-def test_pictures_of_timelines_are_images(tmp_path: Path) -> None:
-    picture = np.zeros((6, 9, 3), np.uint8)
-    picture[:, :4] = (200, 100, 50)
-    board = Dashboard(tmp_path)
-    board.timeline(45, picture)
-    board.timeline(90, picture)
-    board.flush()
-    images = events(tmp_path).Images("timeline")
-    assert [(image.step, image.height, image.width) for image in images] == [(45, 6, 9), (90, 6, 9)]
