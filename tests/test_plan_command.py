@@ -18,8 +18,6 @@ PLAN = [*TINY, "batch_size=8", "micro_batches=4"]
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, *settings: str) -> dict[str, object]:

@@ -23,8 +23,6 @@ from gpipe_cli.reporting.plan_view import plan_view
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
     monkeypatch.setattr(timing, "_LAYER_SECONDS", 0.1)

@@ -15,12 +15,6 @@ from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.result import read_result
 
 
-@pytest.fixture(autouse=True)
-def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def placed(*settings: str) -> Placement:
     return make_placement(configure(*TINY, *settings), traced(*TINY))
 

@@ -98,12 +98,6 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
     assert not any("measured" in line for line in lines)
 
 
-def test_text_has_tokens(tmp_path: Path) -> None:
-    lines = shown(plan(sample="sequence", step_tokens=4096.0), tmp_path)
-    assert "mini-batch   32 sequences, 4,096 tokens" in lines
-    assert "speed        8,192 tokens/s, 64.0 sequences/s, predicted" in lines
-
-
 def planned(seconds: float, gib: int) -> Plan:
     """As much of a plan as a comparison shows: a step's seconds, and the memory of two stages."""
     memory = tuple(StageMemory(part * 2**30, 0, 0, 0, 0) for part in (1, gib))
@@ -171,9 +165,11 @@ def test_the_grid_is_shown_where_it_fits(tmp_path: Path) -> None:
     assert "grid         too large to be shown" in shown(plan(), tmp_path)
 
 
-def test_what_hardware_does_not_say_is_left_out(tmp_path: Path) -> None:
+def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> None:
     unknown = HardwareView("mine", "layers measured on this machine", None, None, None, None)
-    lines = shown(plan(hardware=unknown), tmp_path)
+    lines = shown(plan(hardware=unknown, sample="sequence", step_tokens=4096.0), tmp_path)
+    assert "mini-batch   32 sequences, 4,096 tokens" in lines
+    assert "speed        8,192 tokens/s, 64.0 sequences/s, predicted" in lines
     assert "hardware     mine" in lines
     assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
     assert read_result(tmp_path, "plan.json")["utilisation"] is None
