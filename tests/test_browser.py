@@ -11,7 +11,6 @@ from urllib.request import urlopen
 
 import pytest
 from reporting_runs import description, evaluation, log, prediction, recorded, step, timeline
-from tensorboard import program
 
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
@@ -59,6 +58,8 @@ def write_run(folder: Path, micro_batches: int) -> None:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a TensorBoard over two runs of a sweep."""
+    from tensorboard import program
+
     logs = tmp_path_factory.mktemp("outputs")
     for micro_batches in TOP1:
         write_run(logs / "sweep" / f"micro_batches={micro_batches}", micro_batches)
