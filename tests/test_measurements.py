@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
-SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu"]
+SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu", "threads=1"]
 NOISE = [
     *SMALL, "model.filters=4", "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4",
     "batch_size=4", "micro_batches=2", "data_workers=0",
