@@ -25,7 +25,16 @@ from rich.markup import escape
 from rich.text import Text
 
 from gpipe_cli.commands.command_line import CommandLine, drop_others, read, translated
-from gpipe_cli.commands.process import BAD_INPUT, INTERRUPTED, UNREAD, Outcome, ended, fork_command, import_torch
+from gpipe_cli.commands.process import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    UNREAD,
+    Outcome,
+    ended,
+    fork_command,
+    import_torch,
+)
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import TrainConfig
@@ -181,6 +190,8 @@ class Sweep:
             self._ended, now = KeyboardInterrupt, Outcome(INTERRUPTED)
         if now.exit_code == UNREAD:
             self._ended = BrokenPipeError
+        if now.exit_code not in (0, FAILED, BAD_INPUT):
+            fork_server.kill()  # with the workers of a fork that could not end them itself
         error = str(_result(folder).get("error") or now.error) if now.exit_code else ""
         seconds = time.monotonic() - begin
         attempt = replace(attempt, exit_code=now.exit_code, seconds=seconds, error=error)
