@@ -82,7 +82,7 @@ def _main(given: list[str]) -> int:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Tab completion: Hydra's script knows no commands; it asks the bare `gpipe`, with what was typed in COMP_LINE."""
+    """Tab completion: Hydra's script has no commands; it calls the bare `gpipe`, with what was typed in COMP_LINE."""
     words = os.environ.get("COMP_LINE", "gpipe train ").split(" ")
     if len(words) < 3:
         sys.stdout.write(" ".join(COMMANDS) + "\n")

@@ -329,20 +329,3 @@ def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path, monkeypat
         assert command(monkeypatch, "bench", f"resume={tmp_path}") == 141
     rows = read_result(tmp_path, "bench.json")["rows"]
     assert ("measured", 5.0) in [(row["status"], row["samples_per_second"]) for row in rows]
-
-
-def test_a_cell_that_was_cut_off_is_measured_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Going on with a sweep that was killed once left `seed=1` beside `seed=1-2`, for TensorBoard too."""
-    run = {"run": 1, "round": 1, "name": "seed=1", "folder": "seed=1", "exit_code": None}
-    given = ["-m", "seed=1,2", "micro_batches=99"]
-    write_result(tmp_path, {"command": "bench", "arguments": given, "runs": [run]}, SWEEP)
-    (tmp_path / "seed=1").mkdir()
-    (tmp_path / "seed=1" / "config.yaml").touch()
-    write_result(tmp_path / "seed=1", {"status": "running"})
-    assert command(monkeypatch, "bench", f"resume={tmp_path}") == 1, "nothing could be measured"
-    assert "run 1 of 2: seed=1 " in capfd.readouterr().out
-    assert not (tmp_path / "seed=1").exists()
-    saved = read_result(tmp_path, SWEEP)
-    assert ([run["folder"] for run in saved["runs"]], saved["abandoned"]) == (["seed=1", "seed=2"], [])

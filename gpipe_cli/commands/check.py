@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config, auto = training(tree, line.overrides)
     for key in auto:
-        raise ValueError(f"{key}=auto: a check tries what it is told; give a number")
+        raise ValueError(f"{key}=auto: a check needs a number; give one")
     with preparing():
         return _check(config)
 

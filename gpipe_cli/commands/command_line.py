@@ -120,7 +120,7 @@ def arranged(arguments: Sequence[str]) -> list[str]:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             given: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
-    except SystemExit:  # `read` says what is wrong
+    except SystemExit:  # `read` reports the error
         return list(arguments)
 
     def readable(argument: str) -> str:
@@ -235,7 +235,7 @@ def take_auto(tree: DictConfig) -> tuple[str, ...]:
 
 
 def translated(error: Exception, keys: Sequence[str]) -> ValueError:
-    """Hydra's complaint in one line that says what to write instead."""
+    """An error of Hydra's in one line, with what to write instead."""
     message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
     match error:
         case OverrideParseException():

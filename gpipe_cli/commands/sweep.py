@@ -240,7 +240,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def _console(self) -> Iterator[Console]:
-        """If nobody reads it any more (`| head`), the sweep ends, with all that it has."""
+        """A console; when its reader has ended (`| head`), the sweep ends, and keeps the results that it has."""
         try:
             yield Console()
         except SystemExit:  # which rich raises then
@@ -337,7 +337,7 @@ def _refuse(requests: Sequence[RunRequest | ValueError]) -> None:
 
 
 def differences(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[str]:
-    """What tells each job of a sweep from the others, `micro_batches=4,partitions=2`; `task` is what was typed."""
+    """The settings in which each job differs from the others, `micro_batches=4,partitions=2`; `task` is what was typed."""
     return [",".join(sorted(o.lstrip("+") for o in job)) or "run" for job in _varied(jobs, task)]
 
 

@@ -1,8 +1,8 @@
 """The folder of a sweep and its sweep.json: what was asked for, and what became of each run.
 
-Tables of the paper take hours. A sweep that was interrupted goes on with what its folder says, in the same folder:
+Tables of the paper take hours. A sweep that was interrupted goes on from sweep.json, in the same folder:
 what has ended stays as it is, and the command line need not be remembered. Of a run that was refused, and of one that
-began twice, only sweep.json knows: comparisons read it, too.
+began twice, only sweep.json has a record: comparisons read it, too.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ class Attempt:
     round: int  # likewise
     name: str  # what differs
     folder: str  # within that of the sweep
-    exit_code: int | None = None  # None: it has not ended, or nobody was left to see it
+    exit_code: int | None = None  # None: it has not ended, or the sweep was killed before it did
     seconds: float = 0.0
     error: str = ""
 
 
 @dataclass(frozen=True)
 class SavedSweep:
-    """What sweep.json says."""
+    """What sweep.json holds."""
 
     command: str
     arguments: list[str]
@@ -46,7 +46,7 @@ class SavedSweep:
 
 
 class SweepFolder:
-    """The folder of one sweep, and what its sweep.json says."""
+    """The folder of one sweep, and what its sweep.json holds."""
 
     def __init__(self, command: str, arguments: Sequence[str], path: Path | None = None) -> None:
         """`path` is that of a sweep that goes on."""
@@ -126,7 +126,7 @@ class SweepFolder:
         write_result(self.path, values, SWEEP)
 
     def read(self) -> None:
-        """Takes over what sweep.json says.
+        """Takes over what sweep.json holds.
 
         Raises:
             ValueError: it cannot be read, or is of another command.
@@ -164,7 +164,7 @@ def runs_without_result(folder: Path) -> list[str]:
     """What a comparison cannot find in `folder`, a sweep or one with sweeps: runs that ended before they were one.
 
     A setting that is impossible (more partitions than layers) is refused before there is anything to write down; only
-    the sweep knows that it was asked for. One line for each.
+    sweep.json has a record of it. One line for each.
     """
     lines: dict[tuple[Path, str], str] = {}
     for path in _sweeps(folder):
@@ -187,7 +187,7 @@ def abandoned_runs(folder: Path) -> set[Path]:
     """
     found: set[Path] = set()
     for path in _sweeps(folder):
-        with contextlib.suppress(OSError, ValueError):  # `runs_without_result` says so
+        with contextlib.suppress(OSError, ValueError):  # `runs_without_result` reports it
             saved = read_sweep(path)
             kept = {attempt.folder for attempt in saved.attempts}
             found |= {(path / name).resolve() for name in saved.abandoned if name not in kept}

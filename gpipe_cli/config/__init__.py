@@ -1,1 +1,1 @@
-"""Typed settings and their checks: the one place, beside the commands, that knows Hydra and OmegaConf."""
+"""Typed settings and their checks: beside the commands the only place that imports Hydra and OmegaConf."""

@@ -1,7 +1,4 @@
-"""The data sets of an experiment: the paper's images (section 4) and text (sections 2.2 and 5), and anybody's own.
-
-The settings with a default are those that only some sets have; their YAML says which.
-"""
+"""The data sets of an experiment: the paper's images (section 4) and text (sections 2.2 and 5), and one's own."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -56,7 +53,7 @@ class ImagesConfig:
 
     @property
     def model_classes(self) -> int:
-        """The classes that a model tells apart."""
+        """The classes that a model distinguishes."""
         return self.num_classes if self.classes is None else len(self.classes)
 
 

@@ -1,6 +1,6 @@
-"""The models of an experiment: what each family can be told.
+"""The models of an experiment: the settings of each family.
 
-The families are those of the paper's sections 3 to 5, timm's, and one's own. `name` tells them apart.
+The families are those of the paper's sections 3 to 5, timm's, and one's own. `name` identifies the family.
 """
 
 from dataclasses import dataclass

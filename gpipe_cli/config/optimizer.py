@@ -1,7 +1,7 @@
 """How weights are updated and by how much: the paper's RMSProp and decay, and what its Transformers and today's
 models are trained with.
 
-`name` tells the choices apart.
+`name` identifies the choice.
 """
 
 from dataclasses import dataclass

@@ -39,5 +39,5 @@ def key_of(setting: str) -> str:
 
 
 def owner(setting: str) -> str | None:
-    """The command that `setting`, `steps=5`, belongs to; None: all that know it."""
+    """The command that `setting`, `steps=5`, belongs to; None: to several."""
     return OWNERS.get(key_of(setting))

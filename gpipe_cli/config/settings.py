@@ -1,7 +1,7 @@
 """The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
 
 The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Hydra's tree becomes dataclasses
-in this file and nowhere else, so that nothing below ever asks whether a key exists. No torch here: `--help` and
+in this file and nowhere else, so that no code below checks whether a key exists. No torch here: `--help` and
 `--cfg job` must answer at once.
 """
 
@@ -69,10 +69,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """What `gpipe train` was told. `conf/train.yaml` explains every setting.
+    """The settings of `gpipe train`. `conf/train.yaml` explains every setting.
 
     Raises:
-        ValueError: a setting is out of range, or two do not fit each other; one line that says how to mend it.
+        ValueError: a setting is out of range, or two do not fit each other; one line with the remedy.
     """
 
     partitions: Partitions  # K
@@ -205,7 +205,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateConfig:
-    """What `gpipe evaluate` was told: `training` is the run's own configuration with the given settings replaced."""
+    """The settings of `gpipe evaluate`: `training` is the run's own configuration with the given settings replaced."""
 
     run: str
     checkpoint: Literal["best", "last"]
@@ -287,7 +287,7 @@ def load(path: Path) -> TrainConfig:
     """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
 
     Raises:
-        ValueError: the file is not there, is not YAML, or holds settings that this version does not know.
+        ValueError: the file is not there, is not YAML, or holds settings that this version does not have.
     """
     file = path / CONFIG if path.is_dir() else path
     with suppress(OSError, yaml.YAMLError):  # it is read again below
@@ -301,7 +301,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
-    """What a recipe says itself, merged into what its defaults list names in `family/`; without gpipe's own defaults.
+    """A recipe's own settings, merged into the files of `family/` that its defaults list names; gpipe's are not in it.
 
     Raises:
         ValueError, OSError or yaml.YAMLError: it cannot be read as one.

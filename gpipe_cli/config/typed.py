@@ -1,8 +1,8 @@
-"""A plain tree of settings becomes typed dataclasses, and everything wrong with it becomes one line.
+"""Plain trees of settings become typed dataclasses; each error is one line.
 
-A dataclass says what a setting may be; the line says which setting, what was given, what is allowed and what to
-write instead. Values arrive as YAML and the command line read them: nothing is converted silently but a whole number
-where a fraction is wanted.
+A dataclass declares what a setting may be; an error names the setting, its value, what is allowed and the remedy.
+Values arrive as YAML and the command line read them: nothing is converted silently but a whole number where a fraction
+is wanted.
 """
 
 import sys
@@ -38,7 +38,7 @@ Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
 NotNegative = Annotated[float, Within(0, LARGEST)]
 
 
-# What other programs call by names from which ours cannot be guessed.
+# Names that other programs use, too far from ours for `nearest`.
 ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
 
 
@@ -120,7 +120,7 @@ def show(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of somebody else's exception without its line breaks; of the system's: which file, and why."""
+    """The message of a library's exception without its line breaks; of an OSError: which file, and why."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__

@@ -83,7 +83,7 @@ def remove_partial_files(folder: Path) -> None:
 class FolderLock:
     """A folder that no other process may work in, until `release` or the end of this process.
 
-    The kernel holds the lock, so one that was killed never keeps others out; its file says who holds it.
+    The kernel holds the lock, so a process that was killed holds none; the file names the process that has it.
     """
 
     def __init__(self, folder: Path, patience_seconds: float = 0.0) -> None:
@@ -116,7 +116,7 @@ class FolderLock:
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        with suppress(OSError):  # gone, with the folder
+        with suppress(OSError):  # it was removed, with the folder
             self._path.unlink()
         os.close(self.descriptor)
 

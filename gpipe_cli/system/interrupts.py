@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM (SLURM, torchrun, a sweep): both end a command as soon as it can clean up."""
+"""Ctrl-C, SIGTERM (SLURM, torchrun) and SIGHUP (a closed terminal): each ends a command as soon as it can clean up."""
 
 import signal
 from collections.abc import Iterator
@@ -26,10 +26,14 @@ class Interrupt:
 
 @contextmanager
 def interruptible(*, at_once: bool = True) -> Iterator[Interrupt]:
-    """Inside, both are a KeyboardInterrupt, whatever a library makes of it; if not `at_once` by `check` only."""
+    """Inside, each is a KeyboardInterrupt, whatever a library makes of it; if not `at_once` by `check` only."""
     interrupt = Interrupt(at_once)
-    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same.
-    before = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
+    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same. But
+    # nohup has SIGHUP ignored so that the command goes on.
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = [(number, signal.signal(number, interrupt)) for number in numbers]
     try:
         yield interrupt
     except Exception:
@@ -42,7 +46,7 @@ def interruptible(*, at_once: bool = True) -> Iterator[Interrupt]:
 
 @contextmanager
 def interruptible_import() -> Iterator[None]:
-    """Around the import of torch: who interrupts it waits for its end, a second or two.
+    """Around the import of torch: an interrupt takes effect at its end, after a second or two.
 
     Raised inside, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an ImportError
     of NumPy's, or a warning of torch's after which the run begins.

@@ -1,7 +1,7 @@
 """Processes that end when the one that started them does, however that one ended (Linux).
 
 A process that watches its parent cannot end itself while it is stopped (SIGSTOP), and a parent that is killed cannot
-end anything: so the kernel is told to do it.
+end anything: so the kernel does it.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The program's stdout and stderr: when they cannot be written (a full disk, closed) a run need not die of it.
 
-What cannot be written is dropped, and remembered: the command does what it was called for, says in one line that its
-output was lost, and ends with exit code 1. A reader that has gone (`| head`) is another matter, and stays an exception.
+What cannot be written is dropped, and remembered: the command finishes, reports in one line that output was lost, and
+ends with exit code 1. A pipe whose reader has ended (`| head`) still raises BrokenPipeError.
 """
 
 import io
@@ -10,7 +10,7 @@ import sys
 
 
 class _Stream(io.FileIO):
-    """Never fails to write, unless its reader has gone; `error` is the first failure."""
+    """Raises no error but BrokenPipeError when it writes; `error` is the first failure."""
 
     error: OSError | None = None
 

@@ -27,7 +27,6 @@ from gpipe_cli.config.settings import (
     load,
     to_yaml,
 )
-from gpipe_cli.config.typed import settings
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 1, 31, 12, 0, 5)
@@ -94,10 +93,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ),
         ("+filters=3", "filters=3: there is no such setting; did you mean model.filters?"),
         ("+dataset.augmentation.cutot=3", "did you mean dataset.augmentation.cutout?"),
-        ("+typo=4", "typo=4: there is no such setting; --cfg job lists all"),
         ("partitions=two", "partitions=two: must be a whole number; for example partitions=4"),
-        ("partitions=true", "partitions=true: must be a whole number"),
-        ("partitions=2.0", "partitions=2.0: must be a whole number"),
         ("partitions=null", "partitions=null: must be a whole number"),
         (
             "partitions=0",
@@ -116,7 +112,6 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("dry_run=1", "dry_run=1: must be true or false"),
         ("init_head=keep", "init_head=keep: no weights are taken, as init_from=null; give init_from=..."),
         ("freeze=[taken]", "freeze=[taken]: nothing is taken, as init_from=null; give init_from=..., or name layers"),
-        ("freeze=[1]", "freeze=1: must be a text"),
         ("freeze=stem", "freeze=stem: must be a list; for example freeze=[stem]"),
         ("label_smoothing=nan", "label_smoothing=nan: must be a finite number"),
         ("label_smoothing=1", "label_smoothing=1.0: must be 0 or more and below 1"),
@@ -143,7 +138,6 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ),
         ("batch_size=null", "batch_size=null, batch_tokens=null: neither is given"),
         ("model=transformer_nmt learning_rate=paper", "learning_rate=paper: is so much per sample"),
-        ("model=transformer_lm +dataset.root=x", "dataset.root=x: dataset=python_docs has no such setting"),
     ],
 )
 def test_bad_values_are_one_line(overrides: str, line: str) -> None:
@@ -166,12 +160,6 @@ def test_every_number_has_bounds(kind: type) -> None:
 
     # classes are numbers of the data set, which knows how many it has
     assert set(unbounded(kind, kind.__name__)) <= {"TrainConfig.dataset.classes"}
-
-
-def test_settings_are_all_keys_in_dotted_form() -> None:
-    keys = settings(TrainConfig)
-    assert {"partitions", "model", "model.filters", "dataset.augmentation.cutout"} <= set(keys)
-    assert len(keys) == len(set(keys))
 
 
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
