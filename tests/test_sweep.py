@@ -6,13 +6,14 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from training_runs import command, wait_until
+from training_runs import command, start_program, wait_until
 
 from gpipe_cli.commands import sweep_folder
 from gpipe_cli.commands.process import Outcome, ended, fork_command
@@ -172,16 +173,16 @@ def test_an_interrupted_sweep_goes_on(
 ) -> None:
     """Ctrl-C comes when its second run is under way."""
     arguments = ["-m", *ODD, "+model.arguments.way=held", f"+model.arguments.until={tmp_path}/go"]
-
-    def interrupt() -> None:
-        held = "*_sweep/micro_batches=2/checkpoints/step_00000002/index.json"
-        wait_until(lambda: list(tmp_path.glob(held)), 120, "the second run")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert command(monkeypatch, "train", *arguments, "micro_batches=1,2,8", "max_steps=4", f"output={tmp_path}") == 130
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with start_program("train", *arguments, "micro_batches=1,2,8", "max_steps=4", f"output={tmp_path}") as process:
+        held_run = "*_sweep/micro_batches=2/checkpoints/step_00000002/index.json"
+        wait_until(lambda: list(tmp_path.glob(held_run)) or process.poll() is not None, 120, "the second run")
+        time.sleep(1)  # until it is held in its third step
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
     (folder,) = tmp_path.glob("*_sweep")
-    assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in capfd.readouterr().out
+    assert process.returncode == 130
+    assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in printed
     first, held = folder / "micro_batches=1", folder / "micro_batches=2"
     assert [read_result(run)["status"] for run in (first, held)] == ["completed", "interrupted"]
     before = (first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns

@@ -337,7 +337,7 @@ def _refuse(requests: Sequence[RunRequest | ValueError]) -> None:
 
 
 def differences(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[str]:
-    """The settings in which each job differs from the others, `micro_batches=4,partitions=2`; `task` is what was typed."""
+    """The settings in which each job differs from the others, `seed=4,partitions=2`; `task` is what was typed."""
     return [",".join(sorted(o.lstrip("+") for o in job)) or "run" for job in _varied(jobs, task)]
 
 

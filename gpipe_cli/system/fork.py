@@ -68,12 +68,17 @@ def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: 
             os.dup2(output, 2)
             prepare_streams()
         value = work()
+        _flush()  # first: our parent ends us as soon as it has the value
         sent.send(value)
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush()
         os._exit(code)  # what is registered for the exit is our parent's
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
