@@ -9,7 +9,7 @@ import sys
 import time
 from importlib.metadata import version
 
-from gpipe_cli.commands.process import BAD_INPUT, INTERRUPTED, UNREAD, outcome, run_command
+from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, UNREAD, outcome, run_command
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.system.streams import prepare_streams

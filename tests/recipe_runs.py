@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.commands.command_line import take_auto
-from gpipe_cli.commands.process import run_command
-from gpipe_cli.config.owners import OWNERS
+from gpipe_cli.commands.outcome import run_command
+from gpipe_cli.config.setting_owners import OWNERS
+from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reporting.timeline_view import SHARES
 from gpipe_cli.reproduction.recipe import FOLDER
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 

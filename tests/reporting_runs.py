@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
 from gpipe_cli.reporting.run.description import PartitionDescription, Prediction, RunDescription
-from gpipe_cli.reporting.timeline_view import Bar, BarKind, TimelineView
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 
 STEPS_PER_EPOCH = 4

@@ -17,9 +17,9 @@ from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.schedules import build
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_page import write_page
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, timeline_view
 from gpipe_cli.reporting.run.description import PartitionDescription
 from gpipe_cli.reporting.run.reporter import Reporter
-from gpipe_cli.reporting.timeline_view import StepPicture, timeline_view
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gpipe_cli.cli import LEADER_SECONDS, main
-from gpipe_cli.commands.process import run_command
+from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.reproduction.recipe import FOLDER
 from gpipe_cli.system.interrupts import interruptible
 

@@ -35,7 +35,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 class Import(NamedTuple):
     """One module that a file imports, at its top or inside a function."""
 
-    where: str  # gpipe_cli.pipeline.schedule.order
+    where: str  # gpipe_cli.pipeline.schedule.dependencies
     line: int
     module: str  # gpipe_cli.pipeline.schedule.schedules
 
@@ -60,7 +60,7 @@ OWN = [entry for entry in IMPORTS if entry.module in FILES]
 
 
 def room(name: str) -> str:
-    """The room that a file is in: `pipeline.schedule` for gpipe_cli.pipeline.schedule.order."""
+    """The room that a file is in: `pipeline.schedule` for gpipe_cli.pipeline.schedule.dependencies."""
     inner = name.removeprefix("gpipe_cli.")
     return next((room for room in FLOOR if inner == room or inner.startswith(f"{room}.")), "")
 

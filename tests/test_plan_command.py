@@ -8,7 +8,7 @@ import pytest
 from training_runs import TINY, command, configure
 
 from gpipe_cli.launch import machine_timing as timing
-from gpipe_cli.launch import planning
+from gpipe_cli.launch import plan_run
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 
 PLAN = [*TINY, "batch_size=8", "micro_batches=4"]
@@ -98,7 +98,7 @@ def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
     with pytest.raises(
         ValueError, match=rf"hardware.{key}=null: a step cannot be predicted without it \(hardware=tpu_v2"
     ):
-        planning._require_figures(config, several=True)
+        plan_run._require_figures(config, several=True)
 
 
 def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_runs import children, command, start_program, wait_until
 
-from gpipe_cli.reporting.timeline_view import SHARES
+from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reproduction.recipe import names
 
 # The breakdown: one measurement and one plan

@@ -16,7 +16,7 @@ import pytest
 from training_runs import command, start_program, wait_until
 
 from gpipe_cli.commands import sweep_folder
-from gpipe_cli.commands.process import Outcome, ended, fork_command
+from gpipe_cli.commands.outcome import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of, varied_settings
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder, abandoned_runs
 from gpipe_cli.commands.train import requested

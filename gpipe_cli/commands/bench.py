@@ -9,7 +9,7 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import compose, training
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
-from gpipe_cli.config.owners import BenchSettings
+from gpipe_cli.config.setting_owners import BenchSettings
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import typed
 from gpipe_cli.launch.job import Bench

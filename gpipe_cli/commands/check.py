@@ -5,7 +5,7 @@ from datetime import datetime
 
 from gpipe_cli.commands.command_line import compose, read, training
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.process import preparing
+from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import TrainConfig, find_run
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
@@ -42,6 +42,6 @@ def _check(config: TrainConfig) -> int:
     with run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.launch.checking import run_check
+            from gpipe_cli.launch.check_run import run_check
 
         return run_check(config, folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from gpipe_cli.commands.command_line import compose, read, replace_batch_size
-from gpipe_cli.commands.process import preparing
+from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
 from gpipe_cli.config.typed import show

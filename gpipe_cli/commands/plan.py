@@ -7,8 +7,8 @@ from omegaconf import open_dict
 
 from gpipe_cli.commands.command_line import compose, read, training
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.process import preparing
-from gpipe_cli.config.owners import PlanSettings
+from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.config.setting_owners import PlanSettings
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show, typed
 from gpipe_cli.distributed.torchrun import torchrun
@@ -44,6 +44,6 @@ def main(arguments: Sequence[str]) -> int:
         if config.cost != "figures":
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.launch.planning import plan
+            from gpipe_cli.launch.plan_run import plan
 
         return plan(config, auto, settings.solve, folder)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gpipe_cli.commands.command_line import arranged, read
 from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
-from gpipe_cli.commands.process import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
+from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
 from gpipe_cli.config.typed import NothingFitsError, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.reporting.run.lines import show_facts, show_line

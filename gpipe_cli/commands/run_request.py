@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.process import preparing
+from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from gpipe_cli.commands.command_line import CommandLine, drop_others, read, translated
-from gpipe_cli.commands.process import (
+from gpipe_cli.commands.outcome import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,

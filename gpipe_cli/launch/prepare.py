@@ -6,11 +6,11 @@ from pathlib import Path
 
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.planner.auto_settings import Comparison, choose
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Comparison, choose
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import plural
 

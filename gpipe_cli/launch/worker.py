@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.store import CheckpointError
 from gpipe_cli.training.engine import Groups, WorkerProcess
-from gpipe_cli.training.policies import DivergedError
+from gpipe_cli.training.milestones import DivergedError
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between

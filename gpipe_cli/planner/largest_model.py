@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.planner.auto_settings import Candidate, Comparison, CostsOf, try_plan
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Candidate, Comparison, CostsOf, try_plan
 
 _MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
 _SILENT_SECONDS = 5.0

@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
-from gpipe_cli.planner.sharing import Shared, find_shared
+from gpipe_cli.planner.shared_layers import Shared, find_shared
 from gpipe_cli.units import plural
 
 

@@ -1,7 +1,7 @@
 """A plan: the cut, what is recomputed, and what a step will take, before anything is allocated (sections 2, 3).
 
-One plan for K, M and a schedule that are given; choosing between several is `search.py`. The run itself begins with
-the same plan: what was predicted is what is then measured.
+One plan for K, M and a schedule that are given; choosing between several is `auto_settings.py`. The run itself begins
+with the same plan: what was predicted is what is then measured.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from itertools import accumulate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.partition import NoCutFitsError, check_balance, imbalance, partition
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.sharing import check_cut
+from gpipe_cli.planner.shared_layers import check_cut
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
 

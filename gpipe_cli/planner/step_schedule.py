@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.schedule.order import check
+from gpipe_cli.pipeline.schedule.dependencies import check
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule, build
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.shares import draw_shares
+from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reporting.timeline_view import SHARES, idle
 from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
 from gpipe_cli.units import percent

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.compare.curves import same_curves
+from gpipe_cli.reporting.compare.run_curves import same_curves
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import Column, Table

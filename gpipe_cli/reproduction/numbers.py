@@ -6,7 +6,7 @@ with a setting of the user that may have changed either has none.
 
 from collections.abc import Iterable, Sequence
 
-from gpipe_cli.config.owners import key_of
+from gpipe_cli.config.setting_owners import key_of
 from gpipe_cli.reporting.tables.table import Column, Table
 
 NONE = "-"

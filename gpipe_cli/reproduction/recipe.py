@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from gpipe_cli.config.owners import key_of, owner
+from gpipe_cli.config.setting_owners import key_of, owner
 from gpipe_cli.config.settings import load_recipe
 from gpipe_cli.config.typed import nearest, one_line, show, typed
 from gpipe_cli.reproduction.breakdown import Breakdown

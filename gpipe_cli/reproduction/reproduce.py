@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from gpipe_cli.config.owners import key_of
+from gpipe_cli.config.setting_owners import key_of
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction import breakdown, consistency, largest_model, throughput, training

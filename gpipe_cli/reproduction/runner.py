@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from gpipe_cli.config.owners import key_of, owner
+from gpipe_cli.config.setting_owners import key_of, owner
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.numbers import changing
-from gpipe_cli.system.fork import Fork
+from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.units import duration
 
 LOG = "log.txt"

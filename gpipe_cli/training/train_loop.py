@@ -38,10 +38,10 @@ from gpipe_cli.training.events import (
     TrainingReady,
 )
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.policies import Milestones, is_best, refuse_nonsense, score_of, starting_point
+from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
 from gpipe_cli.training.step import evaluate, gather_recording, rehearse, train_step
 from gpipe_cli.training.step_metrics import StepMetrics
-from gpipe_cli.training.translation.translations import translated_examples, translated_test_set
+from gpipe_cli.training.translation.scores import translated_examples, translated_test_set
 
 
 def train(

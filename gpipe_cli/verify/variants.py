@@ -33,7 +33,7 @@ from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.data_feed import Data, Reading
 from gpipe_cli.training.engine import Engine, Groups, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.policies import starting_point
+from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
 from gpipe_cli.verify.differences import (
     TOLERANCE,

@@ -73,7 +73,7 @@ from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.pipeline.schedule import schedules
-from gpipe_cli.pipeline.schedule.partition import check_balance, partition
+from gpipe_cli.pipeline.schedule.partitioner import check_balance, partition
 from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.reporting.run.measurement import hardware, versions
 

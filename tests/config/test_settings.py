@@ -18,7 +18,7 @@ from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import resumed
 from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.config.model import TransformerLMConfig
-from gpipe_cli.config.owners import BenchSettings
+from gpipe_cli.config.setting_owners import BenchSettings
 from gpipe_cli.config.settings import (
     EvaluateSettings,
     TrainConfig,

@@ -18,7 +18,7 @@ from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.reporting.plan_view import plan_view
+from gpipe_cli.reporting.tables.plan_values import plan_view
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training import train_loop as run
-from gpipe_cli.training.policies import starting_point
+from gpipe_cli.training.milestones import starting_point
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
 ENDLESS = [*TINY, "epochs=10000", "partitions=3", "executor=distributed", "checkpoint.every_steps=1"]

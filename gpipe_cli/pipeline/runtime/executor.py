@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.runtime.micro_batch import split_all
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
-from gpipe_cli.pipeline.schedule.order import linearize
+from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, retained
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]

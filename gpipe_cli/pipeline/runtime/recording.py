@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Schedule, dependencies
+from gpipe_cli.pipeline.schedule.dependencies import dependencies
+from gpipe_cli.pipeline.schedule.schedules import Action, Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read

@@ -108,28 +108,6 @@ def forward_only(partitions: int, micro_batches: int) -> Schedule:
     return tuple(tuple(forwards) for forwards, _ in _passes(partitions, micro_batches))
 
 
-def needs(kind: Kind, stage: int, stages: int) -> tuple[tuple[Kind, int], ...]:
-    """What an action waits for: kind and stage of others of its micro-batch. The only place that says so.
-
-    A forward waits for the stage before, a backward for the stage after and for its own forward. A recomputation
-    waits for nothing outside its stage, which is why it may start before the gradient arrives (section 2.3).
-    Beyond these, a stage performs its own actions in the order of its list: so a backward also follows its ``R``.
-    """
-    match kind:
-        case Kind.F:
-            return ((Kind.F, stage - 1),) if stage > 0 else ()
-        case Kind.R:
-            return ((Kind.F, stage),)
-        case Kind.B:
-            return ((Kind.F, stage), (Kind.B, stage + 1)) if stage < stages - 1 else ((Kind.F, stage),)
-
-
-def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must have ended before ``action`` can start, see :func:`needs`."""
-    micro_batch = action.micro_batch
-    return tuple(Action(kind, stage, micro_batch) for kind, stage in needs(action.kind, action.stage, len(schedule)))
-
-
 def retained(schedule: Schedule) -> dict[Action, Retain]:
     """What the stage retains of a micro-batch after each action, see :func:`stage_retained`."""
     return {action: retain for actions in schedule for action, retain in stage_retained(actions)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.comparison import Comparison
-from gpipe_cli.reporting.compare.curves import same_curves
+from gpipe_cli.reporting.compare.run_curves import same_curves
 from gpipe_cli.reporting.compare.run_names import listed, referred
 from gpipe_cli.reporting.compare.run_record import RunRecord
 

@@ -44,7 +44,7 @@ def csv_of(comparison: Comparison) -> str:
 
 def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
     """Writes all files into ``folder``, which must exist, and prints their names."""
-    from gpipe_cli.reporting.compare.curves import compared_tags
+    from gpipe_cli.reporting.compare.run_curves import compared_tags
     from gpipe_cli.reporting.plots.bars import draw_bars
     from gpipe_cli.reporting.plots.curves import draw_curves
     from gpipe_cli.reporting.plots.picture import write_picture

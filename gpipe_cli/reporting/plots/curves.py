@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.compare.curves import SPEEDS, compared_curve, same_curves
+from gpipe_cli.reporting.compare.run_curves import SPEEDS, compared_curve, same_curves
 from gpipe_cli.reporting.compare.run_names import labels, referred
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.plots import palette

@@ -9,7 +9,7 @@ What is no action has no hue.
 
 import math
 
-from gpipe_cli.reporting.timeline_view import BarKind
+from gpipe_cli.reporting.plots.timeline_values import BarKind
 
 Colour = str  # `#1f77b4`
 

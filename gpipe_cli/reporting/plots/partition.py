@@ -22,8 +22,8 @@ from gpipe_cli.reporting.plots.picture import (
     new_figure,
     pixels,
 )
+from gpipe_cli.reporting.plots.timeline_values import BarKind, axis_ticks, axis_unit
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
-from gpipe_cli.reporting.timeline_view import BarKind, axis_ticks, axis_unit
 from gpipe_cli.units import count, duration, percent, plural, size
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it

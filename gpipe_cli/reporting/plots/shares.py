@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from gpipe_cli.reporting.plots.palette import INK, oklch
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure, pixels
+from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.step_breakdown import share_word
-from gpipe_cli.reporting.timeline_view import SHARES
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
     import numpy as np

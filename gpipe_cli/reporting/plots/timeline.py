@@ -21,7 +21,7 @@ from gpipe_cli.reporting.plots.picture import (
     new_figure,
     pixels,
 )
-from gpipe_cli.reporting.timeline_view import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit, in_percent
+from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit, in_percent
 from gpipe_cli.units import duration
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.page_style import PATTERNS, SCRIPT, STYLE
-from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
-from gpipe_cli.reporting.tables.table import Column, Table, to_html
-from gpipe_cli.reporting.timeline_view import (
+from gpipe_cli.reporting.plots.timeline_values import (
     ACTIONS,
     Bar,
     StepPicture,
@@ -22,6 +20,8 @@ from gpipe_cli.reporting.timeline_view import (
     axis_unit,
     in_percent,
 )
+from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
+from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.run.task import words_of
+from gpipe_cli.reporting.run.task_words import words_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, learning_rate, percent, plural
 

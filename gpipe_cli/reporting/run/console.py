@@ -16,7 +16,7 @@ from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
-from gpipe_cli.reporting.run.task import scores_of, words_of
+from gpipe_cli.reporting.run.task_words import scores_of, words_of
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 

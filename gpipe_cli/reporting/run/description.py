@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpipe_cli.reporting.run.task import Task
+from gpipe_cli.reporting.run.task_words import Task
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
     from gpipe_cli.planner.model_flops import StepFlops

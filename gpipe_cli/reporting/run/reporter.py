@@ -15,6 +15,7 @@ from rich.console import Console
 
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
+from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import RunDescription, Status
@@ -30,9 +31,8 @@ from gpipe_cli.reporting.run.measurement import (
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_measurement, show_summary, speed_kind
-from gpipe_cli.reporting.run.task import Task, scores_of, words_of
+from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
-from gpipe_cli.reporting.timeline_view import StepPicture
 from gpipe_cli.training.events import Evaluated, StepDone
 
 TIMELINE_PICTURE = "timeline.png"

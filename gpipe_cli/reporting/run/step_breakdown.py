@@ -11,8 +11,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, idle, in_percent
 from gpipe_cli.reporting.run.description import Prediction
-from gpipe_cli.reporting.timeline_view import BUSY, IDLE, SHARES, idle, in_percent
 from gpipe_cli.units import duration, percent, size
 
 STAGES_SHOWN = 4  # of more than these only the fullest one

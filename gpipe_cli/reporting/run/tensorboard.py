@@ -11,9 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.description import Prediction, RunDescription, Status
-from gpipe_cli.reporting.run.event_file import EventFile
-from gpipe_cli.reporting.run.hyperparameters import (
+from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
+from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
+from gpipe_cli.reporting.run.tensorboard_file import EventFile
+from gpipe_cli.reporting.run.tensorboard_hparams import (
     end_summary,
     experiment_summary,
     forget,
@@ -21,10 +24,7 @@ from gpipe_cli.reporting.run.hyperparameters import (
     start_summary,
     varied_by,
 )
-from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
-from gpipe_cli.reporting.run.task import Task, scores_of, words_of
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
-from gpipe_cli.reporting.timeline_view import SHARES, idle
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import duration, size
 

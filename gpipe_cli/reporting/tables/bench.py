@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.config.typed import show
+from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import flattened, write_result
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.sweep import INTERRUPTED, Run
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_csv
-from gpipe_cli.reporting.timeline_view import SHARES, idle
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, operations, percent, rate, size
 

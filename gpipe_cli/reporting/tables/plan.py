@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.planner.search import Comparison
-from gpipe_cli.reporting.plan_view import LayerView, PlanView, StageView, plan_json
+from gpipe_cli.planner.auto_settings import Comparison
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import ideal_bubble_line, share_lines
+from gpipe_cli.reporting.tables.plan_values import LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.order import check, grid
+from gpipe_cli.pipeline.schedule.dependencies import check, dependencies, grid
 from gpipe_cli.pipeline.schedule.schedules import (
     RECOMPUTE,
     SCHEDULES,
@@ -14,7 +14,6 @@ from gpipe_cli.pipeline.schedule.schedules import (
     Kind,
     Retain,
     build,
-    dependencies,
     forward_only,
     gpipe,
     in_flight,

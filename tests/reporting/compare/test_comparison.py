@@ -14,10 +14,10 @@ import pytest
 from reporting_runs import description, evaluation, log, prediction, recorded, step, text_evaluation, text_step
 
 from gpipe_cli.reporting.compare.comparison import Comparison, compare
-from gpipe_cli.reporting.compare.curves import compared_curve, compared_tags, same_curves
 from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
 from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.report import csv_of, show_comparison
+from gpipe_cli.reporting.compare.run_curves import compared_curve, compared_tags, same_curves
 from gpipe_cli.reporting.compare.run_names import differing, labels, names, referred
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_curves, read_run
 from gpipe_cli.reporting.plots.bars import draw_bars

@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import partition as partition_picture
 from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
+from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
-from gpipe_cli.reporting.timeline_view import StepPicture
 
 Seconds = tuple[tuple[float, float], ...]
 

@@ -9,7 +9,7 @@ from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import timeline as drawing
 from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES, write_picture
 from gpipe_cli.reporting.plots.timeline import draw
-from gpipe_cli.reporting.timeline_view import Bar, TimelineView
+from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView
 
 
 def test_views_know_their_ends_and_names() -> None:

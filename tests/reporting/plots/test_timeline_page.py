@@ -12,7 +12,7 @@ from reporting_runs import shares, timeline
 
 from gpipe_cli.reporting.plots import timeline_page
 from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
-from gpipe_cli.reporting.timeline_view import ACTIONS, StepPicture, axis_ticks, axis_unit
+from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, axis_ticks, axis_unit
 
 VOID = {"meta", "img"}
 BOTH = StepPicture(3, 12, timeline(), timeline(0.005, kind="predicted", breakdown=shares(0.12)))

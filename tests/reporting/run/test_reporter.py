@@ -21,11 +21,11 @@ from reporting_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_evaluation
-from gpipe_cli.reporting.run.task import Task
-from gpipe_cli.reporting.timeline_view import StepPicture
+from gpipe_cli.reporting.run.task_words import Task
 from gpipe_cli.training.events import EvaluationDone, Scores, Translation, TranslationScores
 
 

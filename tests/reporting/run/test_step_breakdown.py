@@ -1,8 +1,8 @@
 import pytest
 from reporting_runs import prediction, shares
 
+from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
 from gpipe_cli.reporting.run.step_breakdown import MeasuredShares, comparison, difference, share_facts, share_lines
-from gpipe_cli.reporting.timeline_view import IDLE, SHARES, in_percent
 
 
 def test_medians_are_scaled_to_a_whole() -> None:

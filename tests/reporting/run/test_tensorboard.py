@@ -20,7 +20,7 @@ from reporting_runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpipe_cli.reporting.run import tensorboard as dashboard
-from gpipe_cli.reporting.run.task import Task
+from gpipe_cli.reporting.run.task_words import Task
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.training.events import Translation
 

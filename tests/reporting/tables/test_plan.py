@@ -8,13 +8,13 @@ from reporting_runs import log, shares
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.planner.auto_settings import Candidate, Comparison
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Candidate, Comparison
 from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.reporting.plan_view import HardwareView, LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.plan import show_plan
+from gpipe_cli.reporting.tables.plan_values import HardwareView, LayerView, PlanView, StageView, plan_json
 
 MIB = 2**20
 H200 = HardwareView("h200", "figures of hardware=h200", 4e14, 2**37, 4.5e11, 1e-5)

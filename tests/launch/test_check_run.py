@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.launch.checking import _Checked
+from gpipe_cli.launch.check_run import _Checked
 from gpipe_cli.pipeline.profile.layer_probes import Finding, Watch, watching
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.digests import digest
@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import build
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.planner.sharing import SeparatedError, check_cut, find_shared
+from gpipe_cli.planner.shared_layers import SeparatedError, check_cut, find_shared
 from gpipe_cli.reporting.tables.check import CheckReport
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.events import TrainingReady

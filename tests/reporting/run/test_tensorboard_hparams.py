@@ -11,9 +11,9 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.run.description import Setting
-from gpipe_cli.reporting.run.hyperparameters import hyperparameters, settings_of, varied_by
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.tensorboard import Dashboard
+from gpipe_cli.reporting.run.tensorboard_hparams import hyperparameters, settings_of, varied_by
 
 CONFIG: dict[str, Any] = {
     "partitions": 2,

@@ -10,16 +10,16 @@ from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.schedule.order import grid
+from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.planner.auto_settings import Comparison
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import Devices, memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.search import Comparison
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.planner.step_schedule import mini_batch_samples
-from gpipe_cli.reporting.timeline_view import SHARES, TimelineView, idle, timeline_view
+from gpipe_cli.reporting.plots.timeline_values import SHARES, TimelineView, idle, timeline_view
 
 _GRID_STAGES, _GRID_TICKS = 16, 400  # a larger one cannot be read
 

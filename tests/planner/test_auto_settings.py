@@ -9,12 +9,12 @@ from training_runs import TINY, configure
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner import devices
 from gpipe_cli.planner import largest_model as solving
+from gpipe_cli.planner.auto_settings import NothingFitsError, choose, plan_or_refuse
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import TooLargeError, make_plan
-from gpipe_cli.planner.search import NothingFitsError, choose, plan_or_refuse
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
 LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",

@@ -1,4 +1,5 @@
-"""A schedule on a unit clock: in which order one process can perform it, whether it can run at all, and its picture.
+"""What an action waits for, and what follows: the order in which one process can perform a schedule, whether it can run
+at all, and its picture on a unit clock.
 
 The clock is that of Figure 2(c) of the paper: every action takes one tick. The grid drawn on it is the same
 everywhere, in comments, tests, errors and plans.
@@ -6,7 +7,29 @@ everywhere, in comments, tests, errors and plans.
 
 from collections.abc import Collection
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, needs
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+
+
+def needs(kind: Kind, stage: int, stages: int) -> tuple[tuple[Kind, int], ...]:
+    """What an action waits for: kind and stage of others of its micro-batch. The only place that says so.
+
+    A forward waits for the stage before, a backward for the stage after and for its own forward. A recomputation
+    waits for nothing outside its stage, which is why it may start before the gradient arrives (section 2.3).
+    Beyond these, a stage performs its own actions in the order of its list: so a backward also follows its ``R``.
+    """
+    match kind:
+        case Kind.F:
+            return ((Kind.F, stage - 1),) if stage > 0 else ()
+        case Kind.R:
+            return ((Kind.F, stage),)
+        case Kind.B:
+            return ((Kind.F, stage), (Kind.B, stage + 1)) if stage < stages - 1 else ((Kind.F, stage),)
+
+
+def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The actions that must have ended before ``action`` can start, see :func:`needs`."""
+    micro_batch = action.micro_batch
+    return tuple(Action(kind, stage, micro_batch) for kind, stage in needs(action.kind, action.stage, len(schedule)))
 
 
 def linearize(schedule: Schedule) -> tuple[Action, ...]:

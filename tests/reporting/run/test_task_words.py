@@ -3,7 +3,7 @@ from typing import get_args
 
 import pytest
 
-from gpipe_cli.reporting.run.task import Task, perplexity, scores_of, words_of
+from gpipe_cli.reporting.run.task_words import Task, perplexity, scores_of, words_of
 from gpipe_cli.training.events import Scores
 
 TASKS: tuple[Task, ...] = get_args(Task)

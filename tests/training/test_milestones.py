@@ -5,7 +5,7 @@ from dataclasses import replace
 from training_runs import TINY, configure
 
 from gpipe_cli.assembly.loss import Totals
-from gpipe_cli.training.policies import Milestones, is_best, score_of, starting_point
+from gpipe_cli.training.milestones import Milestones, is_best, score_of, starting_point
 
 STEPS = range(1, 13)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from training_runs import wait_until
 
-from gpipe_cli.system import fork
-from gpipe_cli.system.fork import Fork
+from gpipe_cli.system import forked_call
+from gpipe_cli.system.forked_call import Fork
 
 PARENT = """
 import os, time
-from gpipe_cli.system.fork import Fork
+from gpipe_cli.system.forked_call import Fork
 def work():
     print(os.getpid(), flush=True)
     time.sleep(60)
@@ -51,7 +51,7 @@ def test_its_output_can_go_to_a_file(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_all_of_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(forked_call, "_GRACE_SECONDS", 0.3)
 
     def work() -> None:  # neither it nor its child wants to end
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -5,7 +5,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard.summary import scalar
 
-from gpipe_cli.reporting.run.event_file import EventFile
+from gpipe_cli.reporting.run.tensorboard_file import EventFile
 
 
 def test_events_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:

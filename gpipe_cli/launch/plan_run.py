@@ -16,11 +16,11 @@ from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.reporting.plan_view import plan_view, predicted_view
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.plan import show_plan
+from gpipe_cli.reporting.tables.plan_values import plan_view, predicted_view
 from gpipe_cli.system.files import write_whole
 
 PICTURE, TRACE = "timeline.png", "timeline_trace.json"

@@ -11,7 +11,7 @@ from gpipe_cli.data.vocabulary import END, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.events import Translation, TranslationScores
 from gpipe_cli.training.translation.decode import decode
-from gpipe_cli.training.translation.translations import (
+from gpipe_cli.training.translation.scores import (
     EXAMPLES,
     choose,
     score_translations,

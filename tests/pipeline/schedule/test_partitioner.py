@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.partition import NoCutFitsError, check_balance, imbalance, partition, stage_costs
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition, stage_costs
 
 
 def quality(

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.order import check, grid, linearize
+from gpipe_cli.pipeline.schedule.dependencies import check, dependencies, grid, linearize
 from gpipe_cli.pipeline.schedule.schedules import (
     RECOMPUTE,
     SCHEDULES,
@@ -13,7 +13,6 @@ from gpipe_cli.pipeline.schedule.schedules import (
     Kind,
     Schedule,
     build,
-    dependencies,
     gpipe,
 )
 

@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.planner.sharing import SeparatedError
+from gpipe_cli.planner.shared_layers import SeparatedError
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
 from gpipe_cli.system.interrupts import Interrupt, interruptible

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.description import Setting, Status
-from gpipe_cli.reporting.run.event_file import record
 from gpipe_cli.reporting.run.result import flattened
+from gpipe_cli.reporting.run.tensorboard_file import record
 from gpipe_cli.system.files import write_whole
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gpipe_cli.config.typed import NothingFitsError, one_line
 from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.system.fork import Fork
+from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import interruptible, interruptible_import
 from gpipe_cli.system.streams import lost_output
 
