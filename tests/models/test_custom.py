@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from gpipe_cli.models.custom import build_custom
 
@@ -61,7 +60,6 @@ def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "zoo_for_tests" / "__init__.py").write_text("")
     (tmp_path / "zoo_for_tests" / "nets.py").write_text(SOURCE)
     (tmp_path / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
-    (tmp_path / "broken_for_tests.py").write_text("def build(:\n")
     (tmp_path / "raising_for_tests.py").write_text("raise RuntimeError('two\\nlines')\n")
     (tmp_path / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
@@ -79,7 +77,6 @@ def test_a_function_of_the_current_directory() -> None:
     assert [name for name, _ in model.named_children()] == ["layer_0", "layer_1", "layer_2"]
     assert all(parameter.is_meta for parameter in model.parameters())
     assert len(build_custom("zoo_for_tests.nets:build", {"width": 4})) == 2
-    assert isinstance(build_custom("zoo_for_tests.nets:Own", {"width": 3}), nn.Sequential)  # a class is called, too
 
 
 def test_the_own_directory_comes_first(tmp_path: Path) -> None:
@@ -97,12 +94,9 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
     ("target", "arguments", "message"),
     [
         ("zoo_for_tests.nets.build", {}, "not of the form package.module:function"),
-        ("zoo_for_tests/nets.py:build", {}, "not of the form"),
         ("zoo_for_tests.nets:build(3)", {}, "not of the form"),
         ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
-        ("zoo_for_tests.absent:build", {}, r"there is no module zoo_for_tests\.absent"),
         ("lacking_for_tests:build", {}, "lacking_for_tests imports a_module_that_nobody_has, which is not installed"),
-        ("broken_for_tests:build", {}, r"broken_for_tests cannot be imported \(SyntaxError: "),
         ("leaving_for_tests:build", {}, r"cannot be imported \(SystemExit: 7\)"),
         ("raising_for_tests:build", {}, r"cannot be imported \(RuntimeError: two; lines\)"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no bild"),

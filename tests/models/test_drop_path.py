@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
-from gpipe_cli.models.drop_path import ScheduledDropPath, set_progress
+from gpipe_cli.models.drop_path import ScheduledDropPath
 
 
 def test_drops_whole_examples_and_scales_the_rest() -> None:
@@ -35,9 +34,3 @@ def test_off_returns_the_input_and_draws_nothing(training: bool, probability: fl
     state = torch.get_rng_state()
     assert drop_path(x) is x
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_set_progress_reaches_all() -> None:
-    first, second = ScheduledDropPath(0.1), ScheduledDropPath(0.2)
-    set_progress(nn.Sequential(first, nn.Sequential(nn.ReLU(), second)), 0.25)
-    assert (first.progress, second.progress) == (0.25, 0.25)

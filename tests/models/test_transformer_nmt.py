@@ -44,23 +44,6 @@ def test_sizes_of_the_paper() -> None:
         assert any(each == pytest.approx(billions, rel=0.03) for each in parameters)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_travels(shared: bool) -> None:
-    model = build(shared)
-    values: Any = (torch.randint(1, 40, (3, 7)), torch.randint(1, 40, (3, 5)))
-    for name, layer in model.named_children():
-        values = layer(values)
-        if name in ("decoder_01", "softmax"):  # behind the last decoder layer the target is alone
-            assert values.shape == (3, 5, 16 if name == "decoder_01" else 50)
-            continue
-        source, mask, target = values
-        assert (source.shape, source.dtype) == ((3, 7, 16), torch.float32)
-        assert (mask.shape, mask.dtype) == ((3, 7), torch.bool)
-        embedded = shared or name.startswith(("target", "decoder"))
-        assert target.shape == ((3, 5, 16) if embedded else (3, 5))
-        assert target.dtype == (torch.float32 if embedded else torch.int64)
-
-
 def test_one_matrix_embeds_both_languages() -> None:
     model = build()
     source, mask, target = model[0]((torch.tensor([[3, 4, 0]]), torch.tensor([[3, 5]])))

@@ -63,7 +63,7 @@ def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> N
     assert "more than 1 value" in last.reason
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100])
+@pytest.mark.parametrize("most", [1, 7, 30])
 def test_the_largest_is_found_by_doubling_and_halving(most: int) -> None:
     for start in range(1, most + 1):
         for limit in range(most + 2):
@@ -125,11 +125,8 @@ def test_recomputation_is_compared_with_the_modes(profile: ModelProfile) -> None
     assert 0 < sum(plan.recomputed) < sum(most.plan.recomputed)
 
 
-@pytest.mark.parametrize("recompute", ["never", "except_last"])
-def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(
-    profile: ModelProfile, recompute: str
-) -> None:
-    settings = [*SETTINGS, "micro_batches=2", "partitions=2", f"recompute={recompute}"]
+def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(profile: ModelProfile) -> None:
+    settings = [*SETTINGS, "micro_batches=2", "partitions=2", "recompute=never"]
     limit = 0.55 * needed_gib(configure(*settings), profile)
     settings.append(f"hardware.memory_gib={limit}")
     with pytest.raises(NothingFitsError, match="no cut fits; in the best one stage") as error:
@@ -158,9 +155,8 @@ def test_of_what_is_chosen_nothing_may_fit_either(profile: ModelProfile) -> None
         choose(config, ["micro_batches"], profile, predicted_costs)
 
 
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_the_largest_model_fits_and_the_next_one_does_not(partitions: int) -> None:
-    config = configure(*LM, f"partitions={partitions}", "hardware.memory_gib=0.004")
+def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
+    config = configure(*LM, "partitions=2", "hardware.memory_gib=0.001")
     solved, profile, plan, (choice,) = solve_max_model(config, predicted_costs)
     limit = memory_limit(config)
     assert limit is not None

@@ -28,12 +28,6 @@ def test_equal_stages_take_what_the_paper_says(k: int) -> None:
     assert plan.breakdown.bubble == pytest.approx((k - 1) / (4 + k - 1))
 
 
-def test_updates_come_after_the_last_action() -> None:
-    without, update = (planned("partitions=2", costs=equal_costs(traced(), seconds)) for seconds in (0.0, 0.5))
-    assert update.step_seconds - without.step_seconds == pytest.approx(0.5 * update.balance[0])
-    assert update.breakdown.update > 0
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_auto_recomputes_no_more_than_it_must(schedule: str) -> None:
     never, always = (planned(f"schedule={schedule}", f"recompute={mode}") for mode in ("never", "except_last"))

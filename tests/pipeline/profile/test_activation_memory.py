@@ -1,11 +1,9 @@
 """The bytes of every possible stage against counting them one by one."""
 
 import random
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
-import pytest
 import torch
-from memory_runs import SAMPLES
 
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, SameMemory, Saved
@@ -116,16 +114,3 @@ def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
     assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
     assert memory.input_bytes(0) == memory.input_bytes(0, 3) == 4 * 2
     assert memory.graph_bytes(1, 3) == 4 * 5 + 4 * 5 + 1 + 4 * 3
-
-
-@pytest.mark.parametrize("name", sorted(SAMPLES))
-def test_a_longer_stage_holds_more_but_for_what_its_last_layer_has_no_use_for(name: str) -> None:
-    """An AmoebaNet's classifier takes two tensors, saves neither and hands on none: who ends before it holds them."""
-    sample = SAMPLES[name]
-    costs = sample.costs()
-    memory = ActivationMemory(costs, sample.inputs, 2, sample.lengths)
-    for first in range(len(costs)):
-        sizes = [memory.graph_bytes(first, end) for end in range(first + 1, len(costs) + 1)]
-        for end, (shorter, longer) in enumerate(pairwise(sizes), start=first + 1):
-            let_go = sum(t.bytes(2, sample.lengths) for t in costs[end - 1].outputs)
-            assert longer >= shorter - (let_go if costs[end].name == "classifier" else 0)

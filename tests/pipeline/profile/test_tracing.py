@@ -20,19 +20,18 @@ def trace(example: tuple[int, ...], *, training: bool = True, **layers: nn.Modul
     return {cost.name: cost for cost in costs}
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_layer(bias: bool) -> None:
+def test_a_linear_layer() -> None:
     """2 m n a sample forwards; backwards the same for the weights, and again for the inputs where they need it."""
-    costs = trace((20,), first=nn.Linear(20, 30, bias=bias), second=nn.Linear(30, 7, bias=bias))
+    costs = trace((20,), first=nn.Linear(20, 30), second=nn.Linear(30, 7, bias=False))
     assert costs["first"].forward.flops == 2 * 20 * 30
     assert costs["first"].backward.flops == 2 * 20 * 30
     assert costs["second"].forward.flops == 2 * 30 * 7
     assert costs["second"].backward.flops == 2 * 2 * 30 * 7
     assert costs["first"].flops == 4 * 20 * 30
-    assert [cost.parameters for cost in costs.values()] == [20 * 30 + bias * 30, 30 * 7 + bias * 7]
+    assert [cost.parameters for cost in costs.values()] == [20 * 30 + 30, 30 * 7]
 
 
-@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 4)])
 def test_a_convolution(stride: int, groups: int) -> None:
     """2 x outputs x (kernel x inputs / groups) a sample."""
     layers = {"first": nn.Conv2d(3, 8, 1), "second": nn.Conv2d(8, 12, 3, stride=stride, padding=1, groups=groups)}
@@ -44,16 +43,6 @@ def test_a_convolution(stride: int, groups: int) -> None:
     assert costs["second"].outputs[0].shape(5) == (5, 12, side, side)
 
 
-def test_a_depthwise_and_a_transposed_convolution() -> None:
-    layers = {"stem": nn.Conv2d(3, 6, 1), "depth": nn.Conv2d(6, 6, 5, padding=2, groups=6)}
-    costs = trace((3, 7, 7), **layers, up=nn.ConvTranspose2d(6, 4, 2, stride=2))
-    assert costs["depth"].forward.flops == 2 * 7 * 7 * 6 * 25
-    assert costs["up"].forward.flops == 2 * 7 * 7 * 6 * 4 * 4
-    for name in ("depth", "up"):
-        assert costs[name].backward.flops == 2 * costs[name].forward.flops
-    assert costs["stem"].backward.flops == costs["stem"].forward.flops, "images need no gradient"
-
-
 def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
     layers = OrderedDict(conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU(), flat=nn.Flatten(), head=nn.Linear(8 * 16, 2))
     inputs = as_boundary((torch.empty(1, 3, 6, 6),))
@@ -63,13 +52,6 @@ def test_an_image_channels_last_is_copied_where_it_is_flattened() -> None:
         assert flat.saved.same_memory == (whose,)
         assert bool(flat.forward.by_kind) == (whose is None)
         assert head.saved.inputs == (0,)
-
-
-def test_an_evaluation_has_no_backward() -> None:
-    costs = trace((3, 8, 8), training=False, conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU())
-    assert costs["conv"].forward.flops > 0
-    assert not any(cost.backward.by_kind for cost in costs.values())
-    assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
 
 
 class Fan(nn.Module):
@@ -122,13 +104,6 @@ def test_batch_norm_is_traced_as_it_is_run() -> None:
     """Its statistics are deferred. `momentum=None` was refused: nn.BatchNorm reads a number from the meta device."""
     average, fixed = (trace((4,), norm=nn.BatchNorm1d(4, momentum=momentum)) for momentum in (None, 0.1))
     assert average == fixed
-
-    class Own(nn.BatchNorm1d):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
-    with pytest.raises(ValueError, match=r"layer norm \(Own\): a batch norm with a forward of its own"):
-        trace((4,), norm=Own(4))
 
 
 def test_a_tuple_of_one_tensor_is_known_as_such() -> None:
@@ -185,7 +160,7 @@ def test_shapes_follow_samples_and_both_lengths() -> None:
     assert cost.outputs[1].bytes(5, (4, 3)) == 5 * 3 * 6 * 4
 
 
-@pytest.mark.parametrize("name", ["amoebanet", "attention with dropout", "translation"])
+@pytest.mark.parametrize("name", ["amoebanet", "translation"])
 def test_equal_layers_cost_what_each_of_them_costs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = SAMPLES[name]
     shared = trace_layers(sample.model(), sample.inputs, training=True, lengths=sample.lengths)
@@ -225,15 +200,6 @@ def test_a_layer_is_traced_again_where_it_or_its_inputs_differ() -> None:
     assert [cost.name for cost in costs] == ["0", "1", "2", "3", "4"]
     assert costs[0].backward.flops == 72
     assert costs[1].backward.flops == 144
-
-
-def test_a_parameter_of_two_layers_is_a_parameter_of_each() -> None:
-    layers = [Counted(1) for _ in range(3)]
-    layers[2].linear.weight = layers[1].linear.weight
-    runs, costs = runs_of(*layers)
-    assert runs == 4
-    assert costs[2].parameters == costs[2].trained == 42
-    assert costs[2].backward.flops == costs[1].backward.flops
 
 
 def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
@@ -294,13 +260,6 @@ def test_what_linear_layers_and_activations_save() -> None:
     assert costs["both"].saved.inside_bytes(5) == 600
 
 
-def test_what_does_not_grow_with_the_micro_batch() -> None:
-    """The mean and the deviation of a channel, and dropout's mask, which a CPU keeps in four bytes."""
-    costs = trace((4, 3, 3), stem=nn.Conv2d(4, 5, 1), norm=nn.BatchNorm2d(5), drop=nn.Dropout(0.5))
-    assert saved("norm", costs) == Saved(inputs=(0,), base_bytes=2 * 5 * 4, same_memory=(None,))
-    assert saved("drop", costs) == Saved(per_sample_bytes=5 * 9 * 4, same_memory=(None,))
-
-
 class Passes(nn.Module):
     """(x, y) or x alone -> y untouched, a view of x, something new twice, its transpose made dense."""
 
@@ -318,24 +277,9 @@ def test_whose_memory_outputs_are() -> None:
 
 def test_nothing_is_saved_without_a_backward() -> None:
     costs = trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh())
+    assert costs["first"].forward.flops > 0
     assert all(cost.saved == Saved(same_memory=(None,)) for cost in costs.values())
+    assert not any(cost.backward.by_kind for cost in costs.values())
+    assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
     frozen = nn.Linear(20, 30).requires_grad_(False)
     assert saved("first", trace((20,), first=frozen)) == Saved(same_memory=(None,))
-
-
-def test_the_loss_belongs_to_the_last_layer() -> None:
-    """Log-probabilities, a loss that is held until the backward, and both directions' operations."""
-
-    def loss(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return outputs[0].log_softmax(1).sum()
-
-    model = nn.Sequential(OrderedDict(first=nn.Linear(5, 4), second=nn.Linear(4, 7))).to("meta")
-    inputs = as_boundary((torch.empty(1, 5),))
-    plain = trace_layers(model, inputs, training=True)
-    closed = trace_layers(model, inputs, training=True, loss=loss)
-    assert closed[0] == plain[0]
-    assert closed[1].saved == Saved(inputs=(0,), base_bytes=4, per_sample_bytes=7 * 4, same_memory=(None,))
-    assert operations(closed[1].forward) == operations(plain[1].forward) + 2
-    assert operations(closed[1].backward) > operations(plain[1].backward)
-    assert closed[1].backward.flops == plain[1].backward.flops
-    assert closed[1].outputs == plain[1].outputs

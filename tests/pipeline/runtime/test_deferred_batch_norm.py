@@ -12,11 +12,9 @@ from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defe
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
 
 
-def images(samples: int, step: int = 0, mean: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(samples, 3, 4, 5, generator=generator) * torch.tensor([1.0, 5.0, 0.1])[:, None, None] + mean
-    ).to(dtype)
+    return torch.randn(samples, 3, 4, 5, generator=generator) * torch.tensor([1.0, 5.0, 0.1])[:, None, None] + mean
 
 
 def step(layers: nn.Module, statistics: BatchStatistics, batch: torch.Tensor, micro_batches: int) -> None:
@@ -34,16 +32,15 @@ def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, BatchStat
     return make().train(), deferred, statistics
 
 
-def assert_same_statistics(deferred: nn.Module, whole: nn.Module, tolerance: float = 1e-5) -> None:
+def assert_same_statistics(deferred: nn.Module, whole: nn.Module) -> None:
     expected = whole.state_dict()
     assert deferred.state_dict().keys() == expected.keys()
     for name, value in deferred.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-@pytest.mark.parametrize("micro_batches", [1, 3, 8])
-def test_statistics_of_the_whole_mini_batch(micro_batches: int, momentum: float | None) -> None:
+@pytest.mark.parametrize(("momentum", "micro_batches"), [(0.1, 1), (1.0, 3), (None, 8)])
+def test_statistics_of_the_whole_mini_batch(momentum: float | None, micro_batches: int) -> None:
     """Unbiased variance, uneven micro-batches, a shorter mini-batch in between; the average of all for None."""
     whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3, momentum=momentum))
     for number, samples in enumerate((8, 7, 3, 8)):
@@ -77,41 +74,6 @@ def test_a_recomputation_is_not_counted() -> None:
     statistics.commit()  # nothing is left to be counted twice
     assert_same_statistics(deferred, whole)
     assert int(deferred.num_batches_tracked) == 1
-
-
-def test_gradients_are_those_of_batch_norm_on_the_micro_batch() -> None:
-    whole, deferred, statistics = pair(lambda: nn.BatchNorm2d(3))
-    inputs = images(4).requires_grad_(), images(4).requires_grad_()
-    weight = images(4, 9)
-    statistics.open(0)
-    (deferred(inputs[0]) * weight).sum().backward()
-    statistics.close()
-    (whole(inputs[1]) * weight).sum().backward()
-    for one, other in zip((inputs[0], *deferred.parameters()), (inputs[1], *whole.parameters()), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
-def test_several_norms_of_several_kinds_keep_their_names() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Sequential(nn.BatchNorm2d(3, momentum=0.3), nn.Conv2d(3, 5, 3)),
-            nn.BatchNorm2d(5, affine=False),
-            nn.Flatten(),
-            nn.Linear(30, 4),
-            nn.BatchNorm1d(4, momentum=None),
-            nn.BatchNorm1d(4, track_running_stats=False),
-        )
-
-    statistics = BatchStatistics()
-    original = make()
-    parameters = list(original.parameters())
-    assert len(defer_batch_norms(original, statistics)) == 3
-    assert all(one is other for one, other in zip(original.parameters(), parameters, strict=True))
-    whole = make()
-    step(original, statistics, images(6), 1)
-    whole(images(6))
-    assert_same_statistics(original, whole)
 
 
 def test_evaluation_uses_and_leaves_the_running_statistics() -> None:
@@ -180,7 +142,8 @@ def test_a_norm_stays_the_object_that_it_is() -> None:
         parametrize.register_parametrization(scaled, "weight", Scaled())
         weight = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
         activates = BatchNormAct2d(3, act_layer=nn.SiLU, drop_layer=nn.Softplus)
-        return nn.Sequential(hooked, scaled, weight, OwnDefaults(3), activates)
+        plain = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3, track_running_stats=False))
+        return nn.Sequential(hooked, scaled, weight, OwnDefaults(3), activates, plain)
 
     whole, deferred, statistics = pair(make)
     before = [type(module) for module in deferred.modules()]
@@ -189,7 +152,7 @@ def test_a_norm_stays_the_object_that_it_is() -> None:
     step(deferred.train(), statistics, images(6), 1)
     assert_same_statistics(deferred, whole)
     assert [type(module) for module in deferred.modules()] == before
-    assert [norm.momentum for norm in deferred.modules() if isinstance(norm, nn.BatchNorm2d)] == [0.1, 0.1, 0.4, 0.1]
+    assert [norm.momentum for norm in deferred.modules() if isinstance(norm, OwnDefaults)] == [0.4]
 
 
 class Gain(nn.BatchNorm2d):
@@ -217,9 +180,7 @@ def test_a_norm_whose_forward_is_not_known_is_refused(make: Callable[[], nn.Modu
     with pytest.raises(ValueError, match=rf"layer 1\.1 \({name}\).*use nn\.BatchNorm1d, 2d or 3d") as refused:
         defer_batch_norms(model, BatchStatistics())
     assert "\n" not in str(refused.value)
-
-
-def test_what_tracks_nothing_may_do_as_it_likes() -> None:
+    # what tracks nothing may do as it likes
     assert not defer_batch_norms(nn.Sequential(Gain(3, track_running_stats=False)), BatchStatistics())
 
 

@@ -48,28 +48,6 @@ def inputs(m: int) -> Tensors:
 GRADIENT = (torch.ones(3, 2, 4, 4), None)
 
 
-def test_recomputation_gives_the_gradients_of_a_kept_graph() -> None:
-    """Dropout repeats; batch norm's statistics are counted once; the inputs that need none get no gradient."""
-    results = []
-    for keep in (Retain.GRAPH, Retain.INPUT):
-        made, body = stage()
-        made.begin_step(5, None)
-        returned = []
-        outputs = [made.forward(m, inputs(m), keep) for m in (0, 1)]
-        for m in (1, 0):
-            if keep is Retain.INPUT:
-                made.recompute(m)
-            returned.append(made.backward(m, GRADIENT))
-        made.finish_step()
-        assert body.calls == (2 if keep is Retain.GRAPH else 4)
-        assert all(back[1] is None for back in returned)
-        gradients = [parameter.grad for parameter in body.parameters()]
-        values = [output[0].detach() for output in outputs] + [back[0] for back in returned]
-        results.append([*values, *gradients, *body.state_dict().values()])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_what_is_kept_between_forward_and_backward() -> None:
     """Without a backward nothing; for a recomputation the inputs and no graph."""
     made, _ = stage()
@@ -163,16 +141,6 @@ def test_masks_depend_on_step_and_micro_batch_only() -> None:
     assert not torch.equal(kept(1, 0), kept(1, 1))
 
 
-def test_the_layer_at_work_is_known() -> None:
-    made, _ = stage()
-    made.begin_step(0, None)
-    made.forward(0, inputs(0), Retain.NOTHING)
-    assert made.layer_name == ""
-    with pytest.raises(RuntimeError):
-        made.forward(1, (torch.ones(3, 9, 4, 4), inputs(0)[1]), Retain.NOTHING)
-    assert made.layer_name == "body"
-
-
 def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None:
     made, body = stage(Frozen(modules=("body",)))
     body.norm.running_mean.fill_(0.5)
@@ -192,18 +160,6 @@ def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None
     assert none is None
     assert all(parameter.grad is None for parameter in body.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in body.state_dict().items())
-
-
-def test_a_module_inside_a_layer_can_be_frozen_alone() -> None:
-    """A deferred batch norm is the module that was frozen, and stays so."""
-    made, body = stage(Frozen(modules=("body.norm",)))
-    made.begin_step(0, None)
-    outputs = made.forward(0, inputs(0), Retain.GRAPH)
-    made.backward(0, GRADIENT)
-    made.finish_step()
-    assert body.norm.num_batches_tracked == 0
-    assert (outputs[0] == 0).any(), "the dropout beside it still drops"
-    assert [name for name, p in body.named_parameters() if p.grad is None] == ["norm.weight", "norm.bias"]
 
 
 @pytest.mark.parametrize("keep", [Retain.GRAPH, Retain.INPUT])

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 
@@ -33,11 +33,6 @@ def test_unequal_stages() -> None:
         assert found.bubble == pytest.approx((k - 1) * sum(cost) / whole)
         assert found.imbalance == pytest.approx((m - 1) * sum(max(cost) - c for c in cost) / whole)
         assert found.compute == pytest.approx(m * sum(cost) / whole)
-
-
-def test_recomputation_has_a_share_of_its_own() -> None:
-    found = breakdown(simulate(gpipe(1, 4, "always"), [StageCost(1, 2, 3)]), 4)
-    assert astuple(found) == pytest.approx((16 / 24, 8 / 24, 0, 0, 0, 0, 0))
 
 
 def test_updates_and_the_rest_of_the_step() -> None:
@@ -79,15 +74,6 @@ def test_the_shares_add_up_to_one() -> None:
             assert min(astuple(found)) >= 0
             if recompute == "never":
                 assert found.recompute == 0
-
-
-def test_the_timeline_alone_is_enough() -> None:
-    """Without events all that is not computing is idle."""
-    timeline = simulate(gpipe(3, 4, "always"), [StageCost(1, 1, 2, 5)] * 3, [EdgeCost(1, 1)] * 2)
-    bare = replace(timeline, events=())
-    found = breakdown(bare, 4)
-    assert found.transfer == found.update == 0
-    assert found.bubble + found.imbalance == pytest.approx(1 - sum(bare.busy_seconds) / (3 * bare.step_seconds))
 
 
 def test_clocks_that_contradict_each_other() -> None:

@@ -11,7 +11,7 @@ from gpipe_cli.pipeline.schedule import simulator
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, backward_follows_forward, build
 
-SHAPES = list(itertools.product((1, 2, 3), (1, 2, 3, 4, 5)))
+SHAPES = list(itertools.product((1, 3), (1, 2, 3, 5)))
 
 
 def peak_bytes(schedule: Schedule, graph_bytes: Sequence[int], input_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def peaks(name: str, partitions: int, micro_batches: int, graph: int, kept: int)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("graph", "kept"), [(10, 1), (10, 0), (7, 3), (10, 9), (5, 5)])
+@pytest.mark.parametrize(("graph", "kept"), [(10, 1), (7, 3), (5, 5)])
 def test_equals_trying_all_subsets(name: str, graph: int, kept: int) -> None:
     """Every limit at which anything changes, on every stage."""
     for partitions, micro_batches in SHAPES:
@@ -75,26 +75,6 @@ def test_stages_are_decided_one_by_one(name: str) -> None:
         found = fewest_recomputations(name, partitions, micro_batches, graph, kept, limit)
         peak = peak_bytes(build(name, partitions, micro_batches, found), graph, kept)
         assert all(a <= b for a, b in zip(peak, limit, strict=True))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ample_and_tight(name: str) -> None:
-    for partitions, micro_batches in itertools.product((1, 2, 8), (1, 2, 7, 32)):
-        sizes = [100] * partitions, [3] * partitions
-        ample = peak_bytes(build(name, partitions, micro_batches, "never"), *sizes)
-        assert fewest_recomputations(name, partitions, micro_batches, *sizes, ample) == (frozenset(),) * partitions
-        # All but those that cost nothing to keep; with one byte less not even that would fit.
-        schedule = build(name, partitions, micro_batches, "except_last")
-        tight = peak_bytes(schedule, *sizes)
-        again = fewest_recomputations(name, partitions, micro_batches, *sizes, tight)
-        for actions, of_stage in zip(schedule, again, strict=True):
-            kept = set(backward_follows_forward(actions))
-            if name == "1f1b":  # until the first backward no other graph is there: the first may have the room for one
-                kept.add(0)
-            assert of_stage == set(range(micro_batches)) - kept
-        with pytest.raises(DoesNotFitError) as error:
-            fewest_recomputations(name, partitions, micro_batches, *sizes, [limit - 1 for limit in tight])
-        assert error.value.missing_bytes == 1
 
 
 def test_a_stage_that_lacks_memory_is_named() -> None:

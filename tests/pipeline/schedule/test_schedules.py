@@ -6,11 +6,10 @@ import textwrap
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.dependencies import check, dependencies, grid
+from gpipe_cli.pipeline.schedule.dependencies import check, grid
 from gpipe_cli.pipeline.schedule.schedules import (
     RECOMPUTE,
     SCHEDULES,
-    Action,
     Kind,
     Retain,
     build,
@@ -23,11 +22,6 @@ from gpipe_cli.pipeline.schedule.schedules import (
 )
 
 SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
-
-
-def action(text: str) -> Action:
-    """``2F0`` back to an action (single digits)."""
-    return Action(Kind(text[1]), int(text[0]), int(text[2:]))
 
 
 def drawn(text: str) -> str:
@@ -43,12 +37,9 @@ def test_gpipe_as_figure_2c_draws_it() -> None:
     """)
 
 
-def test_gpipe_recomputes_all_but_the_last_micro_batch() -> None:
+def test_recomputation_fills_the_wait_for_the_gradient() -> None:
     schedule = gpipe(3, 4, "except_last")
     assert " ".join(map(str, schedule[1])) == "1F0 1F1 1F2 1F3 1B3 1R2 1B2 1R1 1B1 1R0 1B0"
-
-
-def test_recomputation_fills_the_wait_for_the_gradient() -> None:
     assert grid(gpipe(3, 2, "always")) == drawn("""
         stage 0 | F0 F1 R1 .  .  .  .  B1 R0 B0
         stage 1 | .  F0 F1 R1 .  .  B1 R0 B0
@@ -63,8 +54,7 @@ def test_one_forward_one_backward_drawn() -> None:
         stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3
     """)
 
-
-def test_one_forward_one_backward_keeps_everything_on_the_last_stage() -> None:
+    # the last stage keeps everything
     first, last = one_forward_one_backward(2, 3, "except_last")
     assert " ".join(map(str, first)) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2"
     assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
@@ -122,19 +112,6 @@ def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
     assert [retain for _, retain in stage_retained(gpipe(1, 1, "never")[0])] == [Retain.GRAPH, Retain.NOTHING]
 
 
-def test_dependencies() -> None:
-    schedule = gpipe(3, 2, "always")
-
-    def needs(text: str) -> set[str]:
-        return {str(d) for d in dependencies(action(text), schedule)}
-
-    assert needs("0F1") == set()
-    assert needs("1F1") == {"0F1"}
-    assert needs("1R1") == {"1F1"}  # and not the gradient from stage 2
-    assert needs("1B1") == {"1F1", "2B1"}
-    assert needs("2B1") == {"2F1"}
-
-
 def test_in_flight() -> None:
     for partitions, micro_batches in SHAPES:
         for recompute in RECOMPUTE:
@@ -158,10 +135,3 @@ def test_in_flight() -> None:
 def test_wrong_settings_are_named(arguments: tuple[str, int, int, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(*arguments)
-
-
-def test_the_largest_pipeline_of_the_paper() -> None:
-    """128 partitions (Table 1), 4 micro-batches for each: everything that has to happen at start-up works."""
-    schedule = build("gpipe", 128, 512, "except_last")
-    check(schedule)
-    assert len(retained(schedule)) == 128 * (512 + 511 + 512)
