@@ -252,7 +252,8 @@ class Pool:
 
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "engine_runs"])
+        # modules of the package: the fork server does not find those of the tests
+        context.set_forkserver_preload([P2PTransport.__module__, Executor.__module__, trace_layers.__module__])
         port = free_port()
         self.connections: list[Connection] = []
         self.processes = []

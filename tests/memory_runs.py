@@ -61,9 +61,9 @@ class Sample:
         )
 
 
-def _amoebanet(auxiliary_head: bool = False) -> nn.Sequential:
+def _amoebanet() -> nn.Sequential:
     return amoebanet(
-        variant="d", normal_cells=3, filters=8, image_size=SIZE, num_classes=CLASSES, auxiliary_head=auxiliary_head,
+        variant="d", normal_cells=3, filters=8, image_size=SIZE, num_classes=CLASSES, auxiliary_head=True,
         batch_norm_momentum=0.1, drop_path=0.2,
     )  # fmt: skip
 
@@ -131,8 +131,7 @@ _PAIRS = tuple(
 )
 
 SAMPLES = {
-    "amoebanet": Sample(lambda: _amoebanet(True), _IMAGES, _images, _classes, auxiliary_weight=0.4),
-    "amoebanet channels last": Sample(_amoebanet, _IMAGES, _images, _classes, channels_last=True),
+    "amoebanet": Sample(_amoebanet, _IMAGES, _images, _classes, auxiliary_weight=0.4, channels_last=True),
     "flattening": Sample(_flattening, _IMAGES, _images, _classes),
     "flattening channels last": Sample(_flattening, _IMAGES, _images, _classes, channels_last=True),
     "language model": Sample(lambda: _language_model(0.0), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)),

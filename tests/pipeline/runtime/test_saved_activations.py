@@ -10,7 +10,7 @@ from memory_runs import SAMPLES, measure, predict
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
-from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes
+from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.schedules import Retain
