@@ -8,19 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import LIVELY, TINY, command, configure
+from training_runs import LIVELY, TINY, command, configure, of_type, train_here
 
 from gpipe_cli.commands import bench
 from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.reporting.run.measurement import StepSpeeds
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, show_bench, write_bench
 from gpipe_cli.reporting.tables.sweep import Run
+from gpipe_cli.training.events import StepDone
 
 ODD = [
     "model=custom", "model.target=bench_models:odd", "dataset=synthetic_images", "dataset.image_size=8",
@@ -43,22 +44,21 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five steps in two processes: more than an epoch, and past where a training would be evaluated and saved."""
+    """Five steps of two stages: more than an epoch, and past where a training would be evaluated and saved."""
     output = tmp_path_factory.mktemp("measured")
-    peak = "hardware.peak_tflops=0.002"
-    assert program("bench", *TINY, *LIVELY, *FIVE, "partitions=2", peak, f"output={output}") == 0
+    two = ["partitions=2", "executor=in_process", "hardware=cpu", "hardware.peak_tflops=0.002"]
+    assert program("bench", *TINY, *LIVELY, *FIVE, *two, f"output={output}") == 0
     (folder,) = output.iterdir()
     return folder
 
 
 def test_the_steps_are_those_of_a_training(measured: Path, tmp_path: Path) -> None:
-    settings = [*TINY, *LIVELY, "partitions=1", "epochs=5", "max_steps=5", f"run_folder={tmp_path}"]
-    assert program("train", *settings) == 0
-    assert losses(measured) == losses(tmp_path)
-    assert len(losses(measured)) == 5
-    trained = read_result(tmp_path)
-    assert (trained["command"], trained["speed_steps"]) == ("train", 2)
-    assert trained["model_flops"] == read_result(measured)["model_flops"]
+    heard = train_here(configure(*TINY, *LIVELY, "partitions=1", "epochs=5", "max_steps=5", "hardware=cpu"), tmp_path)
+    events = EventAccumulator(str(measured))
+    events.Reload()
+    measured_losses = [event.value for event in events.Scalars("train/loss")]
+    assert measured_losses == [np.float32(step.loss) for step in of_type(heard, StepDone)]
+    assert len(measured_losses) == 5
 
 
 def test_what_a_measurement_leaves(measured: Path) -> None:
@@ -101,7 +101,6 @@ def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureF
         ("+dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
         ("checkpoint.keep=3", "checkpoint.keep=3: a measurement writes no checkpoints; leave it out"),
         ("resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
-        ("steps=0", "steps=0: must be 1 or more"),
         ("rounds=2", "rounds=2: one configuration has nothing to take turns with; add -m"),
         ("-m rounds=1,2", "rounds=1,2: all rows of a table have the same rounds; give one number"),
         ("-m partitions=1,2 rounds=0", "rounds=0: must be 1 or more"),
@@ -154,19 +153,13 @@ def test_cells_that_cannot_be_are_rows(table: Path) -> None:
 
 
 def test_a_table_goes_on_where_it_was_interrupted(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (table / "bench.json").read_bytes(), sorted(table.iterdir())
-    assert program("bench", f"resume={table}") == 0
-    assert ((table / "bench.json").read_bytes(), sorted(table.iterdir())) == before, "nothing was left to do"
-    output = capsys.readouterr().out
-    assert output.count("before, skipped") == 4
-    assert "go on with" not in output
-
+    before = (table / "bench.json").read_bytes()
     sweep = read_result(table, "sweep.json")
     sweep["runs"][3]["exit_code"] = None  # as if the sweep had been killed when the last cell had begun
     write_result(table, sweep, "sweep.json")
     assert program("bench", f"resume={table}") == 0
     assert capsys.readouterr().out.count("before, skipped") == 3
-    assert (table / "bench.json").read_bytes() == before[0], "the last cell came to the same end again"
+    assert (table / "bench.json").read_bytes() == before, "the last cell came to the same end again"
     assert read_result(table, "sweep.json")["runs"][3]["exit_code"] == 2
 
 
@@ -241,37 +234,21 @@ def test_what_auto_became_is_shown(tmp_path: Path) -> None:
     assert "auto: 4" in shown(table, tmp_path)
 
 
-def test_a_sweep_over_one_value_names_its_rows(tmp_path: Path) -> None:
-    table = bench_table([Run("run", tmp_path, 2, 1.0, {}, 1, 1, {}, "partitions=99: has 4 layers")], 1)
-    assert "\nrun 1: impossible: partitions=99: has 4 layers\n" in shown(table, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("exit_code", "error", "status"),
     [
         (0, "", "measured"),
         (2, "hardware.memory_gib=1.0: stage 0 needs more", "impossible"),
         (1, "0F0 failed (stage 0): OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
-        (1, "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes", "out_of_memory"),
         (1, "stage 1 was killed by signal 9 (SIGKILL) in 1F0", "out_of_memory"),
         (1, "stage 1 was killed by signal 11 (SIGSEGV) in 1F0", "failed"),
         (-9, "exit code -9", "out_of_memory"),
-        (1, "RuntimeError: boom", "failed"),
         (130, "exit code 130", "interrupted"),
     ],
 )
 def test_ends_of_a_cell(exit_code: int, error: str, status: str) -> None:
     run = Run("seed=1", Path("seed=1"), exit_code, 1.0, {}, settings={"seed": 1}, error=error)
     assert bench_status(run) == status
-
-
-def test_quartiles_are_over_counted_steps() -> None:
-    speed = StepSpeeds(warm_up_steps=1)
-    for samples in (100, 1, 2, 3, 4, 5):
-        speed.add(samples, 1.0)
-    assert (speed.counted_steps, speed.median("samples_per_second")) == (5, 3)
-    assert speed.quartiles("samples_per_second") == [2, 4]
-    assert speed.quartiles("tokens_per_second") is None
 
 
 def test_the_peak_is_that_of_what_it_ran_on() -> None:

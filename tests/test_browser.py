@@ -179,11 +179,10 @@ OUTSIDE = """() => {
 }"""
 
 
-@pytest.mark.parametrize("partitions", [2, 4])
-def test_no_bar_leaves_its_lane_and_every_label_is_seen(page: "Page", partitions: int, tmp_path: Path) -> None:
+def test_no_bar_leaves_its_lane_and_every_label_is_seen(page: "Page", tmp_path: Path) -> None:
     """A stage that had waited since before the step was drawn over its own name."""
-    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [picture(partitions)])
+    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [picture(4)])
     page.goto(f"file://{tmp_path}/timeline.html")
     assert page.locator("figure").count() == 2
-    assert page.locator("figure.measured rect.waiting").count() >= partitions - 1
+    assert page.locator("figure.measured rect.waiting").count() >= 3
     assert page.evaluate(OUTSIDE) == []

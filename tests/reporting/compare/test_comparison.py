@@ -106,23 +106,6 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
         find_runs(sweep.parent / "empty")
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (None, "has no result.json"),
-        ('{"status": ', "not valid JSON"),
-        ("[1]", "must be a JSON object"),
-        ("{}", "not the result of a run"),
-    ],
-)
-def test_a_result_that_cannot_be_read_is_one_line(tmp_path: Path, content: str | None, line: str) -> None:
-    if content is not None:
-        (tmp_path / "result.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=line) as error:
-        read_run(tmp_path)
-    assert "\n" not in str(error.value)
-
-
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
     assert differing(runs) == ["partitions"]  # though output, run_folder and names of files differ too
     assert names(runs) == labels(runs) == [f"partitions={k}" for k in (1, 2, 4, 16)]

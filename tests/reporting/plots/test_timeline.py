@@ -1,24 +1,12 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
-from PIL import Image
 from reporting_runs import shares, timeline
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import timeline as drawing
-from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES, write_picture
+from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView
-
-
-def test_views_know_their_ends_and_names() -> None:
-    view = timeline()
-    assert (view.end_seconds, view.micro_batches) == (pytest.approx(0.13), 2)
-    late = timeline(step_seconds=0.1)
-    assert late.end_seconds == pytest.approx(0.13)
-    assert [bar.name for bar in view.stages[1]] == ["waiting", "transfer", "F0", "F1", "B1", "R0", "B0", "update"]
-    assert TimelineView("", "predicted", ((), ()), 0.0, shares(0.1)).end_seconds == 0.0
 
 
 def pixel(views: list[TimelineView], panel: int, stage: int, seconds: float, down: float = 0.3) -> tuple[int, int]:
@@ -73,28 +61,8 @@ def test_many_bars_are_sampled() -> None:
         assert colour_at(picture, pixel([view], 0, stage, 3 * 512, down=0.5)) == palette.rgb(palette.IDLE)
 
 
-def test_sampled_and_drawn_bars_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = many(2, 4)
-    one_by_one = draw([view])
-    monkeypatch.setattr(drawing, "MOST_BARS", 0)
-    sampled = draw([view])
-    assert sampled.shape == one_by_one.shape
-    for m in range(4):
-        for b in (0.25, 1.25):
-            place = pixel([view], 0, 1, 2 * m + b)
-            assert colour_at(sampled, place) == colour_at(one_by_one, place)
-
-
 @pytest.mark.parametrize(
     "view", [TimelineView("nothing", "measured", ((), ()), 0.0, shares(0.1)), many(1, 1), many(40, 3)]
 )
 def test_strange_timelines_are_drawn(view: TimelineView) -> None:
     assert draw([view]).std() > 0
-
-
-def test_a_picture_becomes_a_png_file(tmp_path: Path) -> None:
-    picture = draw([timeline()])
-    write_picture(tmp_path / "timeline.png", picture)
-    with Image.open(tmp_path / "timeline.png") as image:
-        assert image.format == "PNG"
-        assert (np.asarray(image.convert("RGB")) == picture).all()

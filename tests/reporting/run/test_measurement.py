@@ -10,35 +10,13 @@ from gpipe_cli.reporting.run.console import EpochMeans
 from gpipe_cli.reporting.run.measurement import StepSpeeds, hardware, memory_result, process_seconds, versions
 
 
-def test_the_median_leaves_out_the_warm_up() -> None:
-    speed = StepSpeeds(warm_up_steps=3)
-    for seconds in (10.0, 10.0, 10.0, 1.0, 2.0, 4.0):
-        speed.add(8, seconds)
-    assert speed.median("samples_per_second") == 4.0
-    assert speed.median("step_seconds") == 2.0
-    assert not speed.includes_warm_up
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_with_nothing_else_the_warm_up_counts_and_this_is_said(steps: int) -> None:
+def test_with_nothing_else_the_warm_up_counts_and_this_is_said() -> None:
     speed = StepSpeeds(warm_up_steps=3)
     assert speed.median("samples_per_second") is None
-    assert speed.median("step_seconds") is None
     assert not speed.includes_warm_up
-    for _ in range(steps):
-        speed.add(8, 2.0)
+    speed.add(8, 2.0)
     assert speed.includes_warm_up
     assert speed.median("samples_per_second") == 4.0
-
-
-def test_the_recent_rate_forgets_old_steps_and_never_counts_the_warm_up() -> None:
-    speed = StepSpeeds(warm_up_steps=1)
-    for seconds in (100.0, 1.0):
-        speed.add(8, seconds)
-    assert speed.recent("samples_per_second", 2) == 8.0
-    for _ in range(3):
-        speed.add(8, 4.0)
-    assert speed.recent("samples_per_second", 2) == 2.0
 
 
 def test_tokens_have_a_speed_of_their_own() -> None:
@@ -49,6 +27,8 @@ def test_tokens_have_a_speed_of_their_own() -> None:
     assert speed.median("samples_per_second") == 4.0  # of 8, 4, 4
     assert speed.recent("tokens_per_second", 2) == 450.0
     assert speed.recent("samples_per_second", 2) == 4.0
+    assert (speed.counted_steps, speed.quartiles("tokens_per_second")) == (3, [450.0, 800.0])
+    assert StepSpeeds(warm_up_steps=0).quartiles("tokens_per_second") is None
 
 
 def test_means_weigh_samples_not_mini_batches() -> None:
@@ -65,21 +45,12 @@ def test_hardware_and_versions_describe_this_machine() -> None:
     machine = hardware(["NVIDIA H200"], threads=2)
     assert machine["gpus"] == ["NVIDIA H200"]
     assert machine["cpu"]
-    cores, memory = machine["cores"], machine["memory_bytes"]
-    assert isinstance(cores, int)
-    assert cores >= 1
-    assert memory is None or (isinstance(memory, int) and memory > 2**20)
+    assert machine["cores"] >= 1  # type: ignore[operator]  # a whole number
     found = versions()
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert list(found) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
     assert found["torch"]
     assert list(versions(text=True)) == [*found, "sentencepiece", "Babel", "sacrebleu"]
-
-
-def test_versions_are_read_without_importing_anything() -> None:
-    code = "import sys; from gpipe_cli.reporting.run.measurement import versions; versions(); "
-    code += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:

@@ -1,7 +1,6 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reporting_runs import (
@@ -25,7 +24,6 @@ from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_evaluation
-from gpipe_cli.reporting.run.task_words import Task
 from gpipe_cli.training.events import EvaluationDone, Scores, Translation, TranslationScores
 
 
@@ -133,20 +131,6 @@ def test_what_is_no_number_is_null_in_the_result_of_a_failed_run(tmp_path: Path)
     assert "perplexity >1e+06 (unigram model 312.0)" in file.getvalue()
 
 
-def test_interrupted_after_a_checkpoint_says_where_it_is(tmp_path: Path) -> None:
-    console, file = log()
-    reporter = Reporter(tmp_path, description(), console)
-    for number in range(1, 6):
-        reporter.step(step(number))
-        if number == 4:
-            reporter.checkpointed(4)
-    reporter.finish("interrupted")
-    lines = file.getvalue().splitlines()
-    assert f"checkpoint   {tmp_path}, after step 4" in lines
-    assert f"go on with   gpipe train resume={tmp_path}" in lines
-    assert read_result(tmp_path)["steps"] == 5
-
-
 def test_curves_reach_as_far_as_the_last_checkpoint_when_a_run_is_killed(tmp_path: Path) -> None:
     """Events waited ten seconds, and of steps before a checkpoint they were lost for good: nothing does those again."""
     reporter = Reporter(tmp_path, description(), log()[0])
@@ -157,17 +141,6 @@ def test_curves_reach_as_far_as_the_last_checkpoint_when_a_run_is_killed(tmp_pat
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
-
-
-def test_a_dry_run_speaks_of_no_results(tmp_path: Path) -> None:
-    console, file = log()
-    reporter = Reporter(tmp_path, description(), console)
-    reporter.banner()
-    reporter.finish("dry_run")
-    result = read_result(tmp_path)
-    assert (result["status"], result["model_parameters"], len(result["partitions"])) == ("dry_run", 1_244_400, 2)
-    assert "nothing was trained" in file.getvalue()
-    assert "tensorboard" not in file.getvalue()
 
 
 def test_a_resumed_run_knows_the_tests_before_it_and_forgets_those_it_repeats(tmp_path: Path) -> None:
@@ -187,33 +160,6 @@ def test_a_resumed_run_knows_the_tests_before_it_and_forgets_those_it_repeats(tm
     assert f"gpipe train resume={tmp_path}" in file.getvalue()
 
 
-def test_an_evaluation_leaves_the_result_of_the_run_alone(tmp_path: Path) -> None:
-    console, file = log()
-    Reporter(tmp_path, description(), console).finish("completed")
-    before = read_result(tmp_path)
-    show_evaluation(
-        console,
-        tmp_path,
-        "best, after step 8",
-        "classification",
-        EvaluationDone(360, Scores(None, 0.05, 0.986, None, averaged=False), 1.2, None, None),
-    )
-    assert read_result(tmp_path) == before
-    assert read_result(tmp_path, "evaluate.json")["top1"] == 0.986
-    assert "test         top-1 98.6 %, loss 0.0500\n" in file.getvalue()
-    assert "samples      360 in 1.2 s\n" in file.getvalue()
-    assert set(read_result(tmp_path, "evaluate.json")) == {
-        *("checkpoint", "task", "samples", "loss", "top1", "top5", "averaged", "seconds")
-    }
-
-
-TEXT_EVALUATION = EvaluationDone(
-    samples=46,
-    scores=Scores(tokens=5888, loss=3.721, top1=0.312, top5=None, averaged=True),
-    seconds=1.2,
-    unigram_perplexity=312.0,
-    translation=None,
-)
 DECODED = TranslationScores(
     bleu=34.06,
     chrf=55.0,
@@ -232,43 +178,23 @@ DECODED = TranslationScores(
 )
 
 
-def evaluated(folder: Path, task: Task, message: EvaluationDone) -> tuple[dict[str, Any], list[str]]:
-    """What evaluate.json holds and the lines that are shown."""
-    console, file = log()
-    show_evaluation(console, folder, "best, after step 8", task, message)
-    return read_result(folder, "evaluate.json"), file.getvalue().splitlines()
-
-
-def test_an_evaluation_of_a_language_model(tmp_path: Path) -> None:
-    written, lines = evaluated(tmp_path, "language_model", TEXT_EVALUATION)
-    perplexity = written.pop("perplexity")
-    assert written == {
-        "checkpoint": "best, after step 8", "task": "language_model", "samples": 46, "loss": 3.721,
-        "token_accuracy": 0.312, "averaged": True, "seconds": 1.2, "tokens": 5888, "unigram_perplexity": 312.0,
-    }  # fmt: skip
-    assert perplexity == pytest.approx(41.3, abs=0.01)
-    scores = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
-    assert lines == [
-        "checkpoint   best, after step 8",
-        f"test         {scores} (averaged weights)",
-        "sequences    46 with 5,888 tokens in 1.2 s",
-        f"written to   {tmp_path}/evaluate.json",
-    ]
-
-
 def test_an_evaluation_of_a_translation_shows_scores_and_some_examples(tmp_path: Path) -> None:
-    written, lines = evaluated(
-        tmp_path,
-        "translation",
-        replace(
-            TEXT_EVALUATION,
-            samples=8123,
-            scores=replace(TEXT_EVALUATION.scores, tokens=54_321),
-            translation=DECODED,
-        ),
+    console, file = log()
+    scores = Scores(tokens=54_321, loss=3.721, top1=0.312, top5=None, averaged=True)
+    show_evaluation(
+        console, tmp_path, "best, after step 8", "translation", EvaluationDone(8123, scores, 1.2, 312.0, DECODED)
     )
-    assert written["translation"] == json.loads(json.dumps(asdict(DECODED)))
-    assert lines[2:9] == [
+    written, lines = read_result(tmp_path, "evaluate.json"), file.getvalue().splitlines()
+    assert written.pop("translation") == json.loads(json.dumps(asdict(DECODED)))
+    assert written.pop("perplexity") == pytest.approx(41.3, abs=0.01)
+    assert written == {
+        "checkpoint": "best, after step 8", "task": "translation", "samples": 8123, "loss": 3.721,
+        "token_accuracy": 0.312, "averaged": True, "seconds": 1.2, "tokens": 54_321, "unigram_perplexity": 312.0,
+    }  # fmt: skip
+    shown = "perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %, loss 3.7210 nats per token"
+    assert lines[:9] == [
+        "checkpoint   best, after step 8",
+        f"test         {shown} (averaged weights)",
         "sentences    8,123 with 54,321 tokens in 1.2 s",
         "BLEU         34.1 (copying the source: 8.2)",
         "chrF         55.0 (copying the source: 21.1)",

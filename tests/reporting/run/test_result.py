@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_result(tmp_path, {"status": "completed", "oops": object()})
     assert read_result(tmp_path) == {"status": "running"}
-
-
-def test_nothing_is_left_beside_the_file(tmp_path: Path) -> None:
-    write_result(tmp_path, {"a": 1})
-    write_result(tmp_path, {"a": 2})
-    assert [path.name for path in tmp_path.iterdir()] == [RESULT]
-    assert json.loads((tmp_path / RESULT).read_text()) == {"a": 2}
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

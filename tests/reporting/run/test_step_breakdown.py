@@ -2,7 +2,7 @@ import pytest
 from reporting_runs import prediction, shares
 
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.step_breakdown import MeasuredShares, comparison, difference, share_facts, share_lines
+from gpipe_cli.reporting.run.step_breakdown import MeasuredShares, comparison, difference
 
 
 def test_medians_are_scaled_to_a_whole() -> None:
@@ -35,20 +35,6 @@ def test_what_is_shown_adds_up() -> None:
     assert set(in_percent(dict.fromkeys(SHARES, 0.0)).values()) == {0}
 
 
-def test_lines_fit_eighty_columns() -> None:
-    for label, line in share_lines({"predicted": dict.fromkeys(SHARES, 0.0) | {"set_up": 1.0}}):
-        assert len(f"{label:<12} {line}") <= 80
-
-
-def test_lines_without_a_prediction() -> None:
-    result = {
-        "bubble": {"measured": 0.1, "predicted": None, "ideal": 0.2},
-        "breakdown": {"measured": shares(0.1), "predicted": None},
-    }
-    assert [label for label, _ in share_facts(result)] == ["% of a step", "measured", "ideal bubble"]
-    assert list(share_facts({})) == []
-
-
 def test_of_many_stages_the_fullest_is_told() -> None:
     sizes = tuple(2**20 * n for n in (5, 9, 7, 3, 2))
     lines = list(comparison(prediction(), 0.06, sizes, [n - 2**20 for n in sizes]))
@@ -71,7 +57,3 @@ def test_of_many_stages_the_fullest_is_told() -> None:
 )
 def test_differences_in_words(predicted: float, found: float, words: str) -> None:
     assert difference(predicted, found) == words
-
-
-def test_nothing_predicted_is_no_error() -> None:
-    assert (difference(0, 0), difference(0, 5)) == ("as predicted", "nothing was predicted")

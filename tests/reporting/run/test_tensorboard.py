@@ -144,15 +144,6 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     assert curve(tmp_path, dashboard.TEST_LOSS) == [(4, 1.25)]
 
 
-def test_configuration_and_banner_stand_beside_the_curves(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path)
-    board.describe("model:\n  filters: 16", "stage  device")
-    board.flush()
-    texts = {tag: events(tmp_path).Tensors(f"{tag}/text_summary")[0] for tag in (dashboard.CONFIG, dashboard.BANNER)}
-    content = {tag: text.tensor_proto.string_val[0].decode() for tag, text in texts.items()}
-    assert content == {dashboard.CONFIG: "    model:\n      filters: 16", dashboard.BANNER: "    stage  device"}
-
-
 def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.predict(prediction(), 0.2)
