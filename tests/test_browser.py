@@ -88,14 +88,6 @@ def page() -> "Iterator[Page]":
         browser.close()
 
 
-def test_runs_are_named_by_what_differs_and_have_curves(page: "Page", address: str) -> None:
-    page.goto(f"{address}#timeseries")
-    for run in RUNS:
-        page.get_by_text(run, exact=True).first.wait_for()
-    for tag in ("bubble/measured", "bubble/ideal"):
-        page.get_by_text(tag, exact=True).first.wait_for()
-
-
 def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> None:
     page.goto(f"{address}#hparams")
     table = page.locator("tf-hparams-table-view")

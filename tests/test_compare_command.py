@@ -16,7 +16,7 @@ from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.system.files import FolderLock
 
 FILES = {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
-RUN = [*TINY, "executor=in_process", "max_steps=3", "checkpoint.every_epochs=0"]
+RUN = [*TINY, "executor=in_process", "hardware=cpu", "max_steps=2", "checkpoint.every_epochs=0"]
 
 
 @pytest.fixture(scope="module")

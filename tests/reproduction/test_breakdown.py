@@ -32,14 +32,6 @@ def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
     assert Path(picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
-    (table,) = reproduce(
-        Breakdown(**PAPER), answering(tmp_path, shares_of_a_step, "model.filters=16", "cost=figures")
-    ).tables
-    assert set(column(table, "here - paper, points", "difference")) == {"-"}
-    assert column(table, "layers here", "simulated")[:2] == ["75.0 %", "25.0 %"]  # layers are timed all the same
-
-
 def test_what_was_not_recorded_is_a_failure(tmp_path: Path) -> None:
     def broken(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
         return "bench.json", {"rows": [{"breakdown": None, "reason": "out of memory"}]}

@@ -60,7 +60,6 @@ def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_pa
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ValueError("typo=1: there is no such setting"), "^typo=1: there is no such setting$"),
         (CommandFailedError("RuntimeError: broken"), r"^RuntimeError: broken; .*log\.txt$"),
         (KeyboardInterrupt(), "^$"),
     ],

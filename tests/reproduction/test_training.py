@@ -10,10 +10,9 @@ import pytest
 from recipe_runs import HERE, TINY, answering, column, real_runner
 from training_runs import command
 
-from gpipe_cli.config.typed import typed
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.fine_tuning import FineTuning
-from gpipe_cli.reproduction.numbers import difference, number, percents
+from gpipe_cli.reproduction.numbers import number, percents
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import Findings, last_wins
 from gpipe_cli.reproduction.training import RUN, Classification, Size, Training, Translation, reproduce
@@ -21,9 +20,7 @@ from gpipe_cli.units import count
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
 COUNTED = ("dataset=synthetic_images", "model.normal_cells=3", "model.filters=16")
-FINE_TUNING = FineTuning(
-    90.0, 80.0, 2, "imagenet_amoebanet_b", ("dataset.classes=[0,1,2,3,4]",), ("dataset.classes=[5,6,7,8,9]",)
-)
+FINE_TUNING = FineTuning(90.0, 80.0, 2, "imagenet_amoebanet_b", ("dataset.classes=[0,1]",), ("dataset.classes=[5,6]",))
 
 
 def settings(name: str, *given: str) -> tuple[str, ...]:
@@ -75,8 +72,8 @@ def test_fine_tuning_is_the_mean_of_its_runs(fine_tuned: tuple[Findings, Path]) 
     assert column(each, "seed") == ["0", "1"]
     assert column(each, "loss", "measured") == [number(run["test"]["loss"], 4) for run in runs]
     assert [run["config"]["init_from"] for run in runs] == [str(folder / "pretrained")] * 2
-    assert [run["config"]["dataset"]["classes"] for run in runs] == [[5, 6, 7, 8, 9]] * 2
-    assert read_result(folder / "pretrained")["config"]["dataset"]["classes"] == [0, 1, 2, 3, 4]
+    assert [run["config"]["dataset"]["classes"] for run in runs] == [[5, 6]] * 2
+    assert read_result(folder / "pretrained")["config"]["dataset"]["classes"] == [0, 1]
 
 
 def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
@@ -120,8 +117,6 @@ def test_the_run_to_begin_with(tmp_path: Path) -> None:
     reproduce(Training(fine_tuning=FINE_TUNING), runner)
     made = f"init_from='{tmp_path / 'pretrained'}'"
     assert [made in shlex.split(one) for one in runner.commands] == [False, True, True, False]
-    with pytest.raises(ValueError, match="init_from=null: the paper's scale begins with the ImageNet run"):
-        reproduce(Training(fine_tuning=FINE_TUNING), answering(tmp_path, trained, "init_from=null", desk=False))
 
 
 def test_a_translation(tmp_path: Path) -> None:
@@ -149,22 +144,6 @@ def test_a_translation(tmp_path: Path) -> None:
     assert measured[5:] == [f"{evaluation['translation'][key]:.2f}" for key in ("chrf", "chrf_copy")]
     assert column(table, "", "paper") == ["2.50", "-", "-", "30.00", "-", "-", "-"]
     assert "of at most 200 tokens" in dict(found.notes)["trained"]
-
-
-def test_a_node_says_exactly_one_thing() -> None:
-    for values in (
-        {},
-        {"classification": {"top1": 1.0, "top5": 2.0}, "translation": {"sentences": None, "desk_sentences": 1}},
-    ):
-        with pytest.raises(ValueError, match="give one of classification, translation, fine_tuning"):
-            typed(Training, values)
-
-
-def test_numbers() -> None:
-    assert [number(None, 2), number(1234.567, 2), percents(0.8444), percents(None)] == ["-", "1,234.57", "84.44 %", "-"]
-    assert [difference(84.0, 84.4, True), difference(84.0, 84.4, False), difference(84.0, None, True)] == [
-        "-0.40", "-", "-",
-    ]  # fmt: skip
 
 
 def test_without_imagenet_one_line_says_how_to_get_it(

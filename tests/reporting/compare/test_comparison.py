@@ -19,9 +19,9 @@ from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.report import csv_of, show_comparison
 from gpipe_cli.reporting.compare.run_curves import compared_curve, compared_tags, same_curves
 from gpipe_cli.reporting.compare.run_names import differing, labels, names, referred
-from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_curves, read_run
+from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run
 from gpipe_cli.reporting.plots.bars import draw_bars
-from gpipe_cli.reporting.plots.curves import THIN, WIDE, draw_curves, run_colour, running_median, styles
+from gpipe_cli.reporting.plots.curves import draw_curves, run_colour, running_median, styles
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result, write_result
 
@@ -97,13 +97,8 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
     assert [folder.name for folder in find_runs(sweep)] == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert find_runs(sweep / "partitions=2") == [sweep / "partitions=2"]
     assert len(find_runs(sweep.parent)) == 5  # one and two levels below
-    with pytest.raises(ValueError, match="nowhere: there is no such folder"):
-        find_runs(sweep / "nowhere")
     with pytest.raises(ValueError, match=r"result\.json: is a file"):
         find_runs(sweep / "partitions=2" / "result.json")
-    (sweep.parent / "empty").mkdir(exist_ok=True)
-    with pytest.raises(ValueError, match="no run there"):
-        find_runs(sweep.parent / "empty")
 
 
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
@@ -132,10 +127,8 @@ def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]
     [
         ("2026-01-31_12-00-00_resnet_digits_K2 2026-01-31_12-30-00_amoebanet_digits_K8", "resnet_K2 amoebanet_K8"),
         ("2026-01-31_12-00-00_x_K2 2026-01-31_12-30-00_x_K2", "12-00-00 12-30-00"),
-        ("2026-01-31_12-00-00_x_K2 2026-02-01_12-00-00_x_K2", "2026-01-31 2026-02-01"),
         ("a/micro_batches=4 b/micro_batches=4", "a b"),
         ("micro_batches=4 micro_batches=8 other_one", "micro_batches=4 micro_batches=8 other_one"),
-        ("only_one", "only_one"),
     ],
 )
 def test_runs_of_which_many_settings_differ_are_named_by_their_folders(folders: str, expected: str) -> None:
@@ -148,13 +141,6 @@ def test_long_names_are_referred_to_by_numbers() -> None:
     assert labels(many)[2] == "3: r2"
     assert referred(many, [0, 1, 2, 3, 6]) == "runs 1 to 4, 7"
     assert referred(many, [4]) == "run 5"
-
-
-def test_curves_are_read_bit_for_bit(sweep: Path) -> None:
-    curve = read_curves(sweep / "partitions=1")["train/loss"]
-    assert curve.steps == (1, 2, 3, 4, 5)
-    assert struct.pack("5f", *curve.values) == struct.pack("5f", 3.0, math.nan, 1.5, 1.25, 1.0)
-    assert read_curves(sweep) == {}  # a folder without events; those of the runs in it are theirs
 
 
 def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None:
@@ -265,13 +251,6 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
 
 
 def test_identical_curves_are_all_seen(runs: list[RunRecord]) -> None:
-    made = styles(4, [[0, 1, 2, 3]])
-    assert [style.width for style in made] == sorted((style.width for style in made), reverse=True)
-    assert (made[0].width, made[-1].width) == (WIDE, THIN)
-    assert [style.order for style in made] == sorted(style.order for style in made)
-    brightness = [sum(bytes.fromhex(style.colour[1:])) for style in made]
-    assert brightness == sorted(brightness, reverse=True)
-    assert len({style.colour for style in made}) == 4
     picture = draw_curves(runs[:2], ["train/loss"])
     assert picture.dtype == np.uint8
     for style in styles(2, [[0, 1]]):  # both colours are in the panel, above the legend, and the pale one has a rim

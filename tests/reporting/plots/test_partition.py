@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from reporting_runs import description, log, prediction, timeline
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from reporting_runs import description, log, prediction
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import partition as partition_picture
 from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
-from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
 
@@ -68,19 +66,6 @@ def test_few_and_many_stages_are_all_there(stages: int) -> None:
     coloured = picture[:, 250:1300].max(axis=2).astype(int) - picture[:, 250:1300].min(axis=2) > 30
     rows = coloured.mean(axis=1) > 0.9  # lines of pixels inside of a bar
     assert np.diff(np.concatenate([[0], rows.astype(int)])).clip(0).sum() == stages
-
-
-def test_the_picture_is_in_the_folder_and_in_tensorboard_once(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, cut(((1.0, 2.0),), ((1.0, 2.0),)), log()[0])
-    assert not (tmp_path / "partitions.png").exists()
-    reporter.timeline(StepPicture(1, 4, timeline()))
-    assert (tmp_path / "partitions.png").read_bytes().startswith(b"\x89PNG")
-    reporter.timeline(StepPicture(2, 8, timeline()))
-    reporter.finish("completed")
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    (image,) = events.Images("partitions")
-    assert (image.step, image.width) == (0, 1760)
 
 
 @pytest.mark.parametrize(

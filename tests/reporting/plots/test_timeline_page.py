@@ -148,7 +148,7 @@ def test_more_bars_than_a_browser_likes_become_an_image(tmp_path: Path, monkeypa
         assert picture.width > 1000
 
 
-@pytest.mark.parametrize("end", [3e-6, 0.0013, 0.13, 0.9999, 1.0, 7.2, 86_400.0])
+@pytest.mark.parametrize("end", [3e-6, 0.0013, 0.9999, 86_400.0])
 def test_axes_have_five_to_eleven_round_times(end: float) -> None:
     ticks = axis_ticks(end)
     assert 5 <= len(ticks) <= 11

@@ -1,5 +1,5 @@
 import pytest
-from reporting_runs import prediction, shares
+from reporting_runs import prediction
 
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
 from gpipe_cli.reporting.run.step_breakdown import MeasuredShares, comparison, difference
@@ -13,16 +13,6 @@ def test_medians_are_scaled_to_a_whole() -> None:
         measured.add(step, warm_up=False)
     found = measured.breakdown  # medians: compute 0.6, all others 0
     assert found == dict.fromkeys(SHARES, 0.0) | {"compute": 1.0}
-
-
-def test_warm_up_counts_until_there_is_something_else() -> None:
-    measured = MeasuredShares()
-    measured.add(shares(0.5), warm_up=True)
-    assert measured.breakdown == pytest.approx(shares(0.5))
-    measured.add(shares(0.1), warm_up=False)
-    measured.add(shares(0.2), warm_up=False)
-    assert measured.breakdown is not None
-    assert measured.breakdown["bubble"] == pytest.approx(0.15)
 
 
 def test_what_is_shown_adds_up() -> None:

@@ -119,8 +119,7 @@ CHOICES = (
 )
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize(("partitions", "per_stage"), [(1, 2), (2, 3), (16, 4), (128, 13)])
+@pytest.mark.parametrize(("width", "partitions", "per_stage"), [(80, 1, 2), (120, 16, 4), (80, 128, 13)])
 def test_no_line_is_wider_than_the_console(tmp_path: Path, width: int, partitions: int, per_stage: int) -> None:
     view = plan(partitions, per_stage, comparisons=CHOICES, grid="stage 0 | " + "F0 " * 20)
     stages = tuple(
@@ -180,27 +179,13 @@ def test_the_plan_for_programs_is_complete() -> None:
     written = json.loads(json.dumps(plan_json(view)))
     assert written["kind"] == "predicted"
     assert set(PlanView.__dataclass_fields__) <= set(written)
-    assert written["stages"][1]["memory"] == {
-        "weights_bytes": 200 * MIB,
-        "gradients_bytes": 200 * MIB,
-        "optimizer_bytes": 400 * MIB,
-        "activations_bytes": 1000 * MIB,
-        "workspace_bytes": 48 * MIB,
-        "total_bytes": 1848 * MIB,
-        "limit_bytes": 2**37,
-    }
+    memory = written["stages"][1]["memory"]
+    assert (memory["optimizer_bytes"], memory["total_bytes"], memory["limit_bytes"]) == (400 * MIB, 1848 * MIB, 2**37)
     assert (written["samples_per_second"], written["utilisation"], written["parameters"]) == (64.0, 0.25, 331_000_000)
     assert (written["grid"], written["files"]) == (["a", "b"], {"picture": "plan.png"})
     assert [layer["name"] for layer in written["layers"]][:2] == ["embedding", "layer_1"]
     (comparison,) = written["comparisons"]
     assert (comparison["setting"], comparison["rule"]) == ("micro_batches", "the shortest step that fits")
-    assert comparison["candidates"][:2] == [
-        {
-            "value": "2",
-            "step_seconds": None,
-            "memory_bytes": None,
-            "chosen": False,
-            "reason": "stage 1 is 72.0 GiB over",
-        },
-        {"value": "4", "step_seconds": 0.5, "memory_bytes": 2 * 2**30, "chosen": True, "reason": ""},
-    ]
+    refused, chosen, _ = comparison["candidates"]
+    assert (refused["step_seconds"], refused["memory_bytes"], refused["chosen"]) == (None, None, False)
+    assert chosen == {"value": "4", "step_seconds": 0.5, "memory_bytes": 2 * 2**30, "chosen": True, "reason": ""}
