@@ -105,8 +105,9 @@ class RunReport:
         if ending != "completed":
             remove_drafts(self._folder)  # there must be room for result.json
         if self._reporter is not None:
-            # interrupted, it is to end at once
-            if self._undrawn is not None and (ending == "completed" or not self._next_drawing):
+            # Interrupted, it ends at once: a drawing takes seconds on a busy machine, and a sweep kills it after 3.5 s.
+            first = self._next_drawing == 0
+            if self._undrawn is not None and (ending == "completed" or (ending == "failed" and first)):
                 self._draw(self._reporter, *self._undrawn)
             try:
                 self._reporter.finish(ending, error)
