@@ -52,7 +52,7 @@ class Prediction:
     source: str  # of the seconds, one phrase: `hardware=cpu figures`, `measured layers`
     measured: bool  # of the layers themselves
     step_seconds: float
-    breakdown: Mapping[str, float]  # timeline_view.SHARES -> share of stage-time, 0 to 1
+    breakdown: Mapping[str, float]  # timeline_values.SHARES -> share of stage-time, 0 to 1
     memory_bytes: tuple[int, ...]  # per stage, in all
     activation_bytes: tuple[int, ...]  # per stage, of all micro-batches in flight
 

@@ -110,7 +110,7 @@ class Reporter:
             self._compare()
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
-        """It is known where the time of a step went: timeline_view.SHARES -> share of stage-time, 0 to 1."""
+        """It is known where the time of a step went: timeline_values.SHARES -> share of stage-time, 0 to 1."""
         if self._status != "running":
             return
         done = step - self._run.first_step
