@@ -196,6 +196,8 @@ def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> di
             here[0], [costs[end - 1].outputs for end in accumulate(balance[:-1])], ranks=range(case.partitions),
             forward=groups[0], backward=groups[1], device=device, memory_format=memory_format, timeout_seconds=60,
         )  # fmt: skip
+    for stage in stages.values():  # the reference, which recomputes nothing, does not count
+        stage.count_saved(case.recompute != "never")
     executor = Executor(stages, case.partitions, transport)
     results: dict[str, torch.Tensor] = {}
 
@@ -253,7 +255,8 @@ class Pool:
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("forkserver")
         # modules of the package: the fork server does not find those of the tests
-        context.set_forkserver_preload([P2PTransport.__module__, Executor.__module__, trace_layers.__module__])
+        package = [P2PTransport.__module__, Executor.__module__, trace_layers.__module__]
+        context.set_forkserver_preload(["torch._dynamo", *package])  # the first trace imports the former
         port = free_port()
         self.connections: list[Connection] = []
         self.processes = []

@@ -32,12 +32,6 @@ def test_the_border_of_a_fraction_of_an_epoch() -> None:
     assert [step for step in range(1, 73) if rates[step] != rates[step - 1]] == [24, 48, 72]
 
 
-def test_the_warm_up_rises_by_equal_steps_to_the_full_rate() -> None:
-    rates = [learning_rate(config(warmup_epochs=2), step, 5, 8) for step in range(15)]
-    assert rates[:10] == pytest.approx([0.01 * (step + 1) / 10 for step in range(10)])
-    assert rates[10:] == pytest.approx([0.01] * 5)
-
-
 def test_the_inverse_square_root() -> None:
     """Vaswani et al.: both branches of the minimum meet at the peak, which is the last step of the warm-up."""
     settings = InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.2, warmup_steps=40)

@@ -111,18 +111,6 @@ def test_pointwise_convolution(name: str, stride: int, channels: int) -> None:
     torch.testing.assert_close(apply(x), expected)
 
 
-@pytest.mark.parametrize("name", ["3x3", "1x7_7x1", "separable_3x3_2", "max_pool_2x2", "avg_pool_3x3", "1x1"])
-def test_stride_halves_both_directions_and_any_memory_format_is_read(name: str) -> None:
-    for size in (7, 8):
-        apply = operation(name, 8, 16, 2, norm)
-        x = torch.randn(2, 8, size, size)
-        y = apply(x)
-        assert y.shape == (2, 16, 4, 4)
-        last = apply.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-        torch.testing.assert_close(last, y, rtol=1e-4, atol=1e-5)
-        assert last.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_seven_taps_stride_once_in_each_direction() -> None:
     apply = operation("1x7_7x1", 12, 16, 2, no_norm)
     first, second = (layer for layer in apply.modules() if isinstance(layer, SameConvolution))

@@ -48,7 +48,7 @@ def whole(**settings: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("settings", CASES, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     """Losses, gradients, weights, running statistics and evaluation are the same bits: with dropout, uneven
-    micro-batches, tensors handed over twice and layers that are not trained."""
+    micro-batches, tensors handed over twice, layers that are not trained, and bytes counted or not."""
     same = {name: settings[name] for name in ("micro_batches", "schedule", "channels_last")}
     same |= {"frozen": FROZEN[settings["frozen"]], "samples": (10, 7, 3)}
     case = Case(**same, partitions=settings["partitions"], recompute=settings["recompute"])

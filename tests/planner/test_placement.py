@@ -56,7 +56,6 @@ def test_processes_follow_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "labels"),
     [
         ("partitions=3 executor=distributed", ["cores"]),  # 3 processes of 1 thread on two cores
-        ("partitions=2 executor=distributed threads=2", ["cores"]),
         ("partitions=1 threads=3", ["cores"]),
         ("partitions=2 executor=in_process", ["devices"]),
         ("partitions=2 executor=distributed", []),

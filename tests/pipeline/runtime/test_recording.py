@@ -12,7 +12,7 @@ import torch
 from engine_runs import CPU, NOTHING_FROZEN, build_stages, costs_of, even, tricky_model
 
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.recording import MARKS, Recorder, measured_timeline, room
+from gpipe_cli.pipeline.runtime.recording import MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
@@ -57,17 +57,6 @@ def test_a_step_records_every_action_of_its_stages() -> None:
     assert 0 < sum(timeline.busy_seconds) <= timeline.step_seconds
 
 
-def test_an_update_is_recorded_where_there_is_one() -> None:
-    plan = schedule.build("gpipe", 1, 1, "never")
-    recording = Recorder({0: CPU}).begin_step(plan)
-    recording.action(0, 1.0, 1.0, 2.0, 2.0)
-    recording.action(0, 2.0, 2.0, 4.0, 4.0)
-    assert measured_timeline(plan, [recording.seconds()[0]]).events == ((),)
-    recording.update(0, 4.5, 5.0)
-    timeline = measured_timeline(plan, [recording.seconds()[0]])
-    assert timeline.events == ((Event(EventKind.UPDATE, 4.5, 5.0, None),),)
-
-
 def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer() -> None:
     """Stage 0 computes F0 from 0 to 10 and hands on until 11; stage 1 waits from 0 and has it at 13."""
     plan = schedule.build("gpipe", 2, 1, "never")
@@ -99,14 +88,6 @@ def test_what_a_stage_waited_before_the_step_is_no_part_of_it() -> None:
     assert min(event["ts"] for event in timeline.chrome_trace() if event["ph"] == "X") == 0
     before = measured_timeline(plan, [stage0, stage1])
     assert replace(before, events=()) == replace(timeline, events=())
-
-
-def test_a_stage_without_a_core_of_its_own_is_noticed() -> None:
-    recording = Recorder({0: CPU, 1: CPU}).begin_step(schedule.build("gpipe", 2, 1, "never"))
-    recording.action(0, 0.0, 1.0, 3.0, 4.0, core_seconds=2.0)
-    recording.action(1, 0.0, 1.0, 3.0, 4.0, core_seconds=0.5)
-    recording.action(1, 4.0, 4.0, 6.0, 6.0, core_seconds=0.5)
-    assert (recording.without_core(0), recording.without_core(1)) == (0.0, 0.75)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins processes to a core")

@@ -130,14 +130,6 @@ def test_equals_a_simulation_in_ticks(name: str, recompute: str) -> None:
         assert simulated == tick_by_tick(schedule, stages, edges)
 
 
-def test_what_a_forward_takes_depends_on_what_it_keeps() -> None:
-    stage = [StageCost(forward_seconds=1, graph_seconds=10, backward_seconds=100)]
-    assert simulate(gpipe(1, 3, "never"), stage).step_seconds == 330
-    assert simulate(gpipe(1, 3, "always"), stage).step_seconds == 333
-    assert simulate(gpipe(1, 3, "except_last"), stage).step_seconds == 332
-    assert simulate(forward_only(1, 3), stage).step_seconds == 3
-
-
 def test_stages_that_compute_at_the_same_time_slow_each_other_down() -> None:
     """By hand: 0F0 alone until 1; then 0F1 and 1F0 share until 3 (factor 2), then 1F1 alone, and back likewise. A third
     one at once is slowed down as two are: the last factor holds for all more."""
