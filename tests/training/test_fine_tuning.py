@@ -14,7 +14,6 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.restore import state_of_stage
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.events import StepDone, TrainingReady
 from gpipe_cli.training.fine_tuning import find_weights, fine_tune, frozen_facts
@@ -87,7 +86,6 @@ def test_all_but_the_classifier_is_taken(source: Path) -> None:
     ("settings", "kept"),
     [
         (FIRST, True),
-        (SECOND, False),
         ("dataset.classes=[0,1,2,4,3]", False),
         (f"{FIRST} init_head=new", False),
         (f"{SECOND} init_head=keep", True),
@@ -125,7 +123,7 @@ def test_what_is_refused_is_said_in_one_line(source: Path, tmp_path: Path) -> No
 def test_a_second_classifier_may_be_on_one_side_only(source: Path, tmp_path: Path) -> None:
     """AmoebaNet's auxiliary head: its logits are a classifier, what is below them is not."""
     # in mini-batches of 7 no micro-batch has a single sample, which its batch norm would refuse
-    auxiliary = [*DIGITS, "dataset.image_size=24", "batch_size=7", "model.auxiliary_head=true"]
+    auxiliary = [*DIGITS, "dataset.image_size=24", "batch_size=7", "model.auxiliary_head=true", "max_steps=1"]
     train_here(configure(*auxiliary, FIRST, HERE), tmp_path)
     _, state, notes = begun(*auxiliary, SECOND, f"init_from={tmp_path}")
     theirs = final_tensors(tmp_path)
@@ -143,12 +141,8 @@ def test_a_second_classifier_may_be_on_one_side_only(source: Path, tmp_path: Pat
     ("model", "classifier"),
     [
         ("model=resnet model.depth=18", {"head.fc"}),
-        ("model=timm model.name=test_efficientnet", {"head.classifier"}),
-        ("model=timm model.name=vit_tiny_patch16_224 dataset.image_size=32", {"head.head"}),
         ("model=timm model.name=test_convnext", {"head.head.fc"}),
-        ("model=amoebanet", {"classifier.logits"}),
         ("model=amoebanet model.auxiliary_head=true", {"classifier.logits", "auxiliary_head.logits"}),
-        ("model=transformer_lm dataset=synthetic_text", {"softmax.logits"}),
         ("model=transformer_nmt dataset=synthetic_text model.shared_embedding=false", {"softmax.logits"}),
         ("model=custom model.target=custom_models:small", {"7"}),
     ],
@@ -194,8 +188,6 @@ def test_patterns_name_layers_modules_and_parameters() -> None:
         ("stem.1",),
         ("stem.0.weight", "classifier.logits.bias"),
     )
-    everything_else = ("stem", "cell_00", "reduction_0", "cell_01", "reduction_1", "cell_02")
-    assert set(frozen("freeze=[taken]", "init_from=x")[0]) == {*everything_else}
     head = frozen("freeze=[taken]", "init_from=x", *TINY[2:], "model=timm", "model.name=test_efficientnet")[0]
     assert {name for name in head if name.startswith("head")} == {"head.conv_head", "head.bn2"}
 
@@ -240,16 +232,16 @@ def test_a_frozen_prefix_sends_nothing_back_and_has_no_optimizer() -> None:
     assert frozen_facts(whole) == ()
 
 
-@pytest.mark.parametrize("freeze", ["[taken]", "[reduction_0,'cell_0*.1.*','*.bias']"])
-def test_the_laws_hold_for_fine_tuning(freeze: str, source: Path, tmp_path: Path) -> None:
+def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     """K does not matter, nor an interruption with another K, in this process or in several; and what is frozen stays,
-    averages and statistics too."""
-    settings = [*DIGITS, SECOND, f"init_from={source}", f"freeze={freeze}", "max_steps=4"]
+    averages and statistics too: the first of three stages has nothing to train, the others do in part."""
+    freeze = "freeze=[stem,cell_00,reduction_0,'cell_0*.1.*','*.bias']"
+    settings = [*DIGITS, SECOND, f"init_from={source}", freeze, "max_steps=4"]
     heard = train_here(configure(*settings, HERE, "partitions=1"), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
-        run = [*settings, "executor=distributed", "recompute=always"]
-        assert command(patch, "train", *run, "partitions=3", "max_steps=2", f"run_folder={tmp_path / 'a'}") == 0
+        run = [*settings, "executor=distributed", "recompute=always", "partitions=3", "partition.balance=[2,2,3]"]
+        assert command(patch, "train", *run, "max_steps=2", f"run_folder={tmp_path / 'a'}") == 0
     train_here(configure(*settings, HERE, "partitions=2", f"resume={tmp_path / 'a'}"), tmp_path / "b")
     assert_same_tensors(final_tensors(tmp_path / "b"), whole)
     assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["taken", "new", "frozen"]
@@ -266,13 +258,8 @@ def test_the_laws_hold_for_fine_tuning(freeze: str, source: Path, tmp_path: Path
     assert any(step.gradient_norm > 0.5 for step in of_type(heard, StepDone)), "clipping never acted"
 
 
-IMAGES = [*TINY[2:], "max_steps=2", "ema_decay=0.9", "gradient_clipping=1"]
 MODELS = {
-    "resnet": [*IMAGES, "model=resnet", "model.depth=18", "model.dropout=0.2", "freeze=[stem,'layer1_*',layer3_0]"],
-    "vit": [*IMAGES, "model=timm", "model.name=vit_tiny_patch16_224", "dataset.image_size=32", "model.drop_path=0.2",
-            "freeze=[stem,blocks_0,blocks_5,'*norm1*']"],
     "auxiliary": [*TINY, "max_steps=2", "model.auxiliary_head=true", "freeze=[stem,auxiliary_head,classifier]"],
-    "language_model": [*TEXT, "dataset.vocabulary=40", "freeze=[embedding,layer_001]"],
     "translation": [*TEXT, "model=transformer_nmt", "model.head_width=4", "dataset.vocabulary=40",
                     "freeze=[embedding,encoder_00,encoder_02,decoder_01]"],
 }  # fmt: skip
@@ -288,26 +275,12 @@ def test_partitions_do_not_matter_for_any_model_with_frozen_layers(model: str, t
     assert all(tensor.isfinite().all() for tensor in whole.values())
 
 
-def test_layers_can_be_thawed_when_a_run_goes_on(source: Path, tmp_path: Path) -> None:
-    """And frozen: what has no gradient any more has no optimizer state either."""
-    settings = [*DIGITS, SECOND, f"init_from={source}", HERE]
-    train_here(configure(*settings, "freeze=[stem]", "max_steps=1"), tmp_path / "first")
-    resumed = [*settings, f"resume={tmp_path / 'first'}", "max_steps=2"]
-    train_here(configure(*resumed, "freeze=[cell_00]"), tmp_path / "second")
-    first, second = final_tensors(tmp_path / "first"), final_tensors(tmp_path / "second")
-    for layer, thawed in (("stem", True), ("cell_00", False)):
-        assert any(name.startswith(f"optimizer/{layer}.") for name in first) != thawed
-        assert any(name.startswith(f"optimizer/{layer}.") for name in second) == thawed
-        names = [name for name in first if name.startswith(f"model/{layer}.") and name.endswith("weight")]
-        assert any(not torch.equal(first[name], second[name]) for name in names) == thawed
-
-
 def test_the_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """What is wrong: one line, exit code 2, no folder left. What is right: said in the banner."""
     run = tmp_path / "run"
 
     def gpipe(*arguments: str) -> tuple[int, str]:
-        code = command(monkeypatch, "train", *DIGITS, f"run_folder={run}", *arguments)
+        code = command(monkeypatch, "train", *DIGITS, HERE, f"run_folder={run}", *arguments)
         captured = capsys.readouterr()
         return code, captured.err if code else captured.out
 
@@ -327,13 +300,20 @@ def test_the_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_result(run)["config"]["init_from"] == str(source)
 
 
-def test_a_run_remembers_no_more_than_where_it_came_from(source: Path, tmp_path: Path) -> None:
-    """Evaluated or resumed, it does not look at the other run again, which may be gone."""
-    settings = [*DIGITS, SECOND, f"init_from={source}", "freeze=[taken]", HERE]
-    train_here(configure(*settings, "max_steps=1"), tmp_path / "run")
-    text = (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").write_text(text.replace(str(source), str(tmp_path / "gone")))
-    with pytest.MonkeyPatch.context() as patch:
-        assert command(patch, "evaluate", f"run={tmp_path / 'run'}", "partitions=2") == 0
-    train_here(configure(f"resume={tmp_path / 'run'}", *settings[:-2], HERE, "max_steps=2"), tmp_path / "on")
-    assert read_index(find_checkpoint(tmp_path / "on", "last", "run")).progress.step == 2
+def test_a_run_remembers_no_more_than_where_it_came_from(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluated or resumed, it does not look at the other run again, which may be gone. Where it goes on, what was
+    frozen can be trained, and what is frozen now has no optimizer state any more."""
+    run = tmp_path / "run"
+    train_here(configure(*DIGITS, SECOND, f"init_from={source}", "freeze=[taken]", HERE, "max_steps=1"), run)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(source), str(tmp_path / "gone")))
+    assert command(monkeypatch, "evaluate", f"run={run}", "partitions=2") == 0
+    changes = ["freeze=[classifier.logits.bias]", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
+    assert command(monkeypatch, "train", f"resume={run}", *changes) == 0
+    first, second = final_tensors(run), final_tensors(tmp_path / "on")
+    for name, thawed in (("stem.0.weight", True), ("classifier.logits.bias", False)):
+        assert any(one.startswith(f"optimizer/{name}") for one in first) != thawed
+        assert any(one.startswith(f"optimizer/{name}") for one in second) == thawed
+        assert torch.equal(first[f"model/{name}"], second[f"model/{name}"]) != thawed
