@@ -28,7 +28,6 @@ from training_runs import (
 )
 
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
-from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.planner.placement import make_placement
@@ -37,7 +36,7 @@ from gpipe_cli.training import train_loop as run
 from gpipe_cli.training.milestones import starting_point
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
-ENDLESS = [*TINY, "epochs=10000", "partitions=3", "executor=distributed", "checkpoint.every_steps=1"]
+ENDLESS = [*TINY, "epochs=10000", "partitions=3", "executor=distributed", "checkpoint.every_steps=1", "hardware=cpu"]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -144,7 +143,7 @@ def test_a_data_loader_that_does_nothing_ends_the_run(
 def test_ctrl_c_ends_everything_and_the_checkpoint_stays(
     start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    program = start("data_workers=1")
+    program = start("data_workers=1", "partitions=2")
     os.killpg(program.pid, signal.SIGINT)  # the terminal sends it to all of them
     output, errors = program.communicate(timeout=BOUND)
     assert program.returncode == 130
@@ -158,7 +157,7 @@ def test_ctrl_c_ends_everything_and_the_checkpoint_stays(
 
 @linux
 def test_ctrl_c_while_workers_start_ends_everything(tmp_path: Path) -> None:
-    program = start_program("train", *ENDLESS, f"run_folder={tmp_path / 'run'}")
+    program = start_program("train", *ENDLESS, "partitions=2", f"run_folder={tmp_path / 'run'}")
     wait_until(lambda: len(session_members(program.pid)) > 2, 120, "the first worker")
     os.killpg(program.pid, signal.SIGINT)
     program.communicate(timeout=BOUND)
@@ -171,19 +170,18 @@ def test_a_killed_parent_leaves_nothing(
     start: Callable[..., "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its workers, and the server they come from, are stopped and cannot end themselves."""
-    with tempfile.TemporaryDirectory() as temporary:  # the path of a test is too long for it
-        monkeypatch.setenv("TMPDIR", temporary)
-        _kill_parent(start("data_workers=1"), Path(temporary))
-
-
-def _kill_parent(program: "subprocess.Popen[str]", temporary: Path) -> None:
-    assert list(temporary.glob("gpipe_*/pymp-*")), "the data loader's"
-    for process in session_members(program.pid).keys() - {program.pid}:
-        os.kill(process, signal.SIGSTOP)
-    os.kill(program.pid, signal.SIGKILL)
-    program.wait()
-    wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
-    wait_until(lambda: not list(temporary.glob("[!t]*")), BOUND, "an empty folder")  # torchinductor_* is torch's cache
+    with tempfile.TemporaryDirectory() as folder:  # the path of a test is too long for it
+        temporary = Path(folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        program = start("data_workers=1", "partitions=2")
+        assert list(temporary.glob("gpipe_*/pymp-*")), "the data loader's"
+        for process in session_members(program.pid).keys() - {program.pid}:
+            os.kill(process, signal.SIGSTOP)
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait()
+        wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
+        # torchinductor_* is torch's cache
+        wait_until(lambda: not list(temporary.glob("[!t]*")), BOUND, "an empty folder")
 
 
 @linux
@@ -216,22 +214,17 @@ def test_a_run_needs_its_fork_server_no_more_once_it_has_begun(tmp_path: Path, m
     assert not Path("/proc", str(server)).exists()
 
 
-def write_images(folder: Path, broken: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 8), ("test", 2)):
-        for name in ("cat", "dog"):
-            (folder / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = torch.randint(256, (20, 20, 3), generator=generator, dtype=torch.uint8)
-                Image.fromarray(pixels.numpy()).save(folder / split / name / f"{number}.png")
-    if broken:
-        (folder / "train" / "dog" / "5.png").write_bytes(b"this is no image")
-
-
 def test_a_broken_image_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_images(tmp_path / "images", broken=True)
+    for split, count in (("train", 8), ("test", 2)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (20, 20)).save(folder / f"{number}.png")
+    broken = tmp_path / "images" / "train" / "dog" / "5.png"
+    broken.write_bytes(b"this is no image")
     code = command(
         monkeypatch, "train", *TINY[:2], "dataset=image_folder", f"dataset.root={tmp_path / 'images'}",
         "dataset.num_classes=2", "dataset.image_size=16", "batch_size=8", "partitions=2", "threads=1", "device=cpu",
@@ -239,7 +232,7 @@ def test_a_broken_image_is_named(
     )  # fmt: skip
     assert code == 2
     error = read_result(tmp_path / "run")["error"]
-    assert str(tmp_path / "images" / "train" / "dog" / "5.png") in error
+    assert str(broken) in error
     assert "\n" not in error
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
@@ -278,6 +271,18 @@ def test_a_failing_layer_is_named_with_its_action_and_shapes(tmp_path: Path, mon
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "partition.balance=[3,3]",
+        pytest.param("device=cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+    ],
+)
+def test_what_a_plan_refuses(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(setting)}: "):
+        make_placement(configure(*TINY, setting))
+
+
 def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: str) -> None:
     """And nothing is left in the folder."""
     captured = capsys.readouterr()
@@ -287,50 +292,25 @@ def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: 
     assert not list(folder.glob("outputs/*"))
 
 
+IMAGES = ["dataset.image_size=8", "dataset.num_classes=4", *TINY[-5:], "partitions=2"]
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ("partitions=99", "partitions=99: "),  # before anything is started
-        ("batch_size=23", "batch_size=23: the training set has only 22 samples; use 22 or fewer"),  # by a worker
-        ("dataset=image_folder dataset.root=nowhere", "dataset.root=nowhere"),  # by one worker of two
+        (["dataset=image_folder", "dataset.root=nowhere"], "dataset.root=nowhere"),
+        # the other worker: a layer that cannot be pipelined
+        ([*TINY[2:3], *TINY[5:7], "model=custom", "model.target=custom_models:tracks", "partition.balance=[1,4]"],
+         "model=custom"),
     ],
-)
-def test_bad_input_leaves_one_line_and_nothing_else(
-    settings: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_what_one_worker_of_two_refuses_is_one_line(
+    settings: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny = TINY if "dataset=" not in settings else [one for one in TINY if not one.startswith("dataset")]
-    more = ["dataset.image_size=16", "dataset.num_classes=2"] if tiny is not TINY else []
-    assert command(monkeypatch, "train", *tiny, *settings.split(), *more) == 2
-    refused_in_one_line(capsys, tmp_path, line)
-
-
-@pytest.mark.parametrize(
-    ("setting", "line"),
-    [
-        ("micro_batches=9", "micro_batches=9: a mini-batch has only batch_size=8 samples"),
-        ("partition.balance=[3,3]", "partition.balance="),
-        pytest.param(
-            "device=cuda",
-            "device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
-    ],
-)
-def test_what_a_plan_refuses(setting: str, line: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-        prepare(configure(*TINY, setting), (), lambda line: None)
-
-
-def test_a_layer_that_cannot_be_pipelined_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whichever process holds it sends it to all, before the first step."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
-    settings = ["model=custom", "model.target=custom_models:tracks", "dataset.image_size=8", "partitions=2"]
-    assert command(monkeypatch, "train", *settings, *TINY[2:3], *TINY[4:], "partition.balance=[1,4]") == 2
-    refused_in_one_line(capsys, tmp_path, "model=custom")
+    assert command(monkeypatch, "train", *IMAGES, *settings) == 2
+    refused_in_one_line(capsys, tmp_path, line)
 
 
 def test_a_finished_run_is_not_resumed(

@@ -15,7 +15,7 @@ from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.reporting.run.result import read_result
 
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=2",
-            "epochs=2", "ema_decay=0.9", "checkpoint.every_steps=2"]  # fmt: skip
+            "epochs=2", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
 MORTAL = """
 import os, signal
 from pathlib import Path

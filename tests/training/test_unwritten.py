@@ -70,7 +70,7 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(
 
 def test_a_run_that_nobody_can_follow_ends_before_its_first_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    program = [sys.executable, "-m", "gpipe_cli", "train", *RUN, f"run_folder={run}"]
+    program = [sys.executable, "-m", "gpipe_cli", "train", *RUN, "hardware=cpu", f"run_folder={run}"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")
