@@ -108,9 +108,6 @@ def test_dropout_depends_on_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -
         # it halves what it is given, unseen by torch: a recomputation begins with a half
         ("halves_unseen", [CUT_BEFORE_THE_LAYER], {"always", "except_last"}, "changes its input in place"),
         ("draws_elsewhere", ["model.arguments={source:numpy}"], {"always", "except_last", "never"}, "numpy.random"),
-        # a source of the layer's own: every process has it anew, so only recomputing shows it
-        ("draws_elsewhere", ["model.arguments={source:own}"], {"always", "except_last"}, "does not rule"),
-        ("tracks", [], {"always", "except_last"}, "changes its own seen"),
     ],
 )
 def test_a_layer_that_differs_is_named(

@@ -9,12 +9,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.config.settings import load, to_yaml
-from gpipe_cli.launch.prepare import prepare
+from gpipe_cli.config.settings import load
 from gpipe_cli.reporting.run.measurement import CONTENDED
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index
+from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
 from gpipe_cli.training.events import Evaluated, StepDone
 
 SETTINGS = [*TINY, *LIVELY, "epochs=2", "checkpoint.keep=9"]
@@ -86,14 +85,6 @@ def test_two_processes_make_the_same_run(whole: tuple[Path, list[object]], distr
     assert (test["loss"], test["top1"], test["top5"]) == (scores.loss, scores.top1, scores.top5)
 
 
-def test_schedule_and_recomputation_make_the_same_run(tmp_path: Path) -> None:
-    """1F1B sums gradients in another order of micro-batches: compared with itself, one partition against two."""
-    for partitions, recompute in ((1, "never"), (2, "always")):
-        settings = [f"partitions={partitions}", "executor=in_process", "schedule=1f1b", f"recompute={recompute}"]
-        train_here(configure(*SETTINGS, *settings), tmp_path / str(partitions))
-    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "2"))
-
-
 def test_an_auxiliary_head_hands_over_fewer_tensors_in_evaluation(tmp_path: Path) -> None:
     settings = [*SETTINGS, "model.auxiliary_head=true", "epochs=1"]
     train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "one")
@@ -143,14 +134,6 @@ def test_threads_are_kept_whatever_k_would_get(tmp_path: Path, capsys: pytest.Ca
     assert read_result(tmp_path / "again")["hardware"]["threads_per_process"] == load(whole).threads == used
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("threads ")]
     assert bool(said) == (used != usable_cores()), said
-
-
-def test_other_threads_than_the_resumed_run_had_are_said(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(configure(*TINY)))
-    for threads, said in ((2, [("threads", "2 for each process, 1 before")]), (1, [])):
-        config = configure(*TINY, f"resume={tmp_path}", f"threads={threads}", f"partitions={usable_cores()}")
-        found = prepare(config, (), lambda line: None).notes
-        assert [(label, fact.partition(":")[0]) for label, fact in found if label == "threads"] == said
 
 
 def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
@@ -207,18 +190,6 @@ def test_the_curves_of_a_run(distributed: Path) -> None:
     # the warm-up of one epoch, then 0.00125 x the mini-batch of 8
     rates = [event.value for event in events.Scalars("learning_rate")]
     assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01, 0.01])
-
-
-def test_checkpoints_of_a_run(distributed: Path) -> None:
-    checkpoints = distributed / "checkpoints"
-    assert [folder.name for folder in checkpoints_in(distributed)] == ["step_00000003", "step_00000006"]
-    assert (checkpoints / "last").readlink() == Path("step_00000006")
-    assert (checkpoints / "best").readlink() == Path(f"step_{read_result(distributed)['best']['step']:08d}")
-    assert [file.name for file in read_index(checkpoints / "last").files] == [
-        "stage_0.safetensors",
-        "stage_1.safetensors",
-    ]
-    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")], "drafts are left"
 
 
 def test_evaluate_gives_the_numbers_of_the_training(distributed: Path) -> None:

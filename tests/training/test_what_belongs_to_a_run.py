@@ -16,7 +16,7 @@ from gpipe_cli.reporting.run.result import read_result
 TEXT = [
     "~presets", "model=transformer_lm", "dataset=text_files", "model.layers=1", "model.width=8", "model.hidden=8",
     "model.heads=2", "model.length=8", "batch_size=8", "dataset.vocabulary=320", "threads=1", "device=cpu", "epochs=1",
-    "partitions=2",
+    "partitions=2", "executor=in_process",
 ]  # fmt: skip
 
 
@@ -73,8 +73,8 @@ def test_the_weights_that_a_run_began_with_may_be_gone(
     """A checkpoint holds every tensor; the file was still asked for, and its absence refused."""
     file = tmp_path / "weights.safetensors"
     save_file(timm.create_model("test_resnet", num_classes=4).state_dict(), file)
-    settings = [*TINY[2:], "model=timm", "model.name=test_resnet", "partitions=2", f"model.weights={file}"]
-    settings.append("freeze=[taken]")  # which asks for weights to have been taken
+    settings = [*TINY[2:], "model=timm", "model.name=test_resnet", f"model.weights={file}"]
+    settings += ["executor=in_process", "freeze=[taken]"]  # which asks for weights to have been taken
     assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
     file.unlink()
     assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}", "partitions=1") == 0
@@ -84,18 +84,6 @@ def test_the_weights_that_a_run_began_with_may_be_gone(
     assert "there is no such file" in capsys.readouterr().err
 
 
-def test_resuming_with_fewer_samples_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Loading began at a place that the shorter epoch does not have: an assertion, before the check was made."""
-    assert command(monkeypatch, "train", *TINY, "partitions=1", "max_steps=3", f"run_folder={tmp_path / 'run'}") == 0
-    capsys.readouterr()
-    changed = [f"resume={tmp_path / 'run'}", "dataset.train_samples=16", f"run_folder={tmp_path / 'on'}"]
-    assert command(monkeypatch, "train", *changed) == 2
-    assert "an epoch had 3 steps there and has 2" in capsys.readouterr().err
-    assert not (tmp_path / "on").exists()
-
-
 def test_a_stage_in_the_middle_waits_while_text_is_prepared(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +91,8 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(
     chance = random.Random(1)
     lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(12_000))
     (text / "long.txt").write_text("\n".join(lines))
-    assert run(text, tmp_path / "run", monkeypatch, "partitions=3", "timeout_seconds=1", "max_steps=2") == 0
+    processes = ["partitions=3", "executor=distributed"]
+    assert run(text, tmp_path / "run", monkeypatch, *processes, "timeout_seconds=1", "max_steps=1") == 0
 
 
 @pytest.mark.parametrize(
