@@ -249,14 +249,19 @@ def serve(rank: int, processes: int, port: int, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported already what takes long: the package, and what its first trace imports."""
+    context = multiprocessing.get_context("forkserver")
+    package = [P2PTransport.__module__, Executor.__module__, trace_layers.__module__]
+    context.set_forkserver_preload(["torch._dynamo", *package])
+    return context
+
+
 class Pool:
     """Processes joined by Gloo on the loopback device."""
 
     def __init__(self, processes: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # modules of the package: the fork server does not find those of the tests
-        package = [P2PTransport.__module__, Executor.__module__, trace_layers.__module__]
-        context.set_forkserver_preload(["torch._dynamo", *package])  # the first trace imports the former
+        context = fork_server()
         port = free_port()
         self.connections: list[Connection] = []
         self.processes = []

@@ -11,6 +11,7 @@ from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, SameMemory, Saved
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
+from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 
 
@@ -61,17 +62,35 @@ def test_a_layer_that_changes_its_input_is_named() -> None:
         trace((4,), training=False, first=nn.Linear(4, 4), second=layer)
 
 
+def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
+    """A frozen prefix has no backward and hands on what needs no gradient; a frozen layer behind one that is trained
+    has half of one."""
+    layers = {
+        "a": nn.Linear(20, 30), "b": nn.Linear(30, 30), "norm": nn.BatchNorm1d(30), "c": nn.Linear(30, 7),
+    }  # fmt: skip
+    for name in ("a", "norm", "c"):
+        layers[name].requires_grad_(False)
+    costs = trace((20,), **layers)
+    assert [cost.backward.flops for cost in costs.values()] == [0, 2 * 30 * 30, 0, 2 * 30 * 7]
+    assert not costs["a"].backward.by_kind
+    assert costs["norm"].backward.by_kind
+    assert [cost.outputs[0].has_gradient for cost in costs.values()] == [False, True, True, True]
+    assert [cost.parameters for cost in costs.values()] == [630, 930, 60, 217], "they are there all the same"
+
+
 def test_batch_norm_is_traced_as_it_is_run() -> None:
     """Its statistics are deferred. `momentum=None` was refused: nn.BatchNorm reads a number from the meta device."""
     average, fixed = (trace((4,), norm=nn.BatchNorm1d(4, momentum=momentum)) for momentum in (None, 0.1))
     assert average == fixed
 
 
-def test_one_value_per_channel_is_refused_by_batch_norm() -> None:
+def test_one_value_per_channel_is_refused_by_a_batch_norm_that_is_not_frozen() -> None:
     model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 8), norm=nn.BatchNorm2d(4))).to("meta")
     with pytest.raises(ValueError, match="layer norm"):
         run_shapes(model, as_boundary((torch.empty(1, 3, 8, 8),)))
     run_shapes(model, as_boundary((torch.empty(1, 3, 9, 9),)))
+    freeze(model, Frozen(modules=("norm",)))
+    run_shapes(model, as_boundary((torch.empty(1, 3, 8, 8),)))
 
 
 class _Sentences(nn.Module):
@@ -117,33 +136,23 @@ class Counted(nn.Module):
 
     runs = 0
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, times: int) -> None:
         super().__init__()
-        self.factor = factor
+        self.times = times
         self.linear = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Counted.runs += 1
-        return self.linear(x) if self.factor == 1 else self.linear(self.linear(x))
-
-
-def runs_of(*layers: nn.Module) -> tuple[int, tuple[LayerCost, ...]]:
-    Counted.runs = 0
-    model = nn.Sequential(*layers).to("meta")
-    costs = trace_layers(model, as_boundary((torch.empty(1, 6),)), training=True)
-    return Counted.runs, costs
+        return self.linear(x) if self.times == 1 else self.linear(self.linear(x))
 
 
 def test_a_layer_is_traced_again_where_it_or_its_inputs_differ() -> None:
-    """Two sizes each. The first layer's inputs want no gradient, so its cost is another."""
-    assert runs_of(Counted(1))[0] == 2
-    assert runs_of(*(Counted(1) for _ in range(9)))[0] == 2 * 2
-    runs, costs = runs_of(Counted(1), Counted(1), Counted(2), Counted(1), Counted(2))
-    assert runs == 2 * 3, "one of them differs in a plain attribute"
-    assert [cost.forward.flops for cost in costs] == [72, 72, 144, 72, 144]
-    assert [cost.name for cost in costs] == ["0", "1", "2", "3", "4"]
-    assert costs[0].backward.flops == 72
-    assert costs[1].backward.flops == 144
+    """Two sizes each. The first layer's inputs want no gradient, so its cost is another; a plain attribute differs."""
+    Counted.runs = 0
+    costs = trace((6,), a=Counted(1), b=Counted(1), c=Counted(2), d=Counted(1), e=Counted(2))
+    assert Counted.runs == 2 * 3
+    assert [cost.forward.flops for cost in costs.values()] == [72, 72, 144, 72, 144]
+    assert (costs["a"].backward.flops, costs["b"].backward.flops) == (72, 144)
 
 
 def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
@@ -177,10 +186,6 @@ def test_weights_are_moved_once_for_a_micro_batch_of_any_size() -> None:
     assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
 
 
-def saved(name: str, costs: dict[str, LayerCost]) -> Saved:
-    return costs[name].saved
-
-
 class Passes(nn.Module):
     """(x, y) or x alone -> y untouched, a view of x, something new twice, its transpose made dense."""
 
@@ -193,7 +198,7 @@ def test_whose_memory_outputs_are() -> None:
     costs = trace((4, 3), stem=nn.Linear(3, 3), passes=Passes())
     whole = SameMemory("input", 0)
     shared = (whole, whole, None, SameMemory("output", 2), None)
-    assert saved("passes", costs) == Saved(outputs=(2,), same_memory=shared)
+    assert costs["passes"].saved == Saved(outputs=(2,), same_memory=shared)
 
 
 def test_nothing_is_saved_without_a_backward() -> None:
@@ -203,4 +208,4 @@ def test_nothing_is_saved_without_a_backward() -> None:
     assert not any(cost.backward.by_kind for cost in costs.values())
     assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
     frozen = nn.Linear(20, 30).requires_grad_(False)
-    assert saved("first", trace((20,), first=frozen)) == Saved(same_memory=(None,))
+    assert trace((20,), first=frozen)["first"].saved == Saved(same_memory=(None,))

@@ -22,25 +22,12 @@ def model() -> nn.Sequential:
         )
 
 
-def weights(cuts: list[tuple[int, int]], run_seed: int = 0) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for first, layers in cuts:
-        found |= materialize(model(), first, layers, run_seed=run_seed, device=CPU).state_dict()
-    return found
-
-
-def test_weights_do_not_know_the_cut() -> None:
-    """Nor the order in which processes start, nor what was drawn from the generator before."""
-    whole = weights([(0, 5)])
-    torch.rand(17)
-    parts = weights([(4, 1), (3, 1), (0, 3)])
-    assert parts.keys() == whole.keys() == model().state_dict().keys()
-    for name, value in whole.items():
-        assert torch.equal(parts[name], value), name
+def weights(run_seed: int = 0) -> dict[str, torch.Tensor]:
+    return materialize(model(), 0, 5, run_seed=run_seed, device=CPU).state_dict()
 
 
 def test_weights_depend_on_seed_and_name() -> None:
-    whole, other = weights([(0, 5)]), weights([(0, 5)], run_seed=1)
+    whole, other = weights(), weights(run_seed=1)
     assert not torch.equal(whole["stem.0.weight"], other["stem.0.weight"])
     assert not torch.equal(whole["twin_a.weight"], whole["twin_b.weight"])
 
@@ -55,7 +42,7 @@ def test_only_the_own_layers_become_real() -> None:
 
 def test_every_value_is_set() -> None:
     """Memory that `to_empty` hands out holds what was there before: buffers too must be initialised."""
-    state = weights([(0, 5)])
+    state = weights()
     assert torch.equal(state["stem.1.running_mean"], torch.zeros(4))
     assert torch.equal(state["stem.1.running_var"], torch.ones(4))
     assert torch.equal(state["stem.1.weight"], torch.ones(4))

@@ -1,6 +1,5 @@
 """What neighbours send each other, and that the wait for one that has died ends."""
 
-import multiprocessing
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import fork_server
 from transport_runs import CPU, SIZES, TIMEOUT, activation, neighbour
 
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
@@ -17,8 +17,7 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 
 @pytest.fixture
 def neighbours(tmp_path: Path) -> Iterator[list[Connection]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.flop_counter", "transport_runs"])
+    context = fork_server()
     processes, connections = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
