@@ -106,12 +106,13 @@ def test_a_worker_that_dies_is_an_error_not_a_wait(folder: Path) -> None:
 
 
 CONSUMER = """
-import sys, time
+import signal, sys, time
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.synthetic_text import SyntheticText
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
     train = SyntheticText(samples=64, length=8, vocabulary_size=9, seed=0, pairs=False)
     mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=0, shuffle=True)
     batches = LoadedBatches(train, mini_batches, 0, 0, 10**6, workers=2)
@@ -140,7 +141,7 @@ def test_a_killed_consumer_leaves_no_process_behind(tmp_path: Path, number: sign
             os.killpg(consumer.pid, number)  # as a terminal does: to every process of the group
         else:
             consumer.send_signal(number)
-        _, errors = consumer.communicate(timeout=30)
+        _, errors = consumer.communicate(timeout=120)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(consumer.pid, signal.SIGKILL)
