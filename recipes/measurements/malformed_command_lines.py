@@ -492,8 +492,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in [name for name in os.environ if name.startswith(("GPIPE_", "LOCAL_", "MASTER_", "RANK", "WORLD_"))]:
         del os.environ[name]
     sys.path.append(".")  # where custom models are looked for
-    for module in ("commands.compare", "commands.reproduce", "launch.checking", "launch.training_run", "launch.worker"):
-        importlib.import_module(f"gpipe_cli.{module}")  # once, and not in every child
+    # once, and not in every child
+    for module in (
+        *("commands.compare", "commands.reproduce"),
+        *("launch.check_run", "launch.training_run", "launch.worker"),
+    ):
+        importlib.import_module(f"gpipe_cli.{module}")
 
     began, counts, faults = time.monotonic(), Counter[str](), []
     folder = tempfile.mkdtemp()  # not TemporaryDirectory, which every child would clear away at its end
