@@ -15,23 +15,32 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
 # One command of each kind, with what makes it short.
-FIRST = {"gpipe train": ["max_steps=2", "hardware=cpu", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run"]}
+SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
+FIRST = {
+    "gpipe train": [
+        *SMALL, "partitions=1", "max_steps=2", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run",
+    ],
+}  # fmt: skip
 RUNS = {
     "gpipe train resume=outputs/my_run partitions=4 epochs=12": ["partitions=1", "max_steps=3"],
-    "gpipe train dataset.classes=[5,6,7,8,9] init_from=outputs/my_run freeze=[stem,'cell_0*']": ["max_steps=1"],
-    "gpipe train model=custom model.target=mymodel:digits": ["max_steps=1"],
-    "gpipe train dry_run=true partitions=8": ["partitions=2"],
-    "gpipe train -cd FOLDER -cn NAME": ["dry_run=true"],
+    "gpipe train dataset.classes=[5,6,7,8,9] init_from=outputs/my_run freeze=[stem,'cell_0*']": [
+        *SMALL,
+        "partitions=1",
+        "max_steps=1",
+    ],
+    "gpipe train model=custom model.target=mymodel:digits": ["dry_run=true", "hardware=cpu"],
+    "gpipe train dry_run=true partitions=8": [*SMALL, "partitions=2"],
+    "gpipe train -cd FOLDER -cn NAME": [*SMALL, "dry_run=true"],
     "gpipe evaluate run=outputs/my_run partitions=1 checkpoint=last": [],
     "gpipe compare outputs --csv": [],
-    "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": ["hardware=cpu"],
-    "gpipe bench partitions=2 micro_batches=8": ["steps=1", "hardware=cpu", "warm_up_steps=0"],
+    "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": SMALL,
+    "gpipe bench partitions=2 micro_batches=8": [*SMALL, "partitions=1", "steps=1", "warm_up_steps=0"],
     "gpipe check model=custom model.target=mymodel:digits": ["executor=in_process"],
     "gpipe reproduce": [],
 }
 SWEEP = {  # in this order
     "gpipe train -m partitions=1,2 micro_batches=4,16 max_steps=20": [
-        "micro_batches=4", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep",
+        *SMALL, "micro_batches=4", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep",
     ],
     "gpipe train resume=outputs/my_sweep": [],
     "gpipe compare outputs/my_run outputs/my_sweep": [],

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from gpipe_cli.data.cache import cache_folder, cached, cached_tensors, digest_of
+from gpipe_cli.data.cache import cache_folder, cached, digest_of
 
 
 def refuse() -> bytes:
@@ -34,14 +33,6 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
         new = b"new %d" % number
         assert cached(tmp_path, "a", lambda new=new: new) == new  # type: ignore[misc]
         assert cached(tmp_path, "a", refuse) == new
-
-
-def test_tensors_come_back(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(5, dtype=torch.int32), "b": torch.empty(0, dtype=torch.int64)}
-    for _ in range(2):
-        found = cached_tensors(tmp_path, "t", lambda: tensors)
-        assert found.keys() == tensors.keys()
-        torch.testing.assert_close(found, tensors, rtol=0, atol=0)
 
 
 def test_several_processes_make_it_once(tmp_path: Path) -> None:
