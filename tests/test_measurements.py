@@ -36,11 +36,11 @@ PROGRAMS = {
     ),
     "simulated_table2": (["--cells=1", *SMALL, "model.filters=4", "partition.balance=null"], r"2   1 +1\.00 +1\.00 "),
     "random_kills": (
-        ["--kills=1", *NOISE, "dataset=synthetic_images", "epochs=4", "evaluate_every_epochs=4",
+        ["--kills=1", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",
          "checkpoint.every_steps=1"],
         r"run_1: \d+ tensors and \d+ points of curves .*, all the same bits\n1 kills, .* no bit that differs$",
     ),
-    "malformed_command_lines": (["--lines=15", "--seed=4"], r"reproduce +1 lines +0 failed\nall +15 lines +0 failed"),
+    "malformed_command_lines": (["--lines=15", "--seed=21"], r"reproduce +1 lines +0 failed\nall +15 lines +0 failed"),
 }  # fmt: skip
 
 

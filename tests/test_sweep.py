@@ -119,8 +119,6 @@ def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str])
     assert "Traceback" in capfd.readouterr().err
     assert ended(fork_command(lambda: sys.exit(3))) == Outcome(3, "exit code 3")
 
-
-def test_a_model_that_fits_nowhere_is_known_by_the_kind_of_its_error() -> None:
     def refuse() -> NoReturn:
         raise NothingFitsError("hardware.memory_gib=8: no cut fits")
 
@@ -185,8 +183,7 @@ def test_an_interrupted_sweep_goes_on(
     assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in printed
     first, held = folder / "micro_batches=1", folder / "micro_batches=2"
     assert read_result(first)["status"] == "completed"
-    # on a busy machine the grace is over before its pictures are drawn, and it is killed
-    assert read_result(held)["status"] in ("interrupted", "running")
+    assert read_result(held)["status"] == "interrupted"
     before = (first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns
     (tmp_path / "go").touch()
     assert command(monkeypatch, "train", f"resume={folder}") == 1, "the third run is impossible"
@@ -209,12 +206,9 @@ def sweep(arguments: str) -> Sweep:
     [
         ("train resume=sweep epochs=3", "", "epochs=3: resume=sweep is a sweep, whose runs would then differ in more"),
         ("train resume=sweep -cn other", "", "-cn other: resume=sweep is a sweep"),
-        ("train resume=sweep --cfg job", "", "--cfg job: resume=sweep is a sweep"),
         ("bench resume=sweep", "", "resume=sweep: is a sweep of gpipe train; go on with it by gpipe train resume="),
         ("train resume=sweep", '{"command": "train"}', "sweep/sweep.json: cannot be read as a sweep"),
-        ("train resume=sweep", "{", "sweep/sweep.json: not valid JSON"),
         ("train -m seed=1,2 run_folder=foo", "", "those of its runs lie, is given by hydra.sweep.dir=foo"),
-        ("train hydra.mode=MULTIRUN run_folder=foo", "", "is given by hydra.sweep.dir=foo"),
         ("train hydra.sweep.dir=foo", "", "hydra.sweep.dir=foo: the folder of a run is given by run_folder=foo"),
         ("bench hydra.run.dir=foo", "", "hydra.run.dir=foo: the folder of a run is given by run_folder=foo"),
     ],
