@@ -8,7 +8,6 @@ from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner import devices
-from gpipe_cli.planner import largest_model as solving
 from gpipe_cli.planner.auto_settings import NothingFitsError, choose, plan_or_refuse
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
@@ -61,20 +60,6 @@ def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> N
     last = choice.candidates[-1]
     assert (last.value, last.plan) == ("8", None)
     assert "more than 1 value" in last.reason
-
-
-@pytest.mark.parametrize("most", [1, 7, 30])
-def test_the_largest_is_found_by_doubling_and_halving(most: int) -> None:
-    for start in range(1, most + 1):
-        for limit in range(most + 2):
-            asked = []
-
-            def fits(guess: int, limit: int = limit, asked: list[int] = asked) -> bool:
-                asked.append(guess)
-                return guess <= limit
-
-            assert solving._largest(fits, start, most) == min(limit, most)
-            assert len(asked) == len(set(asked)) <= 2 * most.bit_length() + 2
 
 
 def test_partitions_and_micro_batches_are_chosen_together(profile: ModelProfile) -> None:

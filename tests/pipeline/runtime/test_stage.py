@@ -7,7 +7,6 @@ from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
 
@@ -59,51 +58,6 @@ def test_what_is_kept_between_forward_and_backward() -> None:
         made.finish_step()
     with pytest.raises(AssertionError, match="has not been recomputed"):
         made.backward(1, GRADIENT)
-
-
-class Marks(nn.Module):
-    """Adds to its mask in place: as in training, or in evaluation only."""
-
-    def __init__(self, in_training: bool) -> None:
-        super().__init__()
-        self.scale, self.in_training = nn.Parameter(torch.ones(())), in_training
-
-    def forward(self, inputs: Tensors) -> Tensors:
-        x, mask = inputs
-        mask = mask.add_(1) if self.training is self.in_training else mask + 1
-        return x * self.scale * mask[:, None, None, None], mask
-
-
-@pytest.mark.parametrize("keep", Retain)
-def test_a_layer_does_not_change_what_is_kept(keep: Retain) -> None:
-    """Integers that need no gradient too, and micro-batches that are views of one mini-batch."""
-
-    def make(in_training: bool) -> Stage:
-        layers = OrderedDict(before=nn.Identity(), marks=Marks(in_training))
-        made = Stage(1, nn.Sequential(layers), first_layer=0, inputs=(FEATURES, MASK), device=CPU, run_seed=0)
-        made.begin_step(0, None)
-        return made
-
-    pieces = list(zip(torch.randn(6, 3, 4, 4).split(3), torch.arange(6).split(3), strict=True))
-    with pytest.raises(ChangedInputError, match="layer marks changes its input in place") as refused:
-        make(in_training=True).forward(1, pieces[1], keep)
-    assert refused.value.layer == "marks"
-    made = make(in_training=False)
-    for m, piece in enumerate(pieces):
-        made.forward(m, piece, keep)
-    made = make(in_training=False)
-    made.set_training(False)
-    made.forward(0, pieces[0], Retain.NOTHING)
-    assert pieces[0][1].tolist() == [1, 2, 3]
-
-
-def test_autograd_refuses_to_change_a_leaf_and_the_layer_is_named() -> None:
-    """Not as an error of the program with a traceback, which depends on where the cut lies."""
-    layers = nn.Sequential(OrderedDict(relu=nn.ReLU(inplace=True)))
-    made = Stage(1, layers, first_layer=0, inputs=(FEATURES,), device=CPU, run_seed=0)
-    made.begin_step(0, None)
-    with pytest.raises(ChangedInputError, match="layer relu"):
-        made.forward(0, inputs(0)[:1], Retain.GRAPH)
 
 
 def test_nothing_stays_in_memory_after_a_step() -> None:

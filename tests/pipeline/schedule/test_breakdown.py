@@ -54,14 +54,6 @@ def test_updates_and_the_rest_of_the_step() -> None:
     assert astuple(short) == pytest.approx((4 / 14, 0, 3 / 14, 0, 0, 5 / 14, 2 / 14))
 
 
-def test_transfers() -> None:
-    timeline = simulate(gpipe(2, 1, "never"), [StageCost(1, 1, 2)] * 2, [EdgeCost(0.5, 0.25)])
-    found = breakdown(timeline, 1)
-    assert found.transfer == pytest.approx(0.75 / (2 * 6.75))
-    assert found.compute == pytest.approx(6 / (2 * 6.75))
-    assert found.bubble == pytest.approx((2 * 6.75 - 6.75) / (2 * 6.75))
-
-
 def test_the_shares_add_up_to_one() -> None:
     random_ = random.Random(1)
     for name, recompute, (k, m) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
