@@ -185,15 +185,6 @@ def test_rounds_are_compared_within_themselves() -> None:
     assert (second["samples_per_second"], second["range_over_rounds"]) == (28.0, [15.0, 60.0])
 
 
-def test_what_differs_without_being_asked_for_is_shown() -> None:
-    other = {"executor": "distributed", "config": {"partitions": 2, "model": {"filters": 8}, "output": "x"}}
-    rows = bench_table([measured_run(1, 1, 10.0), measured_run(2, 1, 10.0, **other)], 1)["rows"]
-    assert [row["resolved"] for row in rows] == [
-        {"model.filters": 4, "executor": "in_process"},
-        {"model.filters": 8, "executor": "distributed"},
-    ]
-
-
 def shown(table: dict[str, Any], folder: Path) -> str:
     console = Console(file=io.StringIO(), width=80)
     show_bench(console, table, folder)
@@ -217,16 +208,19 @@ def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
         assert "K = 9: impossible: partitions=9: has 4 layers" in shown(table, tmp_path)
 
 
-def test_what_auto_became_is_shown(tmp_path: Path) -> None:
+def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp_path: Path) -> None:
     """A setting that the table varies was left out of what was resolved, also where it had been left to the program."""
-    chosen = {"config": {"partitions": 4, "model": {"filters": 4}}, "memory_bytes": [1, 2, 3, 4]}
-    other = {"config": {"partitions": 2, "model": {"filters": 4}}, "memory_bytes": [5, 6]}  # in the second round
+    chosen = {"config": {"partitions": 4, "model": {"filters": 8}}, "memory_bytes": [1, 2, 3, 4]}
+    other = {"config": {"partitions": 2, "model": {"filters": 8}}, "memory_bytes": [5, 6]}  # in the second round
     auto = [
         replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto"})
         for turn, said in ((1, chosen), (2, other))
     ]
     table = bench_table([*auto, measured_run(1, 1, 10.0), measured_run(1, 2, 10.0)], 2)
-    assert [row["resolved"] for row in table["rows"]] == [{"partitions": 4}, {"partitions": 1}]
+    assert [row["resolved"] for row in table["rows"]] == [
+        {"partitions": 4, "model.filters": 8},
+        {"partitions": 1, "model.filters": 4},
+    ]
     assert table["rows"][0]["memory_bytes"] == [1, 2, 3, 4]
     write_bench(tmp_path, table)
     first, second = csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))

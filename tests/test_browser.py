@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import pytest
-from reporting_runs import description, evaluation, log, prediction, recorded, step, timeline
+from reporting_runs import description, evaluation, log, prediction, recorded, step
 
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
@@ -18,7 +18,6 @@ from gpipe_cli.pipeline.schedule.schedules import build
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_page import write_page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, timeline_view
-from gpipe_cli.reporting.run.description import PartitionDescription
 from gpipe_cli.reporting.run.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -39,18 +38,11 @@ pytestmark = [
 
 def write_run(folder: Path, micro_batches: int) -> None:
     """A training of four steps, as the reporter hears of it."""
-    partitions = (
-        PartitionDescription(("stem", "normal_1"), 432_100, 0.4, "cpu", ((1e-3, 2e-3), (3e-3, 6e-3))),
-        PartitionDescription(("normal_2", "classifier"), 812_300, 0.6, "cpu", ((4e-3, 8e-3), (1e-3, 5e-3))),
-    )
     config = {"partitions": 2, "micro_batches": micro_batches, "max_steps": None, "model": {"filters": 16}}
-    run = description(config=config, partitions=partitions, prediction=prediction())
-    reporter = Reporter(folder, run, log()[0])
-    reporter.banner()
+    reporter = Reporter(folder, description(config=config, prediction=prediction()), log()[0])
     for number in range(1, 5):
         reporter.step(step(number))
         reporter.recorded(*recorded(number))
-    reporter.timeline(StepPicture(1, 3, timeline()))
     reporter.evaluated(evaluation(4, top1=TOP1[micro_batches]))
     reporter.finish("completed")
 
@@ -77,7 +69,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def page() -> "Iterator[Page]":
-    """One page for all tabs: what takes time is to load TensorBoard's code."""
+    """One page for all tests: what takes time is to start the browser."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -106,27 +98,6 @@ def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> N
     lines = page.locator("tf-hparams-parallel-coords-plot g.foreground path")
     lines.nth(len(RUNS) - 1).wait_for()
     assert lines.count() == len(RUNS)
-
-
-def test_every_run_has_pictures_of_timeline_and_partitions(page: "Page", address: str) -> None:
-    page.goto(f"{address}#images")
-    for tag in ("partitions", "timeline"):
-        for run in RUNS:
-            loader = page.locator("tf-image-loader").filter(has_text=f"tag: {tag}").filter(has_text=run)
-            loader.locator("img").wait_for()
-            width = "image => image.decode().then(() => image.naturalWidth)"
-            assert loader.locator("img").evaluate(width) > 1000
-
-
-def test_charts_put_the_runs_side_by_side(page: "Page", address: str) -> None:
-    page.goto(f"{address}#custom_scalars")
-    for category in ("runs side by side", "measured and predicted"):
-        page.get_by_text(category, exact=True).first.wait_for()
-    charts = page.locator("tf-custom-scalar-multi-line-chart-card")
-    # Lines of both runs, in one chart however many layouts there are: training and test, one, one, two stages.
-    for title, lines in (("top-1", 4), ("samples per second", 2), ("memory of every stage, GiB", 4)):
-        charts.filter(has_text=title).get_by_text(f"Matches ({lines})").wait_for()
-    assert charts.count() == 8  # these and idle; idle, bubble, step and its seconds beside what was predicted
 
 
 def picture(partitions: int) -> StepPicture:

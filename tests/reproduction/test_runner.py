@@ -111,8 +111,3 @@ def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> No
     assert with_users(("batch_size=8",), ("batch_tokens=null",)) == ("batch_size=8", "batch_tokens=null")
     both = ("batch_size=16", "batch_tokens=64")
     assert with_users(("batch_tokens=8",), both) == both  # the commands say what is wrong with that
-
-
-def test_a_setting_that_is_found_out_takes_the_place_of_all(tmp_path: Path) -> None:
-    here = runner(tmp_path, None, [], "model.filters=8")
-    assert here.without("model.filters").settings == ("threads=1",)

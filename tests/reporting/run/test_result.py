@@ -18,11 +18,3 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_result(tmp_path, {"status": "completed", "oops": object()})
     assert read_result(tmp_path) == {"status": "running"}
-
-
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / RESULT).write_text(content)
-    with pytest.raises(ValueError, match=RESULT) as refused:
-        read_result(tmp_path)
-    assert "\n" not in str(refused.value)

@@ -20,7 +20,6 @@ from reporting_runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpipe_cli.reporting.run import tensorboard as dashboard
-from gpipe_cli.reporting.run.task_words import Task
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.training.events import Translation
 
@@ -161,26 +160,17 @@ def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
-@pytest.mark.parametrize(
-    ("task", "accuracy", "speed"),
-    [
-        ("classification", ("top-1", "top1"), ("samples per second", "samples_per_second")),
-        ("language_model", ("perplexity", "perplexity"), ("tokens per second", "tokens_per_second")),
-    ],
-)
-def test_runs_stand_side_by_side_in_charts(
-    tmp_path: Path, task: Task, accuracy: tuple[str, str], speed: tuple[str, str]
-) -> None:
-    board = Dashboard(tmp_path, task=task)
+def test_runs_stand_side_by_side_in_charts(tmp_path: Path) -> None:
+    board = Dashboard(tmp_path, task="language_model")
     board.predict(None, 0.2)
     board.recorded(*recorded(1))
-    board.step(text_step(1, memory_bytes=[2**30] * 12) if task != "classification" else step(1, memory_bytes=[1] * 12))
+    board.step(text_step(1, memory_bytes=[2**30] * 12))
     board.flush()
     (memory,) = charts(tmp_path)["runs side by side"].pop("memory of every stage, GiB")
     assert charts(tmp_path) == {  # and nothing predicted
         "runs side by side": {
-            accuracy[0]: [f"train/{accuracy[1]}", f"test/{accuracy[1]}"],
-            speed[0]: [f"speed/{speed[1]}"],
+            "perplexity": ["train/perplexity", "test/perplexity"],
+            "tokens per second": ["speed/tokens_per_second"],
             "idle": ["idle/measured"],
             "memory of every stage, GiB": [memory],
         }
