@@ -74,6 +74,7 @@ def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "_reproduce_breakdown" in folder.name
     found = json.loads((folder / "reproduction.json").read_text(encoding="utf-8"))
     (table,) = found["tables"]
+    assert [column["origin"] for column in table["columns"]] == ["", "paper", "measured", "simulated", "difference"]
     rows = {row[0].replace("-", "_"): row[1:] for row in table["rows"]}
     assert list(rows) == list(SHARES)
     for column in (1, 2):  # measured, simulated

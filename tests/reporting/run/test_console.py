@@ -65,10 +65,7 @@ def test_the_banner_says_what_runs() -> None:
         "digits: 1,437 training and 360 test samples",
         "K = 2 partitions, M = 4 micro-batches",
         "gpipe, recompute except_last",
-        "distributed, 1 thread",
         "ideal bubble 20.0 %",
-        "learning rate 0.04",
-        "outputs/run",
     ):
         assert fact in text
     rows = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]

@@ -7,7 +7,7 @@ from reporting_runs import description
 
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.run.console import EpochMeans
-from gpipe_cli.reporting.run.measurement import StepSpeeds, hardware, memory_result, process_seconds, versions
+from gpipe_cli.reporting.run.measurement import StepSpeeds, memory_result, process_seconds
 
 
 def test_with_nothing_else_the_warm_up_counts_and_this_is_said() -> None:
@@ -39,18 +39,6 @@ def test_means_weigh_samples_not_mini_batches() -> None:
     means.add(10, 3.0, 0.1)
     assert means.loss == pytest.approx(1.5)
     assert means.top1 == pytest.approx(0.4)
-
-
-def test_hardware_and_versions_describe_this_machine() -> None:
-    machine = hardware(["NVIDIA H200"], threads=2)
-    assert machine["gpus"] == ["NVIDIA H200"]
-    assert machine["cpu"]
-    assert machine["cores"] >= 1  # type: ignore[operator]  # a whole number
-    found = versions()
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert list(found) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
-    assert found["torch"]
-    assert list(versions(text=True)) == [*found, "sentencepiece", "Babel", "sacrebleu"]
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
