@@ -1,4 +1,4 @@
-"""The translation models T(L, H, A): the sizes of Section 5, padding, the two remedies, what travels between layers."""
+"""The translation models T(L, H, A): the sizes of Section 5, padding, the two remedies against divergence."""
 
 from typing import Any
 
