@@ -99,7 +99,6 @@ def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
     for what, given, compared in (
         (classified, ("partitions=8", "dataset.root=data"), "+5.60"),
         (classified, ("model.filters=16",), ""),
-        (classified, ("init_from=run",), ""),
         (tuned, ("init_from=run", "recompute=never"), "+0.00"),
         (tuned, ("init_from=run", "dataset=digits"), ""),
     ):

@@ -61,8 +61,8 @@ def page(folder: Path, *pictures: StepPicture) -> tuple[Page, str]:
     return Page(text), text
 
 
-def test_every_bar_is_a_rectangle_in_the_row_of_its_stage(tmp_path: Path) -> None:
-    found, _ = page(tmp_path, BOTH)
+def test_every_bar_is_a_rectangle_in_the_row_of_its_stage_and_says_what_it_is(tmp_path: Path) -> None:
+    found, text = page(tmp_path, BOTH)
     figures = found.all("figure")
     assert [found.elements[n][1]["class"] for n in figures] == ["measured", "predicted"]
     room = timeline_page.WIDTH - timeline_page.LEFT - timeline_page.RIGHT
@@ -81,10 +81,6 @@ def test_every_bar_is_a_rectangle_in_the_row_of_its_stage(tmp_path: Path) -> Non
                 assert float(attributes["x"]) == pytest.approx(bar.start_seconds * scale, abs=0.006)
                 length = (bar.end_seconds - bar.start_seconds) * scale
                 assert float(attributes["width"]) == pytest.approx(length, abs=0.006)
-
-
-def test_bars_say_what_they_are(tmp_path: Path) -> None:
-    found, text = page(tmp_path, BOTH)
     tips = [found.texts[number] for number in found.all("title")[1:]]
     assert tips[:3] == [
         "F0 forward|starts at 0.0 ms, takes 10.0 ms",
@@ -92,8 +88,7 @@ def test_bars_say_what_they_are(tmp_path: Path) -> None:
         "waiting for micro-batch 1|starts at 20.0 ms, takes 40.0 ms",
     ]
     assert "weight update|starts at 110.0 ms, takes 20.0 ms" in tips
-    assert ".F0{" in text
-    assert ".B1{" in text
+    assert ".F0{" in text, "its colour"
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:

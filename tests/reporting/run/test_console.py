@@ -247,11 +247,12 @@ def test_what_a_place_without_utf_8_cannot_write_is_escaped() -> None:
     assert file.buffer.getvalue().rstrip() == escaped  # type: ignore[attr-defined]
 
 
-def test_what_a_command_writes_to_a_log_is_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_command_writes_to_a_log_is_followed(terminal: bool, tmp_path: Path) -> None:
     """A recipe's measurements take minutes, and nothing was seen of them."""
     file = tmp_path / "log.txt"
     file.write_text("of an earlier command\n")
-    console, shown = log(force_terminal=True, _environ={"TERM": "xterm"})
+    console, shown = log(force_terminal=terminal, _environ={"TERM": "xterm"})
     with following(console, file, line_seconds=0.01), file.open("a") as written:
         written.write(f"step 3 of 20, {'9' * 90}\n\n")
         written.flush()
