@@ -1,6 +1,5 @@
 """A run that cannot write: what it can do without is left out, what it cannot do without ends it in one line."""
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from gpipe_cli.reporting.run.result import read_result
 RUN = [*TINY, "partitions=2", "executor=in_process"]
 
 
-def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints(
+def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A picture that could not be written once ended the training with a traceback, which hid all other causes."""
@@ -44,6 +43,12 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints(
     draft.unlink()
     assert command(monkeypatch, *goes_on, "epochs=3") == 0
     assert (run / "checkpoints" / "step_00000009").is_dir()
+
+    (run / "result.json").unlink()
+    (run / "result.json").mkdir()
+    capsys.readouterr()
+    assert command(monkeypatch, *goes_on, "epochs=4") == 1
+    assert capsys.readouterr().err == f"gpipe train: {run}/result.json: Is a directory\n"
 
 
 def test_a_run_whose_folder_has_gone_ends_with_the_cause(
@@ -76,14 +81,3 @@ def test_a_run_that_nobody_can_follow_ends_before_its_first_step(tmp_path: Path)
     assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")
     result = read_result(run)
     assert (result["status"], result["steps"]) == ("failed", 0)
-
-
-def test_a_run_needs_its_configuration_and_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    train_here(configure(*RUN, "epochs=1"), run)
-    (run / "result.json").mkdir()
-    assert command(monkeypatch, "train", f"resume={run}", f"run_folder={run}", "epochs=2") == 1
-    assert capsys.readouterr().err == f"gpipe train: {run}/result.json: Is a directory\n"
-    assert os.listdir(run / "result.json") == []

@@ -91,6 +91,8 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
+        find_checkpoint(tmp_path, "last", "resume")
     write(tmp_path, 1)
     draft = begin_checkpoint(tmp_path, 2)
     write_stage(draft, 0, tensors(2)[0])  # and then it was killed
@@ -124,8 +126,3 @@ def test_links_and_what_stays(tmp_path: Path) -> None:
     write(tmp_path, 6, best=6, keep=1)
     assert [found.name for found in checkpoints_in(tmp_path)] == ["step_00000006"]
     assert (folder / "best").resolve() == (folder / "last").resolve() == (folder / "step_00000006").resolve()
-
-
-def test_a_run_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
-        find_checkpoint(tmp_path, "last", "resume")

@@ -62,19 +62,13 @@ CASES = [
 
 
 def test_cut_micro_batches_and_batches_do_not_matter() -> None:
+    assert decode_here(Case(indices=())) == []
     for case in CASES:
         expected = decode_here(replace(case, micro_batches=1, batch_sentences=len(SOURCES)))
         assert len(set(map(tuple, expected))) > 3
         for partitions, micro_batches, batch_sentences in ((1, 5, 1), (2, 2, 100), (2, 1, 5), (LAYERS, 32, 12)):
             other = replace(case, partitions=partitions, micro_batches=micro_batches, batch_sentences=batch_sentences)
             assert decode_here(other) == expected, other
-
-
-def test_translations_come_in_the_order_that_was_asked_for() -> None:
-    whole = decode_here(Case(seed=2))
-    asked = (5, 0, 11, 5)
-    assert decode_here(Case(seed=2, indices=asked, batch_sentences=2)) == [whole[index] for index in asked]
-    assert decode_here(Case(indices=())) == []
 
 
 def rows_of_each_step(case: Case) -> list[tuple[int, tuple[int, ...]]]:
