@@ -185,9 +185,10 @@ def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(
 
 
 def test_a_language_model_learns_more_than_how_frequent_tokens_are(tmp_path: Path) -> None:
-    """On the text that comes with Python, from the preset: two epochs of it."""
-    config = configure("model=transformer_lm", "partitions=2", "executor=in_process", "epochs=2")
-    messages = train_here(config, tmp_path)
+    """On the text that comes with Python, with a small model of the preset."""
+    small = ["model.layers=1", "model.width=64", "model.hidden=128", "model.length=64", "dataset.vocabulary=2000"]
+    run = ["partitions=2", "executor=in_process", "threads=1", "max_steps=280"]
+    messages = train_here(configure("model=transformer_lm", *small, *run), tmp_path)
     perplexity = math.exp(of_type(messages, Evaluated)[-1].scores.loss)
     unigram_perplexity = of_type(messages, TrainingReady)[0].data.unigram_perplexity
     assert unigram_perplexity is not None
