@@ -77,19 +77,6 @@ def test_only_what_is_asked_for(tmp_path: Path) -> None:
         read_tensors(checkpoint, ("stem",), KINDS)
 
 
-def test_nothing_is_pickled(tmp_path: Path) -> None:
-    """Each file is JSON, or a safetensors header and plain numbers: loading cannot run code."""
-    for file in write(tmp_path, 1).iterdir():
-        content = file.read_bytes()
-        if file.name == "index.json":
-            json.loads(content)
-            continue
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])
-        header.pop("__metadata__", None)
-        assert max(entry["data_offsets"][1] for entry in header.values()) == len(content) - 8 - length
-
-
 def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
         find_checkpoint(tmp_path, "last", "resume")

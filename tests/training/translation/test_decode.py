@@ -161,21 +161,6 @@ def test_equal_candidates_go_to_the_lower_hypothesis_and_then_to_the_lower_token
     assert [hypothesis.tokens for hypothesis in beam.growing] == [(5, 7), (6, 5)]
 
 
-@pytest.mark.parametrize(("penalty", "grows", "steps"), [(1.0, -1.3, 9), (-1.0, -0.8, 2), (0.0, -0.9, 5)])
-def test_a_search_goes_on_while_the_best_can_still_be_beaten(penalty: float, grows: float, steps: int) -> None:
-    """What has ended has -1.0. With the penalty 1, -1.3 becomes -1.11 after two tokens and -0.56 after the most, nine;
-    with -1, -0.8 becomes -0.93 after two and -1.87 after nine."""
-    beam = Beam(Search(2, penalty, 1), 9)
-    beam.advance([[(END, -1.0), (5, grows), (6, -99.0)]])
-    for _ in range(steps - 2):
-        assert not beam.over
-        beam.advance([[(END, -99.0), (5, 0.0), (6, -99.0)]] * len(beam.growing))
-    assert not beam.over
-    beam.advance([[(END, 0.0), (5, -99.0), (6, -99.0)]] * len(beam.growing))
-    assert beam.over
-    assert beam.translation() == [5] * (steps - 1)
-
-
 @pytest.mark.parametrize(("penalty", "grows"), [(1.0, -2.4), (-1.0, -0.9), (0.0, -1.0)])
 def test_a_search_is_over_once_nothing_can_beat_the_best(penalty: float, grows: float) -> None:
     """-2.4 is at best -1.03 after nine tokens; -0.9 is at best -1.05 after two; what is equal comes too late."""
