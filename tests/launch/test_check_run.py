@@ -79,6 +79,7 @@ def layer(made: nn.Module) -> nn.Sequential:
         (layer(custom_models.Remembers()), "state", "it keeps something between calls"),
         (layer(custom_models.Asks()), "state", "asks whether gradients are recorded"),
         (custom_models.tracks(), "state", "changes its own seen"),
+        (layer(custom_models.Tracks()), "state", "changes its own seen"),
         (layer(nn.InstanceNorm2d(4, track_running_stats=True)), "state", "changes its own running_mean"),
         (layer(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "state", "changes its own parametrizations"),
     ],
