@@ -83,6 +83,7 @@ def test_the_table_shows_results_and_failures(
     ]
     assert "partition.balance=[4,8]" in rows[1]
     assert "failed (2)" in rows[1]
+    assert row_cells(rows[1])[-1] == "-", "it was refused: the time until then is no run's"
     assert "interrupted" in rows[2]
 
 

@@ -49,13 +49,15 @@ def show_sweep(runs: Sequence[Run]) -> None:
     runs = sorted(runs, key=lambda run: run.number)
     results = [run.result for run in runs]
     steps = (number_of(result.get("step_seconds")) for result in results)
+    # a run that was refused wrote nothing: the microseconds until then say nothing
+    times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
     columns = (
         Column("run", cells=[str(run.number) for run in runs], number=True),
         Column("what differs", cells=[run.differs for run in runs]),
         Column("status", cells=[run.status for run in runs]),
         *_scores_and_speeds(results),
         Column("step", cells=["-" if step is None else duration(step) for step in steps], number=True),
-        Column("time", cells=[duration(run.seconds) for run in runs], number=True),
+        Column("time", cells=times, number=True),
     )
     console = Console()
     console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
