@@ -119,8 +119,8 @@ def plan_of(case: Case) -> tuple[TrainConfig, Placement]:
 
 def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda action, samples, lengths: None) -> Engine:
     """All stages, with the weights they begin with, but larger."""
-    config, layout = planned
-    engine = build_engine(config, layout, 0, None, build_model(config), watch, begins=True)
+    config, placement = planned
+    engine = build_engine(config, placement, 0, None, build_model(config), watch, begins=True)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():

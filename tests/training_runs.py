@@ -80,15 +80,15 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
     """Train in this process, all stages of it; returns the messages for the parent."""
     folder.mkdir(parents=True, exist_ok=True)
     messages: list[object] = []
-    layout = make_placement(config)
-    assert not layout.distributed, "executor=in_process is needed here"
+    placement = make_placement(config)
+    assert not placement.distributed, "executor=in_process is needed here"
     train(
         config,
         to_yaml(config),
-        layout,
+        placement,
         folder,
         WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, watch),
-        source=find_source(config, layout),
+        source=find_source(config, placement),
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages

@@ -95,9 +95,9 @@ def _run(
     waiting = checked.worth_running(variants)
     if not waiting:
         return
-    layout = max((variant.layout for variant in waiting), key=lambda layout: layout.partitions)
+    placement = max((variant.placement for variant in waiting), key=lambda placement: placement.partitions)
     task = Checking(tuple(waiting), checked.references, folder, source)
-    failure = run_task(config, layout, task, on_message, interrupt)
+    failure = run_task(config, placement, task, on_message, interrupt)
     if failure is None:
         return
     if failure.reason is Reason.USER and not checked.rows:
@@ -146,8 +146,8 @@ class _Checked:
             return []
         whole = self._config.micro_batches
 
-        def variant(layout: Placement, executor: Way, schedule: Schedule, mode: Mode, m: int = whole) -> Variant:
-            return Variant(replace(layout, recompute=mode), m, schedule, mode, executor)
+        def variant(placement: Placement, executor: Way, schedule: Schedule, mode: Mode, m: int = whole) -> Variant:
+            return Variant(replace(placement, recompute=mode), m, schedule, mode, executor)
 
         together = [
             variant(self._together[k], "in_process", schedule, mode)
@@ -250,9 +250,9 @@ class _Checked:
             self._refuse(partitions, "in_process", "fails", str(error))
             return
         if partitions > 1 and config.executor != "in_process":
-            layout = make_placement(config, shapes)
-            if layout.distributed:
-                self._apart[partitions] = layout
+            placement = make_placement(config, shapes)
+            if placement.distributed:
+                self._apart[partitions] = placement
             else:
                 text = f"executor=distributed: {partitions} processes would need a GPU each"
                 self._refuse(partitions, "distributed", "left out", text)

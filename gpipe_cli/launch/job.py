@@ -70,7 +70,7 @@ class Job:
     """What a worker is sent: the task, which is the same for all of them, and its number."""
 
     config: "TrainConfig"
-    layout: "Placement"
+    placement: "Placement"
     task: Task
     process: int
     rendezvous: str  # a file for those of this machine; under torchrun, the name of this start

@@ -22,7 +22,7 @@ class Prepared:
     config: TrainConfig
     profile: ModelProfile
     plan: Plan
-    layout: Placement
+    placement: Placement
     comparisons: tuple[Comparison, ...]
     resumed: tuple[tuple[str, str], ...]  # how the threads of a resumed run differ, as lines of a banner
 
@@ -36,7 +36,7 @@ class Prepared:
             *own,
             *(("chosen", _words(comparison)) for comparison in self.comparisons),
             *self.resumed,
-            *_turns(self.layout),
+            *_turns(self.placement),
         )
 
 
@@ -56,8 +56,8 @@ def prepare(
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size)
     config = replace(config, threads=place(config).threads)
-    layout = make_placement(config, profile, plan)
-    return Prepared(config, profile, plan, layout, comparisons, tuple(_resumed_threads(config)))
+    placement = make_placement(config, profile, plan)
+    return Prepared(config, profile, plan, placement, comparisons, tuple(_resumed_threads(config)))
 
 
 def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -152,9 +152,9 @@ class RunReport:
 
     def _recorded(self, reporter: Reporter, step: StepDone, recorded: StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
-        config, plan, layout = self._prepared.config, self._prepared.plan, self._prepared.layout
+        config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
         micro_batches = len(micro_batch_sizes(step.samples, config.micro_batches))
-        schedule = checked_schedule(config.schedule, layout.partitions, micro_batches, layout.recompute)
+        schedule = checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
         timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds)
         shares = breakdown(timeline, micro_batches, step.seconds)
         reporter.recorded(step.step, asdict(shares))
@@ -237,7 +237,7 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
     """
     data, steps_per_epoch = _data_of_dry_run(prepared.config)
     write_whole(folder / CONFIG, text)
-    notes = (*data.notes, *frozen_facts(prepared.layout), *prepared.notes)
+    notes = (*data.notes, *frozen_facts(prepared.placement), *prepared.notes)
     reporter = Reporter(folder, describe(prepared, text, data, notes=notes, steps_per_epoch=steps_per_epoch))
     reporter.banner()
     reporter.finish("dry_run")
@@ -269,21 +269,21 @@ def describe(
     bench: Bench | None = None,
 ) -> RunDescription:
     """The run as the reports describe it; facts of the data and of GPUs are missing in a dry run."""
-    config, layout = prepared.config, prepared.layout
+    config, placement = prepared.config, prepared.placement
     total_steps = config.epochs * (steps_per_epoch or 1)
 
     def rates(step: int) -> float:
         return learning_rate(config.learning_rate, step, steps_per_epoch or 1, config.batch_size, total_steps)
 
     warm_up = warm_up_steps(config.learning_rate, steps_per_epoch) if steps_per_epoch is not None else 0
-    every = sum(layout.cost)
+    every = sum(placement.cost)
     partitions = tuple(
         PartitionDescription(names, parameters, cost / every if every else None, device, layer_seconds, memory)
         for names, parameters, cost, device, layer_seconds, memory in zip(
-            layout.layer_names,
-            layout.parameters,
-            layout.cost,
-            layout.devices,
+            placement.layer_names,
+            placement.parameters,
+            placement.cost,
+            placement.devices,
             prepared.plan.layer_seconds,
             prepared.plan.memory,
             strict=True,
@@ -302,12 +302,12 @@ def describe(
         preset=config.preset,
         vocabulary=data.vocabulary,
         languages=data.languages,
-        length=layout.lengths[0] if layout.lengths else None,
+        length=placement.lengths[0] if placement.lengths else None,
         unigram_perplexity=data.unigram_perplexity,
         notes=notes,
         schedule=config.schedule,
         recompute=config.recompute,
-        executor="distributed" if layout.distributed else "in_process",
+        executor="distributed" if placement.distributed else "in_process",
         ideal_bubble=ideal_bubble(config.partitions, config.micro_batches),
         epochs=config.epochs,
         steps_per_epoch=steps_per_epoch,
@@ -316,14 +316,14 @@ def describe(
         config=asdict(config),
         config_yaml=text,
         settings=settings_of(TrainConfig),
-        speed_kind="measured_one_device" if layout.one_device else "measured",
-        threads=layout.threads,
+        speed_kind="measured_one_device" if placement.one_device else "measured",
+        threads=placement.threads,
         max_steps=config.max_steps,
         resumed_from=config.resume,
         first_step=first_step,
         gpu_names=gpu_names,
         prediction=_prediction(prepared.plan) if prepared.plan.costs.basis != "other_device" else None,
-        flops=step_flops(config, prepared.profile, layout),
+        flops=step_flops(config, prepared.profile, placement),
         command="train" if bench is None else "bench",
         warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
     )

@@ -30,9 +30,9 @@ _PATIENCE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 
 
 def run_task(
-    config: TrainConfig, layout: Placement, task: Task, on_message: OnMessage, interrupt: Interrupt, start: str = ""
+    config: TrainConfig, placement: Placement, task: Task, on_message: OnMessage, interrupt: Interrupt, start: str = ""
 ) -> Failure | None:
-    """Start as many workers as the layout has processes, and wait until they have done the task; returns why they
+    """Start as many workers as the placement has processes, and wait until they have done the task; returns why they
     failed, None if they did not.
 
     `on_message` is called with every message of theirs; `start` is the name of this start, under torchrun. However this
@@ -41,7 +41,7 @@ def run_task(
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-        supervisor = Supervisor(config, layout)
+        supervisor = Supervisor(config, placement)
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
             return supervisor.watch(on_message, interrupt)
@@ -55,23 +55,23 @@ def run_task(
 class Supervisor:
     """The workers of this parent."""
 
-    def __init__(self, config: TrainConfig, layout: Placement) -> None:
-        self._config, self._layout = config, layout
+    def __init__(self, config: TrainConfig, placement: Placement) -> None:
+        self._config, self._placement = config, placement
         self._connections: dict[int, Connection] = {}  # those that are open
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # those that may still send something
         self._failures: list[Failure] = []
         self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * ACTIVITY_NUMBERS * layout.processes)
+        os.truncate(self._activity_file, 8 * ACTIVITY_NUMBERS * placement.processes)
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         started = torchrun()
-        for process in range(self._layout.processes) if started is None else (started.rank,):
+        for process in range(self._placement.processes) if started is None else (started.rank,):
             ours, theirs = Pipe()
             with theirs:
-                job = Job(self._config, self._layout, task, process, rendezvous)
+                job = Job(self._config, self._placement, task, process, rendezvous)
                 self._workers[process] = fork_server.fork(job, theirs, self._activity_file)
             self._connections[process] = ours
             interrupt.check()
@@ -164,18 +164,18 @@ class Supervisor:
         return Failure(process, Reason.KILLED, text, "", time.time())
 
     def _who(self, process: int) -> str:
-        stages = self._layout.stages_of(process)
+        stages = self._placement.stages_of(process)
         return f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages 0 to {stages[-1]}"
 
     def _where(self, process: int) -> str:
         """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""
-        doing, layout = self._doing(process), self._layout
+        doing, placement = self._doing(process), self._placement
         if doing.awaited == Awaited.DATA:
             return "waiting for a mini-batch"
         if not doing.kind:
             return "before its first action"
-        inputs = layout.training_boundaries[doing.stage - 1] if doing.stage > 0 else layout.inputs
-        lengths = (doing.length_0, doing.length_1)[: len(layout.lengths)]
+        inputs = placement.training_boundaries[doing.stage - 1] if doing.stage > 0 else placement.inputs
+        lengths = (doing.length_0, doing.length_1)[: len(placement.lengths)]
         shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
         action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
         return f"in {action} (input {shapes})"

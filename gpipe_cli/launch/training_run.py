@@ -39,45 +39,45 @@ def launch(
     task: Task
     if isinstance(config, EvaluateConfig):
         training = _evaluated(config.training)
-        layout = make_placement(training)
-        find = partial(_find, training, layout, folder, config.checkpoint, "run", optimizer=False)
+        placement = make_placement(training)
+        find = partial(_find, training, placement, folder, config.checkpoint, "run", optimizer=False)
         decision = agree(lambda: Decision(folder, None, find()))
         assert decision.source is not None
         task = Evaluation(decision.source, config.decode)
         show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
     else:
         prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
-        training, layout, text = prepared.config, prepared.layout, to_yaml(prepared.config)
+        training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
         if training.dry_run:
             if leads():
-                find_source(training, layout)
+                find_source(training, placement)
                 show_dry_run(prepared, text, folder)
             return 0
-        decision = agree(lambda: Decision(folder, config.resume, find_source(training, layout)))
+        decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
         training = replace(training, resume=decision.resume)
         task = Training(text, decision.folder, bench, decision.source)
         show = RunReport(prepared, text, folder, bench) if leads() else NoReport()
-    return _run(training, layout, task, show, folder, decision.start)
+    return _run(training, placement, task, show, folder, decision.start)
 
 
-def find_source(config: TrainConfig, layout: Placement) -> Path | None:
+def find_source(config: TrainConfig, placement: Placement) -> Path | None:
     """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
 
     Raises ValueError, one line, for one that does not fit the run.
     """
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
-        return _find(config, layout, Path(config.resume), "last", "resume", optimizer=True)
+        return _find(config, placement, Path(config.resume), "last", "resume", optimizer=True)
     return None if config.init_from is None else find_weights(config, show_error)
 
 
-def _find(config: TrainConfig, layout: Placement, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
+def _find(config: TrainConfig, placement: Placement, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
     """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
 
     Raises ValueError, one line, if there is none, or they are of another model.
     """
     model = build_model(config)
-    freeze(model, layout.frozen)
+    freeze(model, placement.frozen)
     check = partial(check_restorable, config, load(run), model, setting=f"{setting}={run}", optimizer=optimizer)
     return find_checkpoint(run, which, setting, check, show_error)
 
@@ -89,7 +89,7 @@ def _evaluated(config: TrainConfig) -> TrainConfig:
 
 def _run(
     config: TrainConfig,
-    layout: Placement,
+    placement: Placement,
     task: Task,
     show: RunReport | EvaluationReport | NoReport,
     folder: Path,
@@ -97,7 +97,7 @@ def _run(
 ) -> int:
     with interruptible() as interrupt:
         try:
-            failure = run_task(config, layout, task, show.on_message, interrupt, start)
+            failure = run_task(config, placement, task, show.on_message, interrupt, start)
         except KeyboardInterrupt:
             if not show.started:
                 raise

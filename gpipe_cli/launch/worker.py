@@ -39,7 +39,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     """The program of a worker process; it writes what it is doing (`Activity`) into `activity`, for its parent."""
-    _set_up(job.layout)
+    _set_up(job.placement)
     base = ACTIVITY_NUMBERS * job.process
 
     def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
@@ -71,20 +71,20 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
 
 
 def _do(job: Job, process: WorkerProcess) -> None:
-    config, layout = job.config, job.layout
+    config, placement = job.config, job.placement
     match job.task:
         case Training(text, folder, bench, source):
-            train(config, text, layout, folder, process, source=source, only_steps=bench is not None)
+            train(config, text, placement, folder, process, source=source, only_steps=bench is not None)
         case Evaluation(checkpoint, decode):
-            evaluate_checkpoint(config, decode, checkpoint, layout, process)
+            evaluate_checkpoint(config, decode, checkpoint, placement, process)
         case Measuring(segments, samples, seconds):
             from gpipe_cli.launch.layer_benchmark import measure
 
-            measure(config, layout, segments, samples, seconds, process.number, process.connect, process.report)
+            measure(config, placement, segments, samples, seconds, process.number, process.connect, process.report)
         case Checking(variants, references, folder, source):
             from gpipe_cli.verify.variants import check
 
-            check(config, layout, process, variants=variants, earlier=references, folder=folder, source=source)
+            check(config, placement, process, variants=variants, earlier=references, folder=folder, source=source)
 
 
 def _failure(process: int, error: Exception) -> Failure:
@@ -107,10 +107,10 @@ def _failure(process: int, error: Exception) -> Failure:
     return Failure(process, reason, text, traceback.format_exc(), time.time())
 
 
-def _set_up(layout: Placement) -> None:
+def _set_up(placement: Placement) -> None:
     keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
-    torch.set_num_threads(layout.threads)
+    torch.set_num_threads(placement.threads)
     # the same bits again on a GPU: no algorithm that depends on timing
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
@@ -140,22 +140,26 @@ def _connect(
     job: Job, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]
 ) -> tuple[ControlGroup, Groups | None]:
     """Connect the processes of the run; a process on its own needs no connection."""
-    layout = job.layout
-    if layout.processes == 1:
+    placement = job.placement
+    if placement.processes == 1:
         return ControlGroup(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
     # that it does not see; that one's own parent is to report first.
     here = torchrun() is None
     timeout = _PREPARING if here else datetime.timedelta(seconds=job.config.timeout_seconds + _LONGER_SECONDS)
-    device = torch.device(layout.devices[job.process])
+    device = torch.device(placement.devices[job.process])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif here:
         # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
-    own_store = dist.FileStore(job.rendezvous, layout.processes) if here else dist.PrefixStore(job.rendezvous, store())
-    dist.init_process_group("gloo", store=own_store, rank=job.process, world_size=layout.processes, timeout=_PREPARING)
+    own_store = (
+        dist.FileStore(job.rendezvous, placement.processes) if here else dist.PrefixStore(job.rendezvous, store())
+    )
+    dist.init_process_group(
+        "gloo", store=own_store, rank=job.process, world_size=placement.processes, timeout=_PREPARING
+    )
     backend = "nccl" if device.type == "cuda" else "gloo"
     control = dist.new_group(backend="gloo", timeout=timeout)
     forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
@@ -163,4 +167,4 @@ def _connect(
     assert isinstance(forward, dist.ProcessGroup)
     assert isinstance(backward, dist.ProcessGroup)
     groups = Groups(forward, backward, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
-    return ControlGroup(job.process, layout.processes, control, waits), groups
+    return ControlGroup(job.process, placement.processes, control, waits), groups

@@ -59,18 +59,18 @@ class Data:
     """What a process has opened before the processes are connected, and the two readings that it has afterwards."""
 
     def __init__(
-        self, config: TrainConfig, layout: Placement, process: int, start: Progress | None, source: Path | None
+        self, config: TrainConfig, placement: Placement, process: int, start: Progress | None, source: Path | None
     ) -> None:
         """Open the data where the first or the last stage is, and start loading: training from `start` on, or the
         test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context.
         """
-        stages = layout.stages_of(process)
+        stages = placement.stages_of(process)
         self._config, self._first = config, 0 in stages
         self._splits: tuple[Split, Split] | None = None
         self._readings: list[Reading | None] = [None, None]
-        if self._first or layout.partitions - 1 in stages:  # stages in between never see a sample
+        if self._first or placement.partitions - 1 in stages:  # stages in between never see a sample
             self._splits = open_data(config, _saved_vocabulary(config, source))
         if self._splits is not None and self._first:
             train, test = self._splits

@@ -52,7 +52,7 @@ class WorkerProcess:
 class Engine:
     """Stages (by index), their optimizers and averages, and the executor that runs schedules on them."""
 
-    layout: Placement
+    placement: Placement
     stages: dict[int, Stage]
     executor: Executor
     links: P2PTransport | None
@@ -66,19 +66,19 @@ class Engine:
 
     @property
     def has_last(self) -> bool:
-        return self.layout.partitions - 1 in self.stages
+        return self.placement.partitions - 1 in self.stages
 
     @property
     def first_device(self) -> torch.device:
-        return torch.device(self.layout.devices[0])
+        return torch.device(self.placement.devices[0])
 
     @property
     def last_device(self) -> torch.device:
-        return torch.device(self.layout.devices[-1])
+        return torch.device(self.placement.devices[-1])
 
     @property
     def memory_format(self) -> torch.memory_format:
-        return MEMORY_FORMATS[self.layout.memory_format]
+        return MEMORY_FORMATS[self.placement.memory_format]
 
     def set_progress(self, share: float) -> None:
         """Tell the model how much of the training is done (scheduled drop-path)."""
@@ -102,19 +102,19 @@ class Engine:
         for stage in self.stages.values():
             stage.set_training(training)
         if self.links is not None:
-            layout, stage_index = self.layout, next(iter(self.stages))
-            boundaries = layout.training_boundaries if training else layout.evaluation_boundaries
+            placement, stage_index = self.placement, next(iter(self.stages))
+            boundaries = placement.training_boundaries if training else placement.evaluation_boundaries
             crossing = {}
             if stage_index > 0:
                 crossing[Kind.F] = boundaries[stage_index - 1]
-            if stage_index < layout.partitions - 1:
+            if stage_index < placement.partitions - 1:
                 crossing[Kind.B] = boundaries[stage_index]
             self.links.describe(crossing)
 
 
 def build_engine(
     config: TrainConfig,
-    layout: Placement,
+    placement: Placement,
     process: int,
     groups: Groups | None,
     model: nn.Sequential,
@@ -125,29 +125,29 @@ def build_engine(
     """Make the stages of process number `process` real; `model` stands on the meta device. `begins`: no checkpoint will
     give the weights.
 
-    What the layout says is frozen gets no optimizer; a stage that is frozen as a whole has none.
+    What the placement says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
     whole = real_model(config, begins=begins)
-    stages = {index: build_stage(config, layout, index, model, whole) for index in layout.stages_of(process)}
+    stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
     links = None
     if groups is not None:
         links = P2PTransport(
             process,
-            layout.training_boundaries,
-            ranks=range(layout.partitions),
+            placement.training_boundaries,
+            ranks=range(placement.partitions),
             forward=groups.forward,
             backward=groups.backward,
-            device=torch.device(layout.devices[process]),
-            memory_format=MEMORY_FORMATS[layout.memory_format],
+            device=torch.device(placement.devices[process]),
+            memory_format=MEMORY_FORMATS[placement.memory_format],
             timeout_seconds=groups.timeout_seconds,
             waits=groups.waits,
         )
-    transport = links or LocalTransport([torch.device(device) for device in layout.devices])
+    transport = links or LocalTransport([torch.device(device) for device in placement.devices])
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
-        layout,
+        placement,
         stages,
-        Executor(stages, layout.partitions, transport, watch),
+        Executor(stages, placement.partitions, transport, watch),
         links,
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
@@ -157,23 +157,23 @@ def build_engine(
 
 def build_stage(
     config: TrainConfig,
-    layout: Placement,
+    placement: Placement,
     index: int,
     model: nn.Sequential,
     whole: Callable[[], nn.Sequential] | None,
 ) -> Stage:
     """Stage `index`, in training mode; `model` stands on the meta device, `whole` is what `real_model` says."""
-    memory_format, device = MEMORY_FORMATS[layout.memory_format], torch.device(layout.devices[index])
-    first = layout.first_layers[index]
-    layers = len(layout.layer_names[index])
+    memory_format, device = MEMORY_FORMATS[placement.memory_format], torch.device(placement.devices[index])
+    first = placement.first_layers[index]
+    layers = len(placement.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)
-    freeze(module, layout.frozen)
+    freeze(module, placement.frozen)
     stage = Stage(
         index,
         module.to(memory_format=memory_format),
         first_layer=first,
-        inputs=layout.training_boundaries[index - 1] if index else (),
-        evaluation_inputs=layout.evaluation_boundaries[index - 1] if index else (),
+        inputs=placement.training_boundaries[index - 1] if index else (),
+        evaluation_inputs=placement.evaluation_boundaries[index - 1] if index else (),
         device=device,
         run_seed=config.seed,
         memory_format=memory_format,

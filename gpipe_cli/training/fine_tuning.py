@@ -52,12 +52,12 @@ def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpo
     A run that is resumed has its weights already: nothing is taken then. Returns what the banner says of what was taken
     and of what is frozen. Raises ValueError as `find_taking` does.
     """
-    frozen = frozen_facts(engine.layout)
+    frozen = frozen_facts(engine.placement)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
     taking = find_taking(config, model, checkpoint)
     for k, stage in engine.stages.items():
-        tensors = read_tensors(taking.checkpoint, engine.layout.layer_names[k], ("model", "ema"))
+        tensors = read_tensors(taking.checkpoint, engine.placement.layer_names[k], ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # averages are of what is floating-point only
         state = stage.module.state_dict()
         with torch.no_grad():
@@ -66,7 +66,7 @@ def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpo
             if k in engine.averages:
                 for name, average in engine.averages[k].average.items():
                     average.copy_(state[name])
-    return (*_taken_facts(config, taking, engine.layout), *frozen)
+    return (*_taken_facts(config, taking, engine.placement), *frozen)
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
@@ -121,26 +121,26 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     return Taking(checkpoint, index.progress.step, averaged, taken, frozenset(new))
 
 
-def frozen_facts(layout: Placement) -> Notes:
+def frozen_facts(placement: Placement) -> Notes:
     """The banner's line about what is not trained; none if everything is."""
-    frozen = layout.frozen
+    frozen = placement.frozen
     if not frozen.modules and not frozen.parameters:
         return ()
-    layers = [name for names in layout.layer_names for name in names]
+    layers = [name for names in placement.layer_names for name in names]
     whole = sum(name in frozen.modules for name in layers)
-    every = sum(layout.parameters)
+    every = sum(placement.parameters)
     fact = f"{whole} of {plural(len(layers), 'layer')}, "
-    fact += f"{count(every - sum(layout.trained))} of {count(every)} parameters"
-    idle = [str(k) for k, trained in enumerate(layout.trained) if not trained]
+    fact += f"{count(every - sum(placement.trained))} of {count(every)} parameters"
+    idle = [str(k) for k, trained in enumerate(placement.trained) if not trained]
     if idle:
         fact += f"; {'stage' if len(idle) == 1 else 'stages'} {', '.join(idle)} {'has' if len(idle) == 1 else 'have'} "
         fact += "nothing to train"
     return (("frozen", fact),)
 
 
-def _taken_facts(config: TrainConfig, taking: Taking, layout: Placement) -> Notes:
+def _taken_facts(config: TrainConfig, taking: Taking, placement: Placement) -> Notes:
     taken, new = _layers_of(taking.taken), _layers_of(taking.new)
-    layers = [name for names in layout.layer_names for name in names]
+    layers = [name for names in placement.layer_names for name in names]
     parts = [layer for layer in layers if layer in taken & new]
     fact = plural(len(taken - new), "layer") + (f" and part of {', '.join(parts)}" if parts else "")
     fact += f" from {config.init_from} (best, step {taking.step}{', averaged weights' if taking.averaged else ''})"

@@ -36,7 +36,7 @@ def evaluation_schedule(partitions: int, micro_batches: int) -> Schedule:
 class StepResult:
     """A step that was done here; what the other processes know of it may still be on its way."""
 
-    layout: Placement
+    placement: Placement
     gathered: Gathered
     recording: Recording
     before: Recording | None  # of the step before, whose numbers come with this step's
@@ -45,7 +45,7 @@ class StepResult:
     def metrics(self) -> StepMetrics:
         """What all processes know of it together; waits for them."""
         return StepMetrics.unpack(
-            self.layout, self.gathered.wait(), None if self.before is None else self.before.schedule
+            self.placement, self.gathered.wait(), None if self.before is None else self.before.schedule
         )
 
 
@@ -58,7 +58,7 @@ def rehearse(
     Gradients and statistics are as after a step. Raises as the executor does.
     """
     samples = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)[0]
-    schedule = checked_schedule("gpipe", engine.layout.partitions, 1, "always")
+    schedule = checked_schedule("gpipe", engine.placement.partitions, 1, "always")
     inputs, targets = None, None
     if data.loaded is not None:
         with control.waits(Awaited.DATA):
@@ -94,7 +94,7 @@ def train_step(
     need of a process that began with `begun_bytes` of its own. `before_update` is called when all gradients are there.
     """
     sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
-    schedule = checked_schedule(config.schedule, engine.layout.partitions, len(sizes), engine.layout.recompute)
+    schedule = checked_schedule(config.schedule, engine.placement.partitions, len(sizes), engine.placement.recompute)
     targets = data.targets(epoch, position) if engine.has_last else None
     objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
     lengths = data.batches.lengths(epoch, position)
@@ -104,12 +104,12 @@ def train_step(
 
     stages = {}
     for k, stage in engine.stages.items():
-        device = torch.device(engine.layout.devices[k])
+        device = torch.device(engine.placement.devices[k])
         counted = (stage.peak_saved_bytes, library_bytes(device, begun_bytes)) if count else (0, 0)
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
     vector = StepMetrics.pack(
-        engine.layout,
+        engine.placement,
         config.micro_batches,
         totals=None if objective is None else objective.totals(),
         stages=stages,
@@ -117,7 +117,7 @@ def train_step(
         before=before,
         clock_offset_seconds=control.clock_offset_seconds,
     )
-    result = StepResult(engine.layout, control.gather(vector), recording, before)
+    result = StepResult(engine.placement, control.gather(vector), recording, before)
 
     before_update()
     if config.gradient_clipping:
@@ -142,9 +142,9 @@ def gather_recording(
 ) -> list[list[float]]:
     """As `StepMetrics.seconds_before`, of the last step, which no other follows."""
     vector = StepMetrics.pack(
-        engine.layout, micro_batches, before=recording, clock_offset_seconds=control.clock_offset_seconds
+        engine.placement, micro_batches, before=recording, clock_offset_seconds=control.clock_offset_seconds
     )
-    return StepMetrics.unpack(engine.layout, control.gather(vector).wait(), recording.schedule).seconds_before
+    return StepMetrics.unpack(engine.placement, control.gather(vector).wait(), recording.schedule).seconds_before
 
 
 def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
@@ -152,7 +152,7 @@ def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: R
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(data.batches.steps_per_epoch):
         sizes = micro_batch_sizes(data.batches.size(0, position), config.micro_batches)
-        schedule = evaluation_schedule(engine.layout.partitions, len(sizes))
+        schedule = evaluation_schedule(engine.placement.partitions, len(sizes))
         targets = data.targets(0, position) if engine.has_last else None
         objective = objective_of(config, targets, sizes, 0.0, engine.last_device)
         lengths = data.batches.lengths(0, position)

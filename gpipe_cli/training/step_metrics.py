@@ -46,7 +46,7 @@ class StepMetrics:
 
     @staticmethod
     def pack(
-        layout: Placement,
+        placement: Placement,
         micro_batches: int,
         *,
         totals: Totals | None = None,
@@ -56,9 +56,9 @@ class StepMetrics:
         clock_offset_seconds: float = 0.0,
     ) -> torch.Tensor:
         """One process's vector; `before` is read on the clock of process 0, which this one's is ahead of by so much."""
-        stages_here = 1 if layout.distributed else layout.partitions
-        vector = torch.zeros(sum(_sizes(layout)) + stages_here * room(micro_batches), dtype=torch.float64)
-        to_sums, to_stages, to_norms, to_recording = _split(layout, vector)
+        stages_here = 1 if placement.distributed else placement.partitions
+        vector = torch.zeros(sum(_sizes(placement)) + stages_here * room(micro_batches), dtype=torch.float64)
+        to_sums, to_stages, to_norms, to_recording = _split(placement, vector)
         if totals is not None:
             to_sums.copy_(torch.tensor(astuple(totals), dtype=torch.float64))
         for k, metrics in (stages or {}).items():
@@ -71,16 +71,16 @@ class StepMetrics:
         return vector
 
     @staticmethod
-    def unpack(layout: Placement, vectors: Sequence[torch.Tensor], before: Schedule | None) -> "StepMetrics":
+    def unpack(placement: Placement, vectors: Sequence[torch.Tensor], before: Schedule | None) -> "StepMetrics":
         """From the vectors of all processes, in order; `before` is the schedule of the step before."""
-        parts = [_split(layout, vector) for vector in vectors]
+        parts = [_split(placement, vector) for vector in vectors]
         elements, *sums = torch.stack([sums for sums, _, _, _ in parts]).sum(dim=0).tolist()
         memory, activations, libraries, without_core = torch.stack([stages for _, stages, _, _ in parts]).sum(dim=0).T
         seconds: list[list[float]] = []
         if before is not None:
             for process, (_, _, _, recording) in enumerate(parts):
                 values = recording.tolist()
-                for stage in layout.stages_of(process):
+                for stage in placement.stages_of(process):
                     length = MARKS * len(before[stage]) + 2
                     seconds.append(values[:length])
                     values = values[length:]
@@ -95,12 +95,12 @@ class StepMetrics:
         )
 
 
-def _sizes(layout: Placement) -> tuple[int, int, int]:
-    return len(fields(Totals)), layout.partitions * len(fields(StageMetrics)), layout.most_parameter_tensors
+def _sizes(placement: Placement) -> tuple[int, int, int]:
+    return len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
 
 
-def _split(layout: Placement, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _split(placement: Placement, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The four parts of a vector, as views."""
-    sizes = _sizes(layout)
+    sizes = _sizes(placement)
     sums, stages, norms, recording = vector.split([*sizes, len(vector) - sum(sizes)])
-    return sums, stages.view(layout.partitions, -1), norms, recording
+    return sums, stages.view(placement.partitions, -1), norms, recording

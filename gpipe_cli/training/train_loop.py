@@ -47,7 +47,7 @@ from gpipe_cli.training.translation.scores import translated_examples, translate
 def train(
     config: TrainConfig,
     config_yaml: str,
-    layout: Placement,
+    placement: Placement,
     folder: Path,
     process: WorkerProcess,
     *,
@@ -69,11 +69,11 @@ def train(
     # --- 1. Where to begin; open the data, start its loaders -----------------------------------------------------
     begun_bytes = own_bytes()
     start = starting_point(config, source)
-    data = Data(config, layout, process.number, start, None if source is None else source.parent.parent)
+    data = Data(config, placement, process.number, start, None if source is None else source.parent.parent)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
-    _refuse_other_cuts(control, layout)
+    _refuse_other_cuts(control, placement)
     training, test = data.training_set(control), data.test_set(control)
     if only_steps:
         test.close()  # what loads it would take time from the steps
@@ -84,8 +84,8 @@ def train(
 
     # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
     model = build_model(config)
-    freeze(model, layout.frozen)
-    engine = build_engine(config, layout, process.number, groups, model, process.watch, begins=source is None)
+    freeze(model, placement.frozen)
+    engine = build_engine(config, placement, process.number, groups, model, process.watch, begins=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
         restore(engine, resume_from, optimizer=True)
@@ -100,7 +100,9 @@ def train(
         if resume_from is not None:
             adopt(resume_from, folder)
         data.save_vocabulary(folder)
-        process.report(TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, _gpu_names(layout)))
+        process.report(
+            TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, _gpu_names(placement))
+        )
 
     counted = False  # whether saved activations were
     recording, recording_began = None, 0.0  # of the step before
@@ -162,14 +164,14 @@ def train(
 
 
 def evaluate_checkpoint(
-    config: TrainConfig, decode: DecodeConfig, checkpoint: Path, layout: Placement, process: WorkerProcess
+    config: TrainConfig, decode: DecodeConfig, checkpoint: Path, placement: Placement, process: WorkerProcess
 ) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
-    data = Data(config, layout, process.number, None, checkpoint.parent.parent)
+    data = Data(config, placement, process.number, None, checkpoint.parent.parent)
     control, groups = process.connect()
     test = data.test_set(control)
     model = build_model(config)
-    engine = build_engine(config, layout, process.number, groups, model, process.watch, begins=False)
+    engine = build_engine(config, placement, process.number, groups, model, process.watch, begins=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.leads else DataFacts()
     if control.leads:
@@ -235,9 +237,9 @@ def _scores(config: TrainConfig, engine: Engine, totals: Totals) -> Scores:
     return Scores(tokens, loss, top1, None if text else top5, averaged=bool(engine.averages))
 
 
-def _refuse_other_cuts(control: ControlGroup, layout: Placement) -> None:
+def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:
     """Under torchrun every process plans for itself. Raises ValueError if machines that differ came to other plans."""
-    plans = control.collect((layout.layer_names, layout.recompute))
+    plans = control.collect((placement.layer_names, placement.recompute))
     if any(plan != plans[0] for plan in plans):
         cuts = " and ".join(sorted({str([len(names) for names in cut]).replace(" ", "") for cut, _ in plans}))
         raise ValueError(
@@ -267,7 +269,7 @@ def _updates(engine: Engine) -> int:
     return next((average.updates for average in engine.averages.values()), 0)
 
 
-def _gpu_names(layout: Placement) -> tuple[str, ...]:
+def _gpu_names(placement: Placement) -> tuple[str, ...]:
     """Asked here and not in the parent, where it would open a CUDA context."""
-    devices = dict.fromkeys(device for device in layout.devices if device != "cpu")
+    devices = dict.fromkeys(device for device in placement.devices if device != "cpu")
     return tuple(torch.cuda.get_device_name(device) for device in devices)

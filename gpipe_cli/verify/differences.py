@@ -57,7 +57,7 @@ class Row:
 class Variant:
     """One way to run the mini-batch."""
 
-    layout: Placement
+    placement: Placement
     micro_batches: int
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never"]
@@ -66,8 +66,8 @@ class Variant:
     def config(self, config: TrainConfig) -> TrainConfig:
         return replace(
             config,
-            partitions=self.layout.partitions,
-            partition=PartitionConfig(tuple(len(names) for names in self.layout.layer_names)),
+            partitions=self.placement.partitions,
+            partition=PartitionConfig(tuple(len(names) for names in self.placement.layer_names)),
             micro_batches=self.micro_batches,
             schedule=self.schedule,
             recompute=self.recompute,
@@ -77,7 +77,7 @@ class Variant:
     @property
     def key(self) -> Key:
         """Tells it from all other variants."""
-        return (self.layout.partitions, self.micro_batches, self.schedule, self.recompute, self.executor)
+        return (self.placement.partitions, self.micro_batches, self.schedule, self.recompute, self.executor)
 
     def row(self, verdict: Verdict, **more: Any) -> Row:
         return Row(*self.key, verdict, **more)
@@ -134,10 +134,10 @@ def within(variant: Variant, difference: float) -> Row:
     return variant.row("within tolerance" if difference <= TOLERANCE else "differs", difference=difference)
 
 
-def first_difference(layout: Placement, own: Digests, reference: Digests) -> Difference | None:
+def first_difference(placement: Placement, own: Digests, reference: Digests) -> Difference | None:
     """The first place in this process's stages where a variant is not its reference; None: nowhere."""
-    layers = [name for names in layout.layer_names for name in names]
-    stages = {name: stage for stage, names in enumerate(layout.layer_names) for name in names}
+    layers = [name for names in placement.layer_names for name in names]
+    stages = {name: stage for stage, names in enumerate(placement.layer_names) for name in names}
     places = {name: place for place, name in enumerate(layers)}
     found: list[Difference] = []
     for what, values in ((_OUTPUT, own.outputs), (_AGAIN, own.again)):
@@ -145,7 +145,7 @@ def first_difference(layout: Placement, own: Digests, reference: Digests) -> Dif
             if reference.outputs.get((layer, micro_batch)) != value:
                 found.append(Difference(what, places[layer], micro_batch, stages[layer], layer, ""))
     if own.loss != reference.loss:
-        found.append(Difference(_LOSS, len(layers), 0, layout.partitions - 1, layers[-1], ""))
+        found.append(Difference(_LOSS, len(layers), 0, placement.partitions - 1, layers[-1], ""))
     for what, mine, theirs in (
         (_GRADIENT, own.gradients, reference.gradients),
         (_STATISTICS, own.statistics, reference.statistics),

@@ -24,9 +24,9 @@ from gpipe_cli.planner.placement import Placement
 CPU = torch.device("cpu")
 
 
-def build_untouched(config: TrainConfig, layout: Placement) -> nn.Sequential:
-    """The model with the values that a run begins with, in training mode, where the only stage of `layout` is."""
-    device = torch.device(layout.devices[0])
+def build_untouched(config: TrainConfig, placement: Placement) -> nn.Sequential:
+    """The model with the values that a run begins with, in training mode, where the only stage of `placement` is."""
+    device = torch.device(placement.devices[0])
     whole = real_model(config, begins=config.init_from is None)
     if whole is None:
         model = build_model(config)
@@ -34,8 +34,8 @@ def build_untouched(config: TrainConfig, layout: Placement) -> nn.Sequential:
     else:
         seed_generator(CPU, mix(config.seed))
         model = whole().to(device)
-    freeze(model, layout.frozen)
-    model.to(memory_format=MEMORY_FORMATS[layout.memory_format])
+    freeze(model, placement.frozen)
+    model.to(memory_format=MEMORY_FORMATS[placement.memory_format])
     set_training(model, True)
     set_progress(model, 1.0)
     return model

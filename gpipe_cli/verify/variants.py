@@ -51,7 +51,7 @@ from gpipe_cli.verify.plain_pytorch import build_untouched, run_untouched
 
 def check(
     config: TrainConfig,
-    layout: Placement,
+    placement: Placement,
     process: WorkerProcess,
     *,
     variants: Sequence[Variant],
@@ -59,7 +59,7 @@ def check(
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants as one process of those that `layout` has, and report a `Row` for each, in order.
+    """Run the variants as one process of those that `placement` has, and report a `Row` for each, in order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
     compared with, and are reported. `earlier` references are those of other processes, by schedule; their gradients
@@ -68,7 +68,7 @@ def check(
     Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
     """
     run = None if config.init_from is None else Path(config.init_from)
-    data = Data(replace(config, data_workers=0), layout, process.number, starting_point(config, None), run)
+    data = Data(replace(config, data_workers=0), placement, process.number, starting_point(config, None), run)
     control, groups = process.connect()
     report = process.report
     work = _Runs(config, process, control, groups, data.training_set(control), folder, source)
@@ -120,7 +120,7 @@ class _Runs:
         """Before the first variant: refuse a mini-batch that cannot be trained on, and watch each layer."""
         config = variant.config(self.base)
         refuse_single_samples(self.base, self.reading.batches.size(0, 0))
-        engine = self._engine(config, variant.layout, self.process.watch)
+        engine = self._engine(config, variant.placement, self.process.watch)
         # what a layer raises is in the rows of the variants; the watch ends there
         with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
             rehearse(config, engine, self.control, self._first_mini_batch(), 0, 0)
@@ -131,7 +131,7 @@ class _Runs:
 
     def is_reference(self, variant: Variant) -> bool:
         usual = variant.micro_batches == self.base.micro_batches and variant.executor != "pytorch"
-        return usual and variant.layout.partitions == 1 and variant.recompute == "never"
+        return usual and variant.placement.partitions == 1 and variant.recompute == "never"
 
     def compare(self, variant: Variant, references: dict[str, Digests]) -> tuple[Row, Digests | None]:
         """The row of a variant, and what it leaves if it is a reference."""
@@ -147,7 +147,7 @@ class _Runs:
             return within(variant, difference), digests
         if variant.micro_batches != self.base.micro_batches:
             return within(variant, self._distance(kept, variant.schedule)), None
-        found = first_difference(variant.layout, digests, references[variant.schedule])
+        found = first_difference(variant.placement, digests, references[variant.schedule])
         least = [part for part in self.control.collect(found) if part is not None]
         if not least:
             return variant.row("identical"), None
@@ -156,8 +156,8 @@ class _Runs:
     def _compare_untouched(self, variant: Variant, reference: Digests) -> Row:
         """Outputs of layers, loss and gradients of plain PyTorch beside those of a pipeline."""
         config, outputs = variant.config(self.base), {}
-        engine = self._engine(config, variant.layout, self.process.watch)
-        model = build_untouched(config, variant.layout)
+        engine = self._engine(config, variant.placement, self.process.watch)
+        model = build_untouched(config, variant.placement)
         if config.init_from is not None:
             model.load_state_dict(engine.stages[0].module.state_dict())
         reading = self._first_mini_batch()
@@ -179,7 +179,7 @@ class _Runs:
         names = dict.fromkeys((name for name, _ in model.named_parameters()), "")
         digests = {name: digest((gradient,)) for name, gradient in gradients.items()}
         own = Digests(objective.totals().means[0], outputs=outputs, gradients=digests, weights=names)
-        found = first_difference(variant.layout, own, replace(reference, weights=names))  # no step is done
+        found = first_difference(variant.placement, own, replace(reference, weights=names))  # no step is done
         if found is None:
             return variant.row("identical")
         distance = self._distance({name: gradient.cpu() for name, gradient in gradients.items()}, variant.schedule)
@@ -196,7 +196,7 @@ class _Runs:
             current[:] = [action]
             self.process.watch(action, samples, lengths)
 
-        engine = self._engine(config, variant.layout, watch)
+        engine = self._engine(config, variant.placement, watch)
 
         def observe(name: str) -> Any:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -241,9 +241,9 @@ class _Runs:
             weights={name: digest((tensor,)) for module in modules for name, tensor in module.named_parameters()},
         )
 
-    def _engine(self, config: TrainConfig, layout: Placement, watch: Watch) -> Engine:
+    def _engine(self, config: TrainConfig, placement: Placement, watch: Watch) -> Engine:
         model = build_model(config)
-        engine = build_engine(config, layout, self.process.number, self.groups, model, watch,
+        engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
                               begins=config.init_from is None)  # fmt: skip
         fine_tune(config, engine, model, self.source)
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing

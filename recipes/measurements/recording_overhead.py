@@ -54,15 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         tree = compose("train", ["executor=in_process", "threads=1", "device=cpu", *options.settings])
     config = from_tree(TrainConfig, tree)
-    layout = make_placement(config)
+    placement = make_placement(config)
     torch.set_num_threads(1)
-    engine = build_engine(config, layout, 0, None, build_model(config), lambda *a: None, begins=True)
-    schedule = checked_schedule(config.schedule, layout.partitions, config.micro_batches, layout.recompute)
+    engine = build_engine(config, placement, 0, None, build_model(config), lambda *a: None, begins=True)
+    schedule = checked_schedule(config.schedule, placement.partitions, config.micro_batches, placement.recompute)
     assert config.batch_size is not None
     sizes = micro_batch_sizes(config.batch_size, config.micro_batches)
     images = torch.randn(config.batch_size, 3, config.dataset.image_size, config.dataset.image_size)
     targets = torch.randint(config.dataset.num_classes, (config.batch_size,))
-    loud, silent = engine.executor.recorder, Silent(layout.partitions)
+    loud, silent = engine.executor.recorder, Silent(placement.partitions)
     taken: dict[str, list[float]] = {"without": [], "with": [], "reading": []}
     for step in range(2 * steps + 10):
         with_it = step % 2 == 1
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             taken["with" if with_it else "without"].append(ran - began)
             if with_it:
                 seconds = recording.seconds()
-                timeline = measured_timeline(schedule, [seconds[k] for k in range(layout.partitions)])
+                timeline = measured_timeline(schedule, [seconds[k] for k in range(placement.partitions)])
                 breakdown(timeline, config.micro_batches, ran - began)
                 taken["reading"].append(time.perf_counter() - ran)
     without, reading = median(taken["without"]), median(taken["reading"])

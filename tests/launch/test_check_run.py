@@ -169,7 +169,7 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
     first, untouched = _Checked(config).runs()[0][:2]
     messages: list[object] = []
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
-    check(config, first.layout, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
+    check(config, first.placement, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
     watched, row = messages[0], messages[-1]
     assert isinstance(watched, LayersWatched)
     assert isinstance(row, Row)
@@ -253,7 +253,7 @@ def variant() -> Variant:
 
 
 def test_the_first_difference_is_where_it_began() -> None:
-    layout = variant().layout
+    placement = variant().placement
     names = ("0", "1", "7")
     reference = Digests(
         1.0,
@@ -263,10 +263,10 @@ def test_the_first_difference_is_where_it_began() -> None:
         weights={"0.weight": "", "1.shift": "", "7.weight": ""},
     )
     same = replace(reference, again=dict(reference.outputs))
-    assert first_difference(layout, same, reference) is None
+    assert first_difference(placement, same, reference) is None
 
     def first(**changed: object) -> tuple[str, int, int, str]:
-        found = first_difference(layout, replace(same, **changed), reference)  # type: ignore[arg-type]
+        found = first_difference(placement, replace(same, **changed), reference)  # type: ignore[arg-type]
         assert found is not None
         return found.layer, found.stage, found.micro_batch, found.name
 
@@ -280,7 +280,7 @@ def test_the_first_difference_is_where_it_began() -> None:
     # a gradient that there is no more
     assert first(gradients={"0.weight": "", "7.weight": ""}) == ("1", 0, 0, "1.shift")
     assert first(statistics={"2.running_mean": "x"}, weights={"7.weight": "x"}) == ("2", 0, 0, "2.running_mean")
-    found = first_difference(layout, replace(same, again=outputs | {("1", 1): "x"}), reference)
+    found = first_difference(placement, replace(same, again=outputs | {("1", 1): "x"}), reference)
     assert found is not None
     row = differs(variant(), found, 0.5)
     assert (row.verdict, row.layer, row.stage, row.micro_batch) == ("differs", "1", 0, 1)

@@ -110,8 +110,8 @@ def test_a_machine_is_busy_if_processes_have_less_than_their_share(
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
-    layout = timing.make_placement(replace(config, cost="figures"), profile)
-    assert len(timing._segments(config, profile, 3, layout)) > 1
+    placement = timing.make_placement(replace(config, cost="figures"), profile)
+    assert len(timing._segments(config, profile, 3, placement)) > 1
     costs, _ = timed(config, profile)
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)

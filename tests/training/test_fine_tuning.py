@@ -210,15 +210,15 @@ def test_what_cannot_be_frozen_is_refused(setting: str, line: str) -> None:
 
 def test_a_frozen_prefix_sends_nothing_back_and_has_no_optimizer() -> None:
     settings = [*TINY, "partitions=3", "partition.balance=[2,2,3]"]
-    layout = make_placement(configure(*settings, "freeze=[stem,cell_00,cell_01]"))
-    assert [[tensor.has_gradient for tensor in edge] for edge in layout.training_boundaries] == [
+    placement = make_placement(configure(*settings, "freeze=[stem,cell_00,cell_01]"))
+    assert [[tensor.has_gradient for tensor in edge] for edge in placement.training_boundaries] == [
         [False, False],
         [True, True],
     ]
-    assert layout.trained[0] == 0 < layout.trained[1] < layout.parameters[1]
+    assert placement.trained[0] == 0 < placement.trained[1] < placement.parameters[1]
     whole = make_placement(configure(*settings))
-    assert whole.trained == whole.parameters == layout.parameters
-    assert [cost < 0.5 * other for cost, other in zip(layout.cost, whole.cost, strict=True)] == [True, False, False]
+    assert whole.trained == whole.parameters == placement.parameters
+    assert [cost < 0.5 * other for cost, other in zip(placement.cost, whole.cost, strict=True)] == [True, False, False]
     engine, state, notes = begun(*settings, "freeze=[stem,cell_00,cell_01]", "ema_decay=0.9")
     assert [optimizer is None for optimizer in engine.optimizers.values()] == [True, False, False]
     assert any(name.startswith("ema/stem.") for name in state)

@@ -62,7 +62,7 @@ def save_checkpoint(
     ]
     files, without_state = ([one for part in control.collect(mine) for one in part] for mine in (written, without))
     if control.leads:
-        layers = [name for names in engine.layout.layer_names for name in names]
+        layers = [name for names in engine.placement.layer_names for name in names]
         finish_checkpoint(
             draft, progress, files, layers=layers, without_state=without_state, config=config_yaml, keep=keep
         )
@@ -115,7 +115,7 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
     """
     updates = read_index(checkpoint).progress.ema_updates
     for k, stage in engine.stages.items():
-        own = engine.layout.layer_names[k]
+        own = engine.placement.layer_names[k]
         tensors = read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
         _copy(stage.module.state_dict(), select(tensors, "model"))
         if k in engine.averages:

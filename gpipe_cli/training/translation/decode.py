@@ -212,7 +212,7 @@ def _run(
     """One step: every row is a sentence of `sources` (n, S), of which `longest` tokens are needed, and what has been
     chosen for it."""
     sizes = micro_batch_sizes(len(rows), micro_batches)
-    schedule = evaluation_schedule(engine.layout.partitions, len(sizes))
+    schedule = evaluation_schedule(engine.placement.partitions, len(sizes))
     inputs = None
     if sources is not None:
         where = torch.tensor([at for at, _ in rows], device=sources.device)

@@ -98,13 +98,13 @@ def test_another_model_is_refused_by_what_differs(settings: str, message: str, r
 def source(*settings: str) -> Path:
     """The checkpoint that a run with these settings would go on from, or take weights of."""
     config = configure(*SETTINGS, *settings)
-    found = find_source(config, layout_of(*(one for one in settings if "=/" not in one)))
+    found = find_source(config, placement_of(*(one for one in settings if "=/" not in one)))
     assert found is not None
     return found
 
 
 @cache
-def layout_of(*settings: str) -> Placement:
+def placement_of(*settings: str) -> Placement:
     return make_placement(configure(*SETTINGS, *settings))
 
 
