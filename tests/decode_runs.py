@@ -120,7 +120,7 @@ def plan_of(case: Case) -> tuple[TrainConfig, Placement]:
 def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda action, samples, lengths: None) -> Engine:
     """All stages, with the weights they begin with, but larger."""
     config, placement = planned
-    engine = build_engine(config, placement, 0, None, build_model(config), watch, begins=True)
+    engine = build_engine(config, placement, 0, None, build_model(config), watch, pretrained=True)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():

@@ -39,16 +39,16 @@ def build_model(config: TrainConfig) -> nn.Sequential:
         return _model(config, weights=False)
 
 
-def real_model(config: TrainConfig, *, begins: bool) -> Callable[[], nn.Sequential] | None:
+def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
     """How to build the whole model with values, where its layers cannot be initialised one by one; or None.
 
     timm's models, and those of users, set their initial values while they are built: every process builds the whole
-    model once, from the same seed, and keeps the layers of its stages. Pretrained weights are for a run that `begins`:
-    all others start from a checkpoint.
+    model once, from the same seed, and keeps the layers of its stages. `pretrained`: with the pretrained weights that
+    the settings ask for; a run that goes on from a checkpoint needs none.
     """
     if isinstance(config.model, (AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig)):
         return None
-    return cache(lambda: _model(config, weights=begins))
+    return cache(lambda: _model(config, weights=pretrained))
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:

@@ -23,13 +23,14 @@ from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.engine import Groups, build_stage
+from gpipe_cli.training.engine import build_stage
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
 _LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
@@ -43,7 +44,7 @@ def measure(
     samples: int,
     seconds: float,
     process: int,
-    join: Callable[[], tuple[ControlGroup, Groups | None]],
+    join: Callable[[], tuple[ControlGroup, ProcessGroups | None]],
     report: Callable[[object], None],
 ) -> None:
     """Time every layer for a micro-batch of `samples`, as process number `process` of those that `placement` has.
@@ -54,7 +55,7 @@ def measure(
     control, groups = join()
     segments = replace(segments, devices=(placement.devices[process],) * segments.partitions)  # each on its own
     model = build_model(config)
-    whole = real_model(config, begins=False)
+    whole = real_model(config, pretrained=False)
     alone: Pass = []
     together: Pass = []
     updates: list[float] = []
@@ -249,7 +250,7 @@ class _Timer:
         return median(taken[_WARM_UP:])
 
 
-def _time_link(placement: Placement, process: int, groups: Groups) -> tuple[float, float]:
+def _time_link(placement: Placement, process: int, groups: ProcessGroups) -> tuple[float, float]:
     """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
     device = torch.device(placement.devices[process])
     seconds = []

@@ -2,15 +2,13 @@
 
 import contextlib
 import ctypes
-import datetime
 import gc
 import os
 import sys
 import time
 import traceback
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,22 +16,17 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.distributed.rendezvous import store
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.launch.job import Checking, Done, Evaluation, Failure, Job, Measuring, Reason, Training
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.store import CheckpointError
-from gpipe_cli.training.engine import Groups, WorkerProcess
+from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 
-# The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
-# wait for them. Should one of them die, the parent ends the others.
-_PREPARING = datetime.timedelta(days=1)
-_LONGER_SECONDS = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
@@ -56,7 +49,12 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
             activity[base + 1] = Awaited.NOTHING
             activity[base] += 1
 
-    process = WorkerProcess(job.process, lambda: _connect(job, waits), connection.send, watch)
+    def connect() -> tuple[ControlGroup, ProcessGroups | None]:
+        device = torch.device(job.placement.devices[job.process])
+        timeout_seconds = job.config.timeout_seconds
+        return connect_processes(job.process, job.placement.processes, device, job.rendezvous, timeout_seconds, waits)
+
+    process = WorkerProcess(job.process, connect, connection.send, watch)
     try:
         _do(job, process)
     except Exception as error:
@@ -134,37 +132,3 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, (1 << 31) - 1)
     except (OSError, AttributeError):
         pass  # another C library: slower, not wrong
-
-
-def _connect(
-    job: Job, waits: Callable[[Awaited], contextlib.AbstractContextManager[None]]
-) -> tuple[ControlGroup, Groups | None]:
-    """Connect the processes of the run; a process on its own needs no connection."""
-    placement = job.placement
-    if placement.processes == 1:
-        return ControlGroup(0, 1, waits=waits), None
-    # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
-    # that it does not see; that one's own parent is to report first.
-    here = torchrun() is None
-    timeout = _PREPARING if here else datetime.timedelta(seconds=job.config.timeout_seconds + _LONGER_SECONDS)
-    device = torch.device(placement.devices[job.process])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif here:
-        # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
-    own_store = (
-        dist.FileStore(job.rendezvous, placement.processes) if here else dist.PrefixStore(job.rendezvous, store())
-    )
-    dist.init_process_group(
-        "gloo", store=own_store, rank=job.process, world_size=placement.processes, timeout=_PREPARING
-    )
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
-    assert isinstance(control, dist.ProcessGroup)
-    assert isinstance(forward, dist.ProcessGroup)
-    assert isinstance(backward, dist.ProcessGroup)
-    groups = Groups(forward, backward, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
-    return ControlGroup(job.process, placement.processes, control, waits), groups

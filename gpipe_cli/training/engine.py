@@ -1,11 +1,10 @@
 """The part of the pipeline that is in this process, with what training adds to it: optimizers and averages."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, real_model
@@ -13,6 +12,7 @@ from gpipe_cli.assembly.optimizer import build_optimizer
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.runtime.executor import Executor, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
@@ -25,25 +25,11 @@ from gpipe_cli.planner.placement import Placement
 
 
 @dataclass(frozen=True)
-class Groups:
-    """One process group per direction, and one on the CPU for what is not tensors of the model.
-
-    Inside of `waits` a process waits for another one, for `timeout_seconds` at most.
-    """
-
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
-    control: dist.ProcessGroup
-    timeout_seconds: float
-    waits: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-@dataclass(frozen=True)
 class WorkerProcess:
     """What a task is given of the process that does it."""
 
     number: int
-    connect: Callable[[], tuple[ControlGroup, Groups | None]]  # with the other processes of the run
+    connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # with the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
     watch: Watch  # called before every action
 
@@ -116,18 +102,19 @@ def build_engine(
     config: TrainConfig,
     placement: Placement,
     process: int,
-    groups: Groups | None,
+    groups: ProcessGroups | None,
     model: nn.Sequential,
     watch: Watch,
     *,
-    begins: bool,
+    pretrained: bool,
 ) -> Engine:
-    """Make the stages of process number `process` real; `model` stands on the meta device. `begins`: no checkpoint will
-    give the weights.
+    """Make the stages of process number `process` real; `model` stands on the meta device.
+
+    `pretrained`: with the pretrained weights that the settings ask for, as no checkpoint will give others.
 
     What the placement says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
-    whole = real_model(config, begins=begins)
+    whole = real_model(config, pretrained=pretrained)
     stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
     links = None
     if groups is not None:

@@ -85,7 +85,7 @@ def train(
     # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
     model = build_model(config)
     freeze(model, placement.frozen)
-    engine = build_engine(config, placement, process.number, groups, model, process.watch, begins=source is None)
+    engine = build_engine(config, placement, process.number, groups, model, process.watch, pretrained=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
         restore(engine, resume_from, optimizer=True)
@@ -171,7 +171,7 @@ def evaluate_checkpoint(
     control, groups = process.connect()
     test = data.test_set(control)
     model = build_model(config)
-    engine = build_engine(config, placement, process.number, groups, model, process.watch, begins=False)
+    engine = build_engine(config, placement, process.number, groups, model, process.watch, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.leads else DataFacts()
     if control.leads:

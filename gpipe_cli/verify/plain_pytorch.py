@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def build_untouched(config: TrainConfig, placement: Placement) -> nn.Sequential:
     """The model with the values that a run begins with, in training mode, where the only stage of `placement` is."""
     device = torch.device(placement.devices[0])
-    whole = real_model(config, begins=config.init_from is None)
+    whole = real_model(config, pretrained=config.init_from is None)
     if whole is None:
         model = build_model(config)
         model = materialize(model, 0, len(model), run_seed=config.seed, device=device)

@@ -21,6 +21,7 @@ from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple
 from gpipe_cli.pipeline.runtime.digests import digest
@@ -31,7 +32,7 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.data_feed import Data, Reading
-from gpipe_cli.training.engine import Engine, Groups, WorkerProcess, build_engine
+from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
@@ -111,7 +112,7 @@ class _Runs:
     base: TrainConfig
     process: WorkerProcess
     control: ControlGroup
-    groups: Groups | None
+    groups: ProcessGroups | None
     reading: Reading
     folder: Path
     source: Path | None  # of the weights
@@ -244,7 +245,7 @@ class _Runs:
     def _engine(self, config: TrainConfig, placement: Placement, watch: Watch) -> Engine:
         model = build_model(config)
         engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
-                              begins=config.init_from is None)  # fmt: skip
+                              pretrained=config.init_from is None)  # fmt: skip
         fine_tune(config, engine, model, self.source)
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
         return engine

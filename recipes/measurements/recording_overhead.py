@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = from_tree(TrainConfig, tree)
     placement = make_placement(config)
     torch.set_num_threads(1)
-    engine = build_engine(config, placement, 0, None, build_model(config), lambda *a: None, begins=True)
+    engine = build_engine(config, placement, 0, None, build_model(config), lambda *a: None, pretrained=True)
     schedule = checked_schedule(config.schedule, placement.partitions, config.micro_batches, placement.recompute)
     assert config.batch_size is not None
     sizes = micro_batch_sizes(config.batch_size, config.micro_batches)

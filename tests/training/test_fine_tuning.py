@@ -40,7 +40,7 @@ def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, st
     config = configure(*settings, HERE)
     model = build_model(config)
     engine = build_engine(
-        config, make_placement(config), 0, None, model, lambda action, samples, lengths: None, begins=True
+        config, make_placement(config), 0, None, model, lambda action, samples, lengths: None, pretrained=True
     )
     source = None if config.init_from is None else find_weights(config, print)
     notes = dict(fine_tune(config, engine, model, source))

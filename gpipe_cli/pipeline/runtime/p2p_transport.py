@@ -53,7 +53,7 @@ class P2PTransport:
         device: torch.device,
         memory_format: torch.memory_format,
         timeout_seconds: float,
-        waits: Callable[[], AbstractContextManager[None]] = nullcontext,
+        waits: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._stage = stage
         self._device, self._memory_format = device, memory_format

@@ -45,7 +45,7 @@ def engine(*settings: str) -> Engine:
     config = configure(*SETTINGS, *settings)
     model = build_model(config)
     return build_engine(
-        config, make_placement(config), 0, None, model, lambda action, samples, lengths: None, begins=True
+        config, make_placement(config), 0, None, model, lambda action, samples, lengths: None, pretrained=True
     )
 
 
