@@ -17,7 +17,7 @@ from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
-from gpipe_cli.pipeline.schedule.simulator import Live, live, peak_bytes
+from gpipe_cli.pipeline.schedule.simulator import live, peak_bytes
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import checked_schedule
 
@@ -130,10 +130,10 @@ class MemoryModel:
         return end
 
 
-def _fullest(moments: Sequence[Live]) -> tuple[tuple[int, int], ...]:
+def _fullest(moments: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Graphs and inputs at the moments that can be the fullest: those that no other has more of both of."""
     most: list[tuple[int, int]] = []
-    for graphs, inputs in sorted({(held.graphs, held.inputs) for held in moments}, reverse=True):
+    for graphs, inputs in sorted(set(moments), reverse=True):
         if not most or inputs > most[-1][1]:
             most.append((graphs, inputs))
     return tuple(most)

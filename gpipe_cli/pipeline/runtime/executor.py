@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, retained
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 
@@ -142,5 +142,5 @@ class Executor:
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
 def _actions_of(schedule: Schedule, stages: frozenset[int]) -> tuple[tuple[Action, Retain], ...]:
     """The actions of some stages in the order in which one process performs them, and what each keeps."""
-    keep = retained(schedule)
+    keep = {action: retain for actions in schedule for action, retain in stage_retained(actions)}
     return tuple((action, keep[action]) for action in linearize(schedule) if action.stage in stages)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.schedule.dependencies import dependencies
+from gpipe_cli.pipeline.schedule.dependencies import source
 from gpipe_cli.pipeline.schedule.schedules import Action, Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -180,9 +180,9 @@ def measured_timeline(
         beside: list[Event] = []
         for at, action in enumerate(actions):
             begun, received, computed, handed_on = numbers[at * MARKS : (at + 1) * MARKS]
-            needed = [ends[other] for other in dependencies(action, schedule) if other.stage != action.stage]
-            if needed:
-                beside += gap(action, max(begun, min(began_seconds, received)), received, max(needed))
+            needed = source(action, len(schedule))
+            if needed is not None:
+                beside += gap(action, max(begun, min(began_seconds, received)), received, ends[needed])
             spans.append(Span(action, received, computed))
             if handed_on > computed:
                 beside.append(Event(EventKind.TRANSFER, computed, handed_on, action))

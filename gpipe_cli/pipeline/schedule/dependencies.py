@@ -5,31 +5,25 @@ The clock is that of Figure 2(c) of the paper: every action takes one tick. The 
 everywhere, in comments, tests, errors and plans.
 """
 
+from collections import deque
 from collections.abc import Collection
 
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 
-def needs(kind: Kind, stage: int, stages: int) -> tuple[tuple[Kind, int], ...]:
-    """What an action waits for: kind and stage of others of its micro-batch. The only place that says so.
+def source(action: Action, stages: int) -> Action | None:
+    """The action of another stage whose result ``action`` waits for, if any. The only place that says so.
 
-    A forward waits for the stage before, a backward for the stage after and for its own forward. A recomputation
-    waits for nothing outside its stage, which is why it may start before the gradient arrives (section 2.3).
-    Beyond these, a stage performs its own actions in the order of its list: so a backward also follows its ``R``.
+    A forward waits for the stage before, a backward for the stage after. A recomputation waits for nothing outside its
+    stage, which is why it may start before the gradient arrives (section 2.3). Beyond that, a stage performs its own
+    actions in the order of its list.
     """
-    match kind:
-        case Kind.F:
-            return ((Kind.F, stage - 1),) if stage > 0 else ()
-        case Kind.R:
-            return ((Kind.F, stage),)
-        case Kind.B:
-            return ((Kind.F, stage), (Kind.B, stage + 1)) if stage < stages - 1 else ((Kind.F, stage),)
-
-
-def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must have ended before ``action`` can start, see :func:`needs`."""
-    micro_batch = action.micro_batch
-    return tuple(Action(kind, stage, micro_batch) for kind, stage in needs(action.kind, action.stage, len(schedule)))
+    kind, stage, micro_batch = action
+    if kind is Kind.F and stage > 0:
+        return Action(kind, stage - 1, micro_batch)
+    if kind is Kind.B and stage < stages - 1:
+        return Action(kind, stage + 1, micro_batch)
+    return None
 
 
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
@@ -119,47 +113,34 @@ def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120) ->
     return "\n\n".join(blocks)
 
 
-def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action]]:
+def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action | None]]:
     """The earliest tick of each action; and for each stage that cannot go on, its next action and what that needs."""
     ticks: list[list[int]] = [[] for _ in schedule]
-    ended: dict[tuple[Kind, int], dict[int, int]] = {}  # by kind and stage, then micro-batch: the tick after
-    waiting: dict[tuple[Kind, int, int], list[int]] = {}  # by the action waited for: the stages that wait
-
-    def look_up(kind: Kind, stage: int) -> tuple[dict[int, int], list[dict[int, int]]]:
-        others = needs(kind, stage, len(schedule))
-        return ended.setdefault((kind, stage), {}), [ended.setdefault(other, {}) for other in others]
-
-    known: dict[tuple[Kind, int], tuple[dict[int, int], list[dict[int, int]]]] = {}
+    left = [deque(actions) for actions in schedule]
+    ended: dict[Action, int] = {}  # the tick after each action
+    waiting: dict[Action, list[int]] = {}  # by the action waited for: the stages that wait
     ready = list(range(len(schedule)))
     while ready:
         stage = ready.pop()
         own = ticks[stage]
         tick = own[-1] + 1 if own else 0
-        for position in range(len(own), len(schedule[stage])):
-            action = schedule[stage][position]
-            kind, at, m = action.kind, action.stage, action.micro_batch
-            if (kind, at) not in known:
-                known[kind, at] = look_up(kind, at)
-            mine, others = known[kind, at]
-            try:
-                for other in others:
-                    tick = max(tick, other[m])
-            except KeyError:
-                blocker = next(o for o in needs(kind, at, len(schedule)) if m not in ended[o])
-                waiting.setdefault((*blocker, m), []).append(stage)
-                break
+        while left[stage]:
+            action = left[stage][0]
+            needed = source(action, len(schedule))
+            if needed is not None:
+                if needed not in ended:
+                    waiting.setdefault(needed, []).append(stage)
+                    break
+                tick = max(tick, ended[needed])
+            left[stage].popleft()
             own.append(tick)
             tick += 1
-            mine.setdefault(m, tick)
-            if waiting:
-                ready += waiting.pop((kind, at, m), ())
-    stuck = {
-        schedule[stage][len(ticks[stage])]: Action(*b) for b, stages in waiting.items() for stage in sorted(stages)
-    }
-    return ticks, stuck
+            ended.setdefault(action, tick)
+            ready += waiting.pop(action, ())
+    return ticks, {actions[0]: source(actions[0], len(schedule)) for actions in left if actions}
 
 
-def _deadlock(schedule: Schedule, stuck: dict[Action, Action]) -> ValueError:
+def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ValueError:
     waits = "; ".join(f"{action} waits for {blocker}" for action, blocker in stuck.items())
     return _fault(schedule, f"deadlock ({waits}); reorder the marked actions", stuck)
 

@@ -56,7 +56,7 @@ def partition(
 
     Raises:
         NoCutFitsError: ``furthest`` leaves no cut.
-        ValueError: fewer than one partition, more partitions than layers, a cost that is negative or not finite.
+        ValueError: fewer than one partition, more partitions than layers.
     """
     layers = len(costs)
     _require_partitions(layers, partitions)
@@ -64,14 +64,7 @@ def partition(
     back_costs = [0.0] * (layers - 1) if backward_sends is None else list(backward_sends)
     assert len(on_costs) == len(back_costs) == layers - 1, "one cost for each place between layers"
     assert furthest is None or (len(furthest) == partitions and {len(row) for row in furthest} == {layers})
-    for what, values in (
-        ("cost of", costs),
-        ("cost of sending after", on_costs),
-        ("cost of sending back after", back_costs),
-    ):
-        for layer, cost in enumerate(values):
-            if not (math.isfinite(cost) and cost >= 0):
-                raise ValueError(f"{what} layer {layer} is {cost}: must be finite and not negative; measure it again")
+    assert all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *on_costs, *back_costs]), "costs were measured"
     whole = np.array(_whole_numbers([*costs, *on_costs, *back_costs]), dtype=np.int64)
     before = np.concatenate(([0], whole[:layers].cumsum()))
     on, back = before.copy(), before.copy()
@@ -119,27 +112,6 @@ def _best_cut(
     return int(least[layers]), tuple(reversed(sizes))
 
 
-def stage_costs(
-    costs: Sequence[float],
-    balance: Sequence[int],
-    *,
-    forward_sends: Sequence[float] | None = None,
-    backward_sends: Sequence[float] | None = None,
-) -> tuple[float, ...]:
-    """What each partition of a cut costs, layers and sends, in the unit of ``costs``; arguments as of partition()."""
-    ends = [0, *accumulate(balance)]
-    assert ends[-1] == len(costs), "the cut is of these layers"
-    result = []
-    for first, end in pairwise(ends):
-        cost = math.fsum(costs[first:end])
-        if forward_sends is not None and end < len(costs):
-            cost += forward_sends[end - 1]
-        if backward_sends is not None and first > 0:
-            cost += backward_sends[first - 1]
-        result.append(cost)
-    return tuple(result)
-
-
 def imbalance(
     costs: Sequence[float],
     balance: Sequence[int],
@@ -147,8 +119,20 @@ def imbalance(
     forward_sends: Sequence[float] | None = None,
     backward_sends: Sequence[float] | None = None,
 ) -> float:
-    """How far a cut is from perfect balance: its slowest stage over the mean of its stages, minus 1. 0 is perfect."""
-    stages = stage_costs(costs, balance, forward_sends=forward_sends, backward_sends=backward_sends)
+    """How far a cut is from perfect balance: its slowest stage over the mean of its stages, minus 1. 0 is perfect.
+
+    A stage costs its layers and its sends; arguments as of partition().
+    """
+    ends = [0, *accumulate(balance)]
+    assert ends[-1] == len(costs), "the cut is of these layers"
+    stages = []
+    for first, end in pairwise(ends):
+        cost = math.fsum(costs[first:end])
+        if forward_sends is not None and end < len(costs):
+            cost += forward_sends[end - 1]
+        if backward_sends is not None and first > 0:
+            cost += backward_sends[first - 1]
+        stages.append(cost)
     mean = math.fsum(stages) / len(stages)
     return max(stages) / mean - 1 if mean > 0 else 0.0
 

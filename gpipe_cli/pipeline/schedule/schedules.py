@@ -13,9 +13,9 @@ Communication is not written down, it follows: an ``F`` receives from the stage 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b")
 RECOMPUTE = ("always", "except_last", "never")
@@ -28,6 +28,8 @@ class Kind(StrEnum):
     R = "R"  # recompute: the forward once more, to get its activations back
     B = "B"  # backward
 
+    __hash__ = str.__hash__  # actions are looked up by the hundred thousand, and an enum's own hash is slow
+
 
 class Retain(StrEnum):
     """What a stage retains of a micro-batch after an action, until the backward of the same micro-batch."""
@@ -37,8 +39,7 @@ class Retain(StrEnum):
     GRAPH = "graph"  # every activation inside the stage
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One forward, recomputation or backward of one micro-batch on one stage; ``str`` writes it ``2F0``."""
 
     kind: Kind
@@ -57,7 +58,14 @@ Recompute = str | tuple[frozenset[int], ...]
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
-    """The training schedule called ``name`` (``gpipe`` or ``1f1b``).
+    """The training schedule called ``name``.
+
+    ``gpipe``: all forwards, then all backwards from the last micro-batch to the first, as Figure 2(c) draws them.
+
+    ``1f1b``: backward as soon as possible, so that stage k never has more than K - k micro-batches in flight.
+    Departs from the paper: the paper knows only ``gpipe``. This is the synchronous form of the order of PipeDream
+    (Harlap et al. 2018): the same step time on stages of equal cost (with ``always`` or ``never``), less memory.
+    Backward runs from micro-batch 0 to M - 1 on every stage, which fixes the order in which gradients are summed.
 
     ``recompute`` is ``always`` (what the paper describes), ``never`` or ``except_last``: a micro-batch keeps its
     activations exactly when its backward directly follows its forward on that stage, because then nothing would be
@@ -66,51 +74,28 @@ def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) 
     Raises:
         ValueError: an unknown name or recomputation mode, fewer than one partition or micro-batch.
     """
-    match name:
-        case "gpipe":
-            return gpipe(partitions, micro_batches, recompute)
-        case "1f1b":
-            return one_forward_one_backward(partitions, micro_batches, recompute)
-    raise ValueError(f"schedule={name}: unknown; use one of {', '.join(SCHEDULES)}")
-
-
-def gpipe(partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
-    """All forwards, then all backwards from the last micro-batch to the first, as Figure 2(c) draws them.
-
-    ``recompute`` as for :func:`build`: under this schedule ``except_last`` keeps the last micro-batch and no other.
-    """
-    stages = _passes(partitions, micro_batches)
-    return _with_recomputation([forwards + backwards[::-1] for forwards, backwards in stages], recompute)
-
-
-def one_forward_one_backward(partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
-    """Backward as soon as possible, so that stage k never has more than K - k micro-batches in flight.
-
-    Departs from the paper: the paper knows only ``gpipe``. This is the synchronous form of the order of PipeDream
-    (Harlap et al. 2018): the same step time on stages of equal cost (with ``always`` or ``never``), less memory.
-    Backward runs from micro-batch 0 to M - 1 on every stage, which fixes the order in which gradients are summed.
-    ``recompute`` as for :func:`build`: ``except_last`` here keeps every micro-batch on the last stage, where each
-    backward directly follows its forward, and none elsewhere (unless M = 1, which is kept everywhere).
-    """
-    stages = []
-    for stage, (forwards, backwards) in enumerate(_passes(partitions, micro_batches)):
-        warm_up = min(partitions - 1 - stage, micro_batches)  # forwards until the first gradient can have come back
-        actions = forwards[:warm_up]
-        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-            actions += [forward, backward]
-        actions += backwards[micro_batches - warm_up :]
-        stages.append(actions)
-    return _with_recomputation(stages, recompute)
+    backward = _passes(Kind.B, partitions, micro_batches)
+    schedule = []
+    for stage, forwards in enumerate(_passes(Kind.F, partitions, micro_batches)):
+        backwards = backward[stage]
+        match name:
+            case "gpipe":
+                actions = forwards + backwards[::-1]
+            case "1f1b":
+                warm_up = min(partitions - 1 - stage, micro_batches)  # until the first gradient can have come back
+                pairs = zip(forwards[warm_up:], backwards, strict=False)
+                actions = [*forwards[:warm_up], *chain(*pairs), *backwards[micro_batches - warm_up :]]
+            case _:
+                raise ValueError(f"schedule={name}: unknown; use one of {', '.join(SCHEDULES)}")
+        recomputed = _recomputed(actions, recompute) if isinstance(recompute, str) else recompute[stage]
+        assert recomputed <= {a.micro_batch for a in actions}, "only what ran forward can be recomputed"
+        schedule.append(tuple(_with_recomputation(actions, recomputed)))
+    return tuple(schedule)
 
 
 def forward_only(partitions: int, micro_batches: int) -> Schedule:
     """The forwards alone, for evaluation; nothing is kept."""
-    return tuple(tuple(forwards) for forwards, _ in _passes(partitions, micro_batches))
-
-
-def retained(schedule: Schedule) -> dict[Action, Retain]:
-    """What the stage retains of a micro-batch after each action, see :func:`stage_retained`."""
-    return {action: retain for actions in schedule for action, retain in stage_retained(actions)}
+    return tuple(map(tuple, _passes(Kind.F, partitions, micro_batches)))
 
 
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
@@ -155,42 +140,30 @@ def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     return frozenset(b.micro_batch for a, b in pairwise(order) if a.micro_batch == b.micro_batch)
 
 
-def _passes(partitions: int, micro_batches: int) -> list[tuple[list[Action], list[Action]]]:
-    """For each stage its forwards and its backwards, both from micro-batch 0 to M - 1."""
+def _passes(kind: Kind, partitions: int, micro_batches: int) -> list[list[Action]]:
+    """For each stage its forwards or its backwards, from micro-batch 0 to M - 1."""
     for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
-    forwards, backwards = (
-        [[Action(kind, k, m) for m in range(micro_batches)] for k in range(partitions)] for kind in (Kind.F, Kind.B)
-    )
-    return list(zip(forwards, backwards, strict=True))
+    return [[Action(kind, k, m) for m in range(micro_batches)] for k in range(partitions)]
 
 
-def _with_recomputation(stages: Sequence[list[Action]], recompute: Recompute) -> Schedule:
-    """Put an ``R`` directly before each ``B`` that needs one: there it fills the wait for the gradient."""
-    if isinstance(recompute, str):
-        recompute = tuple(_recomputed(actions, recompute) for actions in stages)
-    assert len(recompute) == len(stages), "one set of micro-batches per stage"
-    schedule = []
-    for actions, recomputed in zip(stages, recompute, strict=True):
-        assert recomputed <= {a.micro_batch for a in actions}, "only what ran forward can be recomputed"
-        result: list[Action] = []
-        for a in actions:
-            if a.kind is Kind.B and a.micro_batch in recomputed:
-                result.append(Action(Kind.R, a.stage, a.micro_batch))
-            result.append(a)
-        schedule.append(tuple(result))
-    return tuple(schedule)
+def _with_recomputation(actions: Sequence[Action], recomputed: frozenset[int]) -> Iterator[Action]:
+    """An ``R`` directly before each ``B`` that needs one: there it fills the wait for the gradient."""
+    for a in actions:
+        if a.kind is Kind.B and a.micro_batch in recomputed:
+            yield Action(Kind.R, a.stage, a.micro_batch)
+        yield a
 
 
 def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:
     """The micro-batches of a stage that a mode recomputes; ``actions`` are its F and B."""
-    everything = {a.micro_batch for a in actions}
+    everything = frozenset(a.micro_batch for a in actions)
     match mode:
         case "always":
-            return frozenset(everything)
+            return everything
         case "except_last":
-            return frozenset(everything - backward_follows_forward(actions))
+            return everything - backward_follows_forward(actions)
         case "never":
             return frozenset()
     raise ValueError(f"recompute={mode}: unknown; use one of {', '.join(RECOMPUTE)}")

@@ -11,11 +11,12 @@ so that of the M + K - 1 recomputations one might expect on the longest path, K 
 Stages that are processes of one machine share its memory and caches and slow each other down; that is simulated too.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize, needs
+from gpipe_cli.pipeline.schedule.dependencies import linearize, source
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -36,18 +37,6 @@ class EdgeCost:
 
     forward_seconds: float
     backward_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """What a stage holds of its micro-batches in flight.
-
-    ``graphs`` counts those with all their activations, the input included; ``inputs`` those with nothing but what came
-    over the stage's boundary.
-    """
-
-    graphs: int
-    inputs: int
 
 
 def ideal_bubble(partitions: int, micro_batches: int) -> float:
@@ -80,27 +69,27 @@ def simulate(
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
     run = _Run(schedule, stages, edges, slowdown)
     run.perform()
-    if any(len(spans) < len(actions) for spans, actions in zip(run.spans, schedule, strict=True)):
-        linearize(schedule)  # raises, with the grid
-        raise AssertionError("what can be put in order can be simulated")
+    if any(run.left):
+        linearize(schedule)  # raises: a deadlock, with the grid
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)))
 
 
-def live(schedule: Schedule) -> tuple[tuple[Live, ...], ...]:
-    """For each stage, what it holds while each of its actions runs; no times needed, as a stage keeps its order.
+def live(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each stage, what it holds of its micro-batches in flight while each of its actions runs: how many with all
+    their activations, the input included, and how many with nothing but what came over the stage's boundary.
 
-    A forward that keeps something holds it from its beginning, a recomputation turns an input into a graph when it
-    begins, a backward frees it when it ends.
+    No times are needed, as a stage keeps its order. A forward that keeps something holds it from its beginning, a
+    recomputation turns an input into a graph when it begins, a backward frees it when it ends.
     """
     return tuple(tuple(_live(actions)) for actions in schedule)
 
 
-def _live(actions: Sequence[Action]) -> Iterator[Live]:
+def _live(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
     graphs = inputs = 0
     for action, retain in stage_retained(actions):
         graphs += retain is Retain.GRAPH
         inputs += (retain is Retain.INPUT) - (action.kind is Kind.R)
-        yield Live(graphs, inputs)
+        yield graphs, inputs
         graphs -= action.kind is Kind.B
 
 
@@ -129,14 +118,6 @@ def peak_bytes(
     return tuple(peaks)
 
 
-@dataclass(slots=True)
-class _Result:
-    """What comes of one kind of action on one stage, by micro-batch: when it ended, and who waits for it."""
-
-    ended: dict[int, float]
-    waiting: dict[int, list[int]]
-
-
 class _Run:
     """One simulation, from one end of an action or arrival of a tensor to the next.
 
@@ -151,21 +132,18 @@ class _Run:
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in schedule]
         self.events: list[list[Event]] = [[] for _ in schedule]
-        self._schedule, self._stages, self._edges, self._slowdown = schedule, stages, edges, slowdown
-        self._graphs = [
-            {a.micro_batch for a, retain in stage_retained(actions) if a.kind is Kind.F and retain is Retain.GRAPH}
-            for actions in schedule
-        ]
+        self.left = [deque(stage_retained(actions)) for actions in schedule]  # the first one may be running
+        self._stages, self._edges, self._slowdown = stages, edges, slowdown
         self._now = self._virtual = 0.0  # one and the same without slowdown
         self._free = [0.0] * len(schedule)  # since when
         self._started = [0.0] * len(schedule)
         self._computing: list[tuple[float, int]] = []  # heap: virtual end, stage
         self._arriving: list[tuple[float, int]] = []  # heap: when what a stage waits for is there, stage
-        self._results = {(kind, k): _Result({}, {}) for kind in Kind for k in range(len(schedule))}
-        self._sources = {at: self._sources_of(*at) for at in self._results}
+        self._ended: dict[Action, float] = {}
+        self._waiting: dict[Action, int] = {}  # by the action waited for: the stage that waits
 
     def perform(self) -> None:
-        for stage in range(len(self._schedule)):
+        for stage in range(len(self.left)):
             self._begin(stage)
         computing, arriving, slowdown = self._computing, self._arriving, self._slowdown
         while computing or arriving:
@@ -184,61 +162,47 @@ class _Run:
 
     def _begin(self, stage: int) -> None:
         """Start what comes next on a stage that is free, now or when it is woken up again."""
-        actions, position = self._schedule[stage], len(self.spans[stage])
-        if position == len(actions):
-            if self._stages[stage].update_seconds > 0:
-                self._compute(stage, self._stages[stage].update_seconds)
+        cost = self._stages[stage]
+        if not self.left[stage]:
+            if cost.update_seconds > 0:
+                self._compute(stage, cost.update_seconds)
             return
-        action = actions[position]
-        sent = None
-        for result, transfer in self._sources[action.kind, stage]:
-            ended = result.ended.get(action.micro_batch)
-            if ended is None:
-                result.waiting.setdefault(action.micro_batch, []).append(stage)
+        action, retain = self.left[stage][0]
+        needed, sent = source(action, len(self.left)), None
+        if needed is not None:
+            if needed not in self._ended:
+                self._waiting[needed] = stage
                 return
-            if transfer is None:  # from the stage itself
-                continue
-            sent = ended
-            if ended + transfer > self._now:
-                heappush(self._arriving, (ended + transfer, stage))
+            sent = self._ended[needed]
+            arrival = sent + self._transfer_seconds(action)
+            if arrival > self._now:
+                heappush(self._arriving, (arrival, stage))
                 return
         if self._now > self._free[stage]:
             self.events[stage] += gap(action, self._free[stage], self._now, sent)
-        self._compute(stage, self._seconds(action))
+        forward_seconds = cost.graph_seconds if retain is Retain.GRAPH else cost.forward_seconds
+        self._compute(stage, cost.backward_seconds if action.kind is Kind.B else forward_seconds)
 
     def _compute(self, stage: int, seconds: float) -> None:
         self._started[stage] = self._now
         heappush(self._computing, (self._virtual + seconds, stage))
 
     def _finish(self, stage: int) -> None:
-        actions, spans, now = self._schedule[stage], self.spans[stage], self._now
-        self._free[stage] = now
-        if len(spans) == len(actions):
-            self.events[stage].append(Event(EventKind.UPDATE, self._started[stage], now, None))
+        start, self._free[stage] = self._started[stage], self._now
+        if not self.left[stage]:
+            self.events[stage].append(Event(EventKind.UPDATE, start, self._now, None))
             return
-        action = actions[len(spans)]
-        spans.append(Span(action, self._started[stage], now))
-        result = self._results[action.kind, stage]
-        result.ended[action.micro_batch] = now
+        action, _ = self.left[stage].popleft()
+        self.spans[stage].append(Span(action, start, self._now))
+        self._ended[action] = self._now
         self._begin(stage)
-        for other in result.waiting.pop(action.micro_batch, ()):
-            self._begin(other)
+        if action in self._waiting:
+            self._begin(self._waiting.pop(action))
 
-    def _seconds(self, action: Action) -> float:
-        cost = self._stages[action.stage]
-        if action.kind is Kind.B:
-            return cost.backward_seconds
-        if action.kind is Kind.R or action.micro_batch in self._graphs[action.stage]:
-            return cost.graph_seconds
-        return cost.forward_seconds
-
-    def _sources_of(self, kind: Kind, stage: int) -> list[tuple[_Result, float | None]]:
-        """What an action waits for, and how long that is under way from another stage; None: from its own."""
-        sources: list[tuple[_Result, float | None]] = []
-        for needed, other in needs(kind, stage, len(self._schedule)):
-            seconds = None if other == stage else 0.0
-            if self._edges and other != stage:
-                edge = self._edges[min(stage, other)]
-                seconds = edge.forward_seconds if other < stage else edge.backward_seconds
-            sources.append((self._results[needed, other], seconds))
-        return sources
+    def _transfer_seconds(self, action: Action) -> float:
+        """How long what ``action`` waits for is under way from its neighbour."""
+        if not self._edges:
+            return 0.0
+        if action.kind is Kind.F:
+            return self._edges[action.stage - 1].forward_seconds
+        return self._edges[action.stage].backward_seconds

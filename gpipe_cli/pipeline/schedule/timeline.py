@@ -96,41 +96,40 @@ class Timeline:
             return (0.0,) * len(self.stages)
         return tuple(sum(e.seconds for e in events if e.what is what) for events in self.events)
 
-    def chrome_trace(self, name: str | None = None, pid: int = 0) -> list[dict[str, Any]]:
+    def chrome_trace(self, name: str, pid: int = 0) -> list[dict[str, Any]]:
         """Events of the Chrome trace format (a row per stage), which Perfetto and ``chrome://tracing`` open.
 
         ``json.dump`` of this list is a complete trace file; so are several of them joined, such as a measured and a
-        predicted one, if each has its own ``pid`` and a ``name``. Times are microseconds, as the format asks for, since
+        predicted one, if each has its own ``pid``. Times are microseconds, as the format asks for, since
         the first of all that is shown began. A complete event has ``ph`` X, the name of a row or a group of rows
         ``ph`` M. Actions are coloured by micro-batch where the viewer follows ``cname``; Perfetto chooses colours of
         its own.
         """
+        events = self.events or [()] * len(self.stages)
+        rows: list[list[Span | Event]] = [[*spans, *beside] for spans, beside in zip(self.stages, events, strict=True)]
+        begin = min((piece.start_seconds for row in rows for piece in row), default=0.0)
         result: list[dict[str, Any]] = []
-        if name is not None:
-            result.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
-            result.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
-        for stage in range(len(self.stages)):
-            place = {"pid": pid, "tid": stage}
-            result.append({"name": "thread_name", "ph": "M", **place, "args": {"name": f"stage {stage}"}})
-            result.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": stage}})
-        begin = min((event.start_seconds for events in self.events for event in events), default=self.start_seconds)
-        begin = min(begin, self.start_seconds)
 
-        def complete(text: str, category: str, colour: str, of: Span | Event, stage: int) -> dict[str, Any]:
-            args: dict[str, Any] = {"stage": stage}
-            if of.action is not None:
-                args = {"kind": of.action.kind.name, "stage": stage, "micro_batch": of.action.micro_batch}
-            times = {"ts": (of.start_seconds - begin) * 1e6, "dur": of.seconds * 1e6}
-            return {"name": text, "cat": category, "ph": "X", **times, "pid": pid, "tid": stage, "cname": colour,
-                    "args": args}  # fmt: skip
+        def describe(what: str, tid: int, **args: Any) -> None:
+            result.append({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args})
 
-        for stage, spans in enumerate(self.stages):
-            for span in spans:
-                colour = _COLOURS[span.action.micro_batch % len(_COLOURS)]
-                result.append(complete(str(span.action), span.action.kind.name, colour, span, stage))
-        for stage, events in enumerate(self.events):
-            for event in events:
-                result.append(complete(event.what.value, event.what.value, _EVENT_COLOURS[event.what], event, stage))
+        describe("process_name", 0, name=name)
+        describe("process_sort_index", 0, sort_index=pid)
+        for stage, row in enumerate(rows):
+            describe("thread_name", stage, name=f"stage {stage}")
+            describe("thread_sort_index", stage, sort_index=stage)
+            for piece in row:
+                args: dict[str, Any] = {"stage": stage}
+                if (action := piece.action) is not None:
+                    args = {"kind": action.kind.name, "stage": stage, "micro_batch": action.micro_batch}
+                if isinstance(piece, Event):
+                    text, category, colour = piece.what.value, piece.what.value, _EVENT_COLOURS[piece.what]
+                else:
+                    text, category = str(piece.action), piece.action.kind.name
+                    colour = _COLOURS[piece.action.micro_batch % len(_COLOURS)]
+                times = {"ts": (piece.start_seconds - begin) * 1e6, "dur": piece.seconds * 1e6}
+                result.append({"name": text, "cat": category, "ph": "X", **times, "pid": pid, "tid": stage,
+                               "cname": colour, "args": args})  # fmt: skip
         return result
 
 

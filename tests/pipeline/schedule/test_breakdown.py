@@ -7,7 +7,7 @@ from dataclasses import astuple
 import pytest
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, Action, Kind, build, gpipe
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, Action, Kind, build
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 
@@ -28,7 +28,7 @@ def test_unequal_stages() -> None:
     for k, m in SHAPES:
         forward = [random_.randint(1, 9) for _ in range(k)]
         cost = [3 * f for f in forward]
-        found = breakdown(simulate(gpipe(k, m, "never"), [StageCost(f, f, 2 * f) for f in forward]), m)
+        found = breakdown(simulate(build("gpipe", k, m, "never"), [StageCost(f, f, 2 * f) for f in forward]), m)
         whole = k * (sum(cost) + (m - 1) * max(cost))
         assert found.bubble == pytest.approx((k - 1) * sum(cost) / whole)
         assert found.imbalance == pytest.approx((m - 1) * sum(max(cost) - c for c in cost) / whole)
@@ -38,7 +38,7 @@ def test_unequal_stages() -> None:
 def test_updates_and_the_rest_of_the_step() -> None:
     """Of 20 s: actions end at 4; stage 1 updates for 2 s from 3 on, stage 0 for 3 s from 4 on."""
     stages = [StageCost(1, 1, 1, update_seconds=3), StageCost(1, 1, 1, update_seconds=2)]
-    timeline = simulate(gpipe(2, 1, "never"), stages)
+    timeline = simulate(build("gpipe", 2, 1, "never"), stages)
     found = breakdown(timeline, 1, step_seconds=20)
     expected = Breakdown(
         compute=4 / 40,

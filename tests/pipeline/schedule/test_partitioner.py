@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition, stage_costs
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 
 
 def quality(
@@ -77,12 +77,11 @@ def test_equals_brute_force_with_sends_and_memory(sends: str, memory: str) -> No
     assert (refused > 0) == (memory != "none")
 
 
-def test_what_the_partitions_of_a_cut_cost() -> None:
+def test_how_far_a_cut_is_from_balance() -> None:
     costs, balance = [1, 2, 3, 4], (1, 3)
-    assert stage_costs(costs, balance) == (1, 9)
-    assert stage_costs(costs, balance, forward_sends=[10, 0, 0], backward_sends=[100, 0, 0]) == (11, 109)
     assert imbalance(costs, balance) == 9 / 5 - 1
     assert imbalance(costs, balance, forward_sends=[4, 0, 0]) == pytest.approx(9 / 7 - 1)
+    assert imbalance(costs, balance, forward_sends=[10, 0, 0], backward_sends=[100, 0, 0]) == 109 / 60 - 1
     assert imbalance([0, 0], (1, 1)) == 0
 
 
@@ -120,18 +119,11 @@ def test_many_layers() -> None:
     assert set(partition([1.0] * 416, 32)) == {13}
 
 
-@pytest.mark.parametrize(
-    ("costs", "partitions", "message"),
-    [
-        ([1.0] * 8, 9, "partitions=9: the model has only 8 layers; use partitions=8 or fewer"),
-        ([1.0] * 8, 0, "partitions=0: must be at least 1"),
-        ([1.0, -2.0], 1, "cost of layer 1 is -2.0: must be finite and not negative"),
-        ([float("nan")], 1, "cost of layer 0 is nan"),
-    ],
-)
-def test_refuses(costs: list[float], partitions: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        partition(costs, partitions)
+def test_a_number_of_partitions_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="partitions=9: the model has only 8 layers; use partitions=8 or fewer"):
+        partition([1.0] * 8, 9)
+    with pytest.raises(ValueError, match="partitions=0: must be at least 1"):
+        partition([1.0] * 8, 0)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +132,6 @@ def test_refuses(costs: list[float], partitions: int, message: str) -> None:
         ([4, 8], 12, 3, r"partition.balance=\[4,8\]: has 2 entries, but partitions=3; .*\[4,4,4\]"),
         ([12, 0], 12, 2, r"partition.balance=\[12,0\]: every partition needs at least one layer; .*\[6,6\]"),
         ([4, 7], 13, 2, r"partition.balance=\[4,7\]: adds up to 11, but the model has 13 layers; .*\[7,6\]"),
-        ([1] * 9, 8, 9, "partitions=9: the model has only 8 layers"),
     ],
 )
 def test_a_balance_that_does_not_fit(balance: list[int], layers: int, partitions: int, message: str) -> None:

@@ -14,10 +14,7 @@ from gpipe_cli.pipeline.schedule.schedules import (
     Retain,
     build,
     forward_only,
-    gpipe,
     in_flight,
-    one_forward_one_backward,
-    retained,
     stage_retained,
 )
 
@@ -29,7 +26,7 @@ def drawn(text: str) -> str:
 
 
 def test_gpipe_as_figure_2c_draws_it() -> None:
-    assert grid(gpipe(4, 4, "never")) == drawn("""
+    assert grid(build("gpipe", 4, 4, "never")) == drawn("""
         stage 0 | F0 F1 F2 F3 .  .  .  .  .  .  B3 B2 B1 B0
         stage 1 | .  F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0
         stage 2 | .  .  F0 F1 F2 F3 .  .  B3 B2 B1 B0
@@ -38,9 +35,9 @@ def test_gpipe_as_figure_2c_draws_it() -> None:
 
 
 def test_recomputation_fills_the_wait_for_the_gradient() -> None:
-    schedule = gpipe(3, 4, "except_last")
+    schedule = build("gpipe", 3, 4, "except_last")
     assert " ".join(map(str, schedule[1])) == "1F0 1F1 1F2 1F3 1B3 1R2 1B2 1R1 1B1 1R0 1B0"
-    assert grid(gpipe(3, 2, "always")) == drawn("""
+    assert grid(build("gpipe", 3, 2, "always")) == drawn("""
         stage 0 | F0 F1 R1 .  .  .  .  B1 R0 B0
         stage 1 | .  F0 F1 R1 .  .  B1 R0 B0
         stage 2 | .  .  F0 F1 R1 B1 R0 B0
@@ -48,14 +45,14 @@ def test_recomputation_fills_the_wait_for_the_gradient() -> None:
 
 
 def test_one_forward_one_backward_drawn() -> None:
-    assert grid(one_forward_one_backward(3, 4, "never")) == drawn("""
+    assert grid(build("1f1b", 3, 4, "never")) == drawn("""
         stage 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         stage 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
         stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3
     """)
 
     # the last stage keeps everything
-    first, last = one_forward_one_backward(2, 3, "except_last")
+    first, last = build("1f1b", 2, 3, "except_last")
     assert " ".join(map(str, first)) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2"
     assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
 
@@ -100,24 +97,23 @@ def test_a_mode_is_a_choice_of_micro_batches(name: str) -> None:
 
 
 def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
-    found = retained(gpipe(2, 2, "except_last"))
-    assert {str(a): retain for a, retain in found.items() if a.stage == 1} == {
+    _, last = build("gpipe", 2, 2, "except_last")
+    assert {str(action): retain for action, retain in stage_retained(last)} == {
         "1F0": Retain.INPUT,
         "1F1": Retain.GRAPH,
         "1B1": Retain.NOTHING,
         "1R0": Retain.GRAPH,
         "1B0": Retain.NOTHING,
     }
-    assert set(retained(forward_only(2, 2)).values()) == {Retain.NOTHING}
-    assert [retain for _, retain in stage_retained(gpipe(1, 1, "never")[0])] == [Retain.GRAPH, Retain.NOTHING]
+    assert {retain for _, retain in stage_retained(forward_only(2, 2)[0])} == {Retain.NOTHING}
 
 
 def test_in_flight() -> None:
     for partitions, micro_batches in SHAPES:
         for recompute in RECOMPUTE:
             for stage in range(partitions):
-                assert in_flight(gpipe(partitions, micro_batches, recompute)[stage]) == micro_batches
-                one = one_forward_one_backward(partitions, micro_batches, recompute)[stage]
+                assert in_flight(build("gpipe", partitions, micro_batches, recompute)[stage]) == micro_batches
+                one = build("1f1b", partitions, micro_batches, recompute)[stage]
                 assert in_flight(one) == min(partitions - stage, micro_batches)
     assert in_flight(forward_only(2, 5)[0]) == 1
     assert in_flight(()) == 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, gpipe
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -36,7 +36,7 @@ def test_numbers_do_not_depend_on_when_the_clock_began() -> None:
 
 def test_the_trace_is_what_perfetto_opens() -> None:
     """The array form of the trace event format: ``ph`` X with ``ts`` and ``dur`` in microseconds, M for rows."""
-    events = json.loads(json.dumps(measured().chrome_trace()))
+    events = json.loads(json.dumps(measured().chrome_trace("run")))
     complete = [e for e in events if e["ph"] == "X"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     assert names == {0: "stage 0", 1: "stage 1"}
@@ -48,7 +48,7 @@ def test_the_trace_is_what_perfetto_opens() -> None:
 
 
 def test_two_timelines_share_a_trace() -> None:
-    predicted = simulate(gpipe(2, 3, "never"), [StageCost(1, 1, 2, update_seconds=1)] * 2)
+    predicted = simulate(build("gpipe", 2, 3, "never"), [StageCost(1, 1, 2, update_seconds=1)] * 2)
     shown = json.loads(json.dumps(measured().chrome_trace("measured") + predicted.chrome_trace("predicted", pid=1)))
     names = {e["pid"]: e["args"]["name"] for e in shown if e["name"] == "process_name"}
     assert names == {0: "measured", 1: "predicted"}
@@ -68,7 +68,7 @@ def test_events_are_in_the_trace() -> None:
     assert timeline.event_seconds(EventKind.UPDATE) == (1.5, 0)
     assert timeline.event_seconds(EventKind.WAITING) == (0, 1)
     assert measured().event_seconds(EventKind.UPDATE) == (0, 0)
-    update, waiting = (e for e in timeline.chrome_trace() if e.get("cat") in list(EventKind))
+    update, waiting = (e for e in timeline.chrome_trace("run") if e.get("cat") in list(EventKind))
     assert (update["name"], update["tid"], update["ts"], update["dur"]) == ("update", 0, 6_000_000, 1_500_000)
     assert update["args"] == {"stage": 0}
     assert (waiting["name"], waiting["tid"], waiting["ts"], waiting["dur"]) == ("waiting", 1, 0, 1_000_000)
