@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
@@ -32,14 +31,17 @@ from gpipe_cli.system.interrupts import Interrupt, interruptible
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
-from gpipe_cli.verify.differences import Digests, Key, LayersWatched, ReferenceDone, Row, Variant, Verdict
-
-Schedule = Literal["gpipe", "1f1b"]
-Mode = Literal["never", "except_last", "always"]
-Way = Literal["in_process", "distributed", "pytorch"]
-
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-MODES: tuple[Mode, ...] = ("never", "except_last", "always")
+from gpipe_cli.verify.differences import (
+    EXECUTORS,
+    MODES,
+    SCHEDULES,
+    Executor,
+    LayersWatched,
+    ReferenceDone,
+    Row,
+    Variant,
+    Verdict,
+)
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -72,8 +74,11 @@ def run_check(config: TrainConfig, folder: Path) -> int:
             if status is not None:
                 status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
-        for variants in checked.runs():
-            _run(config, checked, variants, source, on_message, Path(gradients), interrupt)
+        for placements, variants in checked.runs:
+            waiting = checked.worth_running(variants)
+            if waiting:
+                task = Checking(placements, tuple(waiting), checked.references, Path(gradients), source)
+                checked.run(task, on_message, interrupt)
     report = checked.report()
     try:
         write_check(folder, report)
@@ -82,86 +87,72 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     return 0 if report.identical else 1
 
 
-def _run(
-    config: TrainConfig,
-    checked: "_Checked",
-    variants: Sequence[Variant],
-    source: Path | None,
-    on_message: OnMessage,
-    folder: Path,
-    interrupt: Interrupt,
-) -> None:
-    """Have workers run variants, in order; what they do not come to is left out."""
-    waiting = checked.worth_running(variants)
-    if not waiting:
-        return
-    placement = max((variant.placement for variant in waiting), key=lambda placement: placement.partitions)
-    task = Checking(tuple(waiting), checked.references, folder, source)
-    failure = run_task(config, placement, task, on_message, interrupt)
-    if failure is None:
-        return
-    if failure.reason is Reason.USER and not checked.rows:
-        raise ValueError(failure.text)
-    missing = checked.missing(waiting)
-    if missing and not any(checked.failed(variant) for variant in waiting if variant.executor == "distributed"):
-        checked.add(missing.pop(0), "fails", failure.text)  # it was killed, or could not report it itself
-    for variant in missing:
-        checked.add(variant, "left out", "not run: processes that work together ended with the failure before")
-
-
 class _Checked:
     """The variants, and what is known of them so far."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._done: dict[Key, Row] = {}
-        self.references: dict[str, Digests] = {}
+        self.rows: dict[Variant, Row] = {}
+        self.references: dict[str, ReferenceDone] = {}  # by schedule
+        # The variants, with their placements by partitions, that the same processes run one after another; what others
+        # are compared with comes first.
+        self.runs: list[tuple[dict[int, Placement], list[Variant]]] = []
         self._findings: list[Finding] = []
         self._watched: LayersWatched | None = None
         self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
-        self._apart: dict[int, Placement] = {}  # each in one of its own
-        self._refused: list[Row] = []
         self._shared: tuple[str, ...] = ()
         try:
-            shapes = profile_model(config)
+            profile = profile_model(config)
         except ChangedInputError as error:
             self._findings.append(Finding("in_place", error.layer, str(error)))
             self._refuse(config.partitions, "in_process", "fails", str(error), error.layer)
-            return
-        self._shared = tuple(shared.text for shared in shapes.shared)
-        for partitions in range(config.partitions, 0, -1):  # the greatest first: what is wrong with it is bad input
-            self._place(partitions, shapes)
+        else:
+            self._shared = tuple(shared.text for shared in profile.shared)
+            self._place(profile)
+        self.expected = len(self.rows) + sum(len(variants) for _, variants in self.runs)
 
-    @property
-    def rows(self) -> list[Row]:
-        return [*self._done.values(), *self._refused]
-
-    @property
-    def expected(self) -> int:
-        return sum(len(variants) for variants in self.runs()) + len(self._refused)
-
-    def runs(self) -> list[list[Variant]]:
-        """The variants, by the processes that run them one after another; what others are compared with comes first."""
-        if 1 not in self._together:
-            return []
+    def _place(self, profile: ModelProfile) -> None:
+        """Every number of partitions, the greatest first: what is wrong with it is bad input."""
+        apart: dict[int, Placement] = {}  # each stage in a process of its own
+        for partitions in range(self._config.partitions, 0, -1):
+            config = self._config
+            if partitions < config.partitions:  # a cut that was given is for K
+                config = replace(config, partitions=partitions, partition=PartitionConfig(None))
+            try:
+                self._together[partitions] = make_placement(replace(config, executor="in_process"), profile)
+            except SeparatedError as error:
+                self._refuse(partitions, "in_process", "fails", str(error))
+                continue
+            if partitions > 1 and config.executor != "in_process":
+                placement = make_placement(config, profile)
+                if placement.distributed:
+                    apart[partitions] = placement
+                else:
+                    text = f"executor=distributed: {partitions} processes would need a GPU each"
+                    self._refuse(partitions, "distributed", "left out", text)
         whole = self._config.micro_batches
-
-        def variant(placement: Placement, executor: Way, schedule: Schedule, mode: Mode, m: int = whole) -> Variant:
-            return Variant(replace(placement, recompute=mode), m, schedule, mode, executor)
-
         together = [
-            variant(self._together[k], "in_process", schedule, mode)
+            Variant(partitions, whole, schedule, mode, "in_process")
             for schedule, mode in product(SCHEDULES, MODES)
-            for k in sorted(self._together)
+            for partitions in sorted(self._together)
         ]
-        together.insert(1, variant(self._together[1], "pytorch", SCHEDULES[0], MODES[0]))
+        together.insert(1, together[0]._replace(executor="pytorch"))
         if whole > 1:
-            together.append(variant(self._together[1], "in_process", SCHEDULES[0], MODES[0], 1))
-        apart = [
-            [variant(self._apart[k], "distributed", schedule, mode) for schedule, mode in product(SCHEDULES, MODES)]
-            for k in sorted(self._apart)
-        ]
-        return [together, *apart]
+            together.append(together[0]._replace(micro_batches=1))
+        self.runs.append((self._together, together))
+        for partitions in sorted(apart):
+            self.runs.append(({partitions: apart[partitions]}, self._ways(partitions, "distributed")))
+
+    def _ways(self, partitions: int, executor: Executor) -> list[Variant]:
+        whole = self._config.micro_batches
+        return [Variant(partitions, whole, *way, executor) for way in product(SCHEDULES, MODES)]
+
+    def _refuse(
+        self, partitions: int, executor: Executor, verdict: Verdict, text: str, layer: str | None = None
+    ) -> None:
+        """Rows of what cannot be run at all."""
+        for variant in self._ways(partitions, executor):
+            self.rows[variant] = Row(*variant, verdict, layer=layer, text=text)
 
     def on_message(self, message: object) -> None:
         """Take a worker's message."""
@@ -170,33 +161,40 @@ class _Checked:
                 self._findings += message.findings
                 self._watched = message
             case ReferenceDone():
-                self.references[message.schedule] = message.digests
+                self.references[message.schedule] = message
             case Row():
-                self._done.setdefault(message.key, message)  # of several stages that fail the first
-
-    def add(self, variant: Variant, verdict: Verdict, text: str) -> None:
-        self._done.setdefault(variant.key, variant.row(verdict, text=text))
-
-    def missing(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Those that have no row yet."""
-        return [variant for variant in variants if variant.key not in self._done]
-
-    def failed(self, variant: Variant) -> bool:
-        row = self._done.get(variant.key)
-        return row is not None and row.verdict == "fails"
+                self.rows.setdefault(message.variant, message)  # of several stages that fail the first
 
     def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
         """Leaves out what cannot be compared with anything, and what has failed in one process already."""
         worth = []
         for variant in variants:
-            same = self._done.get(replace(variant, executor="in_process").key)
+            same = self.rows.get(variant._replace(executor="in_process"))
             if variant.executor == "distributed" and same is not None and same.verdict == "fails":
-                self.add(variant, "left out", "what fails in one process is not run in several")
+                self._add(variant, "left out", "what fails in one process is not run in several")
             elif variant.executor == "distributed" and variant.schedule not in self.references:
-                self.add(variant, "left out", f"the reference of {variant.schedule} failed")
+                self._add(variant, "left out", f"the reference of {variant.schedule} failed")
             else:
                 worth.append(variant)
         return worth
+
+    def run(self, task: Checking, on_message: OnMessage, interrupt: Interrupt) -> None:
+        """Have workers run variants, in order; what they do not come to is left out."""
+        placement = task.placements[max(task.placements)]
+        failure = run_task(self._config, placement, task, on_message, interrupt)
+        if failure is None:
+            return
+        if failure.reason is Reason.USER and not self.rows:
+            raise ValueError(failure.text)
+        done = [self.rows[variant].verdict for variant in task.variants if variant in self.rows]
+        missing = [variant for variant in task.variants if variant not in self.rows]
+        if missing and (placement.processes == 1 or "fails" not in done):
+            self._add(missing.pop(0), "fails", failure.text)  # it was killed, or could not report it itself
+        for variant in missing:
+            self._add(variant, "left out", "not run: processes that work together ended with the failure before")
+
+    def _add(self, variant: Variant, verdict: Verdict, text: str) -> None:
+        self.rows[variant] = Row(*variant, verdict, text=text)
 
     def facts(self, found: LayersWatched) -> list[tuple[str, str]]:
         """What is checked, in labelled lines."""
@@ -212,7 +210,7 @@ class _Checked:
     def report(self) -> CheckReport:
         first = self.references.get(SCHEDULES[0])
         return CheckReport(
-            rows=tuple(sorted((self._explained(row) for row in self.rows), key=_order)),
+            rows=tuple(sorted((self._explained(row) for row in self.rows.values()), key=_order)),
             findings=tuple(self._findings),
             shared=self._shared,
             loss=None if first is None else first.loss,
@@ -225,12 +223,10 @@ class _Checked:
             return row
         if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
             assert self._watched is not None
-            if self._watched.batch_norm:
-                why = "batch norm normalizes each micro-batch (paper, section 2.2)"
-                return replace(row, verdict="differs, as it must", text=why)
-            if self._watched.draws:
-                why = "random numbers, as for dropout, are drawn for each micro-batch"
-                return replace(row, verdict="differs, as it must", text=why)
+            if self._watched.batch_norm or self._watched.draws:
+                norm = "batch norm normalizes each micro-batch (paper, section 2.2)"
+                dropout = "random numbers, as for dropout, are drawn for each micro-batch"
+                return replace(row, verdict="differs, as it must", text=norm if self._watched.batch_norm else dropout)
         own = [finding for finding in self._findings if finding.layer == row.layer]
         if row.verdict == "differs" and row.layer is None:  # its sums have another order: no layer can be named
             own = [finding for finding in self._findings if finding.kind in ("random", "state")]
@@ -240,31 +236,6 @@ class _Checked:
         why = "; ".join(finding.text for finding in own if finding.text not in row.text)
         return replace(row, text=f"{row.text}; {why}" if row.text and why else row.text or why)
 
-    def _place(self, partitions: int, shapes: ModelProfile) -> None:
-        config = self._config
-        if partitions < config.partitions:  # a cut that was given is for K
-            config = replace(config, partitions=partitions, partition=PartitionConfig(None))
-        try:
-            self._together[partitions] = make_placement(replace(config, executor="in_process"), shapes)
-        except SeparatedError as error:
-            self._refuse(partitions, "in_process", "fails", str(error))
-            return
-        if partitions > 1 and config.executor != "in_process":
-            placement = make_placement(config, shapes)
-            if placement.distributed:
-                self._apart[partitions] = placement
-            else:
-                text = f"executor=distributed: {partitions} processes would need a GPU each"
-                self._refuse(partitions, "distributed", "left out", text)
-
-    def _refuse(self, partitions: int, executor: str, verdict: Verdict, text: str, layer: str | None = None) -> None:
-        """Rows of what cannot be run at all."""
-        m = self._config.micro_batches
-        self._refused += [
-            Row(partitions, m, schedule, mode, executor, verdict, layer=layer, text=text)
-            for schedule, mode in product(SCHEDULES, MODES)
-        ]
-
 
 def _order(row: Row) -> tuple[int, ...]:
     """As the table has them: by schedule, partitions, mode and executor; other micro-batches last."""
@@ -273,5 +244,5 @@ def _order(row: Row) -> tuple[int, ...]:
         SCHEDULES.index(row.schedule),
         row.partitions,
         MODES.index(row.recompute),
-        ("in_process", "pytorch", "distributed").index(row.executor),
+        EXECUTORS.index(row.executor),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpipe_cli.config.settings import DecodeConfig, TrainConfig
     from gpipe_cli.planner.placement import Placement
-    from gpipe_cli.verify.differences import Digests, Variant
+    from gpipe_cli.verify.differences import ReferenceDone, Variant
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Checking:
     if there is one.
     """
 
+    placements: "dict[int, Placement]"  # by partitions
     variants: "tuple[Variant, ...]"
-    references: "dict[str, Digests]"
+    references: "dict[str, ReferenceDone]"
     folder: Path
     source: Path | None
 

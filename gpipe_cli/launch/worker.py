@@ -79,10 +79,10 @@ def _do(job: Job, process: WorkerProcess) -> None:
             from gpipe_cli.launch.layer_benchmark import measure
 
             measure(config, placement, segments, samples, seconds, process.number, process.connect, process.report)
-        case Checking(variants, references, folder, source):
+        case Checking(placements, variants, references, folder, source):
             from gpipe_cli.verify.variants import check
 
-            check(config, placement, process, variants=variants, earlier=references, folder=folder, source=source)
+            check(config, placements, process, variants=variants, earlier=references, folder=folder, source=source)
 
 
 def _failure(process: int, error: Exception) -> Failure:

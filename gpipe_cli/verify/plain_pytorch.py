@@ -5,8 +5,6 @@ it: one call of `nn.Sequential` for each micro-batch, and autograd. Only the see
 each layer, or else dropout would be another.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -15,11 +13,13 @@ from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
+from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import split_all
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.planner.placement import Placement
+from gpipe_cli.verify.differences import Digests, Place, What
 
 CPU = torch.device("cpu")
 
@@ -42,31 +42,25 @@ def build_untouched(config: TrainConfig, placement: Placement) -> nn.Sequential:
 
 
 def run_untouched(
-    model: nn.Sequential,
-    run_seed: int,
-    inputs: Tensors,
-    sizes: tuple[int, ...],
-    objective: CrossEntropy,
-    observe: Callable[[str, int, Tensors], None],
-) -> None:
-    """Leave the gradients of a mini-batch `inputs` (N, ...) in the model's parameters, added up as by schedule gpipe.
-
-    `observe` is called with the outputs of every layer for every micro-batch.
-    """
+    model: nn.Sequential, run_seed: int, inputs: Tensors, sizes: tuple[int, ...], objective: CrossEntropy
+) -> Digests:
+    """Run a mini-batch `inputs` (N, ...): returns the digests of the layers' outputs, and leaves gradients in the
+    parameters, added up as by schedule gpipe."""
     device, current = inputs[0].device, 0
+    digests: Digests = {}
 
-    def watched(number: int, name: str, layer: nn.Module) -> None:
+    def watch(number: int, name: str, layer: nn.Module) -> None:
         def begins(module: nn.Module, given: object) -> None:
             seed_generator(device, mix(run_seed, 0, 0, current, number))
 
         def ended(module: nn.Module, given: object, output: torch.Tensor | Tensors) -> None:
-            observe(name, current, as_tuple(output))
+            digests[Place(What.OUTPUT, number, current, name)] = digest(as_tuple(output))
 
         layer.register_forward_pre_hook(begins, prepend=True)
         layer.register_forward_hook(ended)
 
     for number, (name, layer) in enumerate(model.named_children()):
-        watched(number, name, layer)
+        watch(number, name, layer)
     losses = []
     for current, piece in enumerate(split_all(inputs, sizes)):
         outputs = as_tuple(model(as_value(piece)))
@@ -74,3 +68,4 @@ def run_untouched(
         objective.observe(current, outputs, losses[-1].detach())
     for loss in reversed(losses):
         loss.backward()
+    return digests

@@ -8,6 +8,7 @@ every layer's outputs, of every gradient, and of what the step makes of weights 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.profile.layer_probes import watching
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple
+from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -40,9 +41,11 @@ from gpipe_cli.verify.differences import (
     TOLERANCE,
     Digests,
     LayersWatched,
+    Place,
     ReferenceDone,
     Row,
     Variant,
+    What,
     differs,
     first_difference,
     within,
@@ -52,15 +55,16 @@ from gpipe_cli.verify.plain_pytorch import build_untouched, run_untouched
 
 def check(
     config: TrainConfig,
-    placement: Placement,
+    placements: Mapping[int, Placement],
     process: WorkerProcess,
     *,
     variants: Sequence[Variant],
-    earlier: Mapping[str, Digests],
+    earlier: Mapping[str, ReferenceDone],
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants as one process of those that `placement` has, and report a `Row` for each, in order.
+    """Run the variants as one process of those that their placements, by partitions, have; report a `Row` for each, in
+    order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
     compared with, and are reported. `earlier` references are those of other processes, by schedule; their gradients
@@ -69,40 +73,49 @@ def check(
     Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
     """
     run = None if config.init_from is None else Path(config.init_from)
+    placement = placements[max(placements)]
     data = Data(replace(config, data_workers=0), placement, process.number, starting_point(config, None), run)
     control, groups = process.connect()
-    report = process.report
-    work = _Runs(config, process, control, groups, data.training_set(control), folder, source)
+    runs = _Runs(config, placements, process, control, groups, data.training_set(control), folder, source)
     if not earlier:
-        report(work.watch_layers(variants[0]))
+        process.report(runs.watch_layers(variants[0]))
     references = dict(earlier)
     for variant in variants:
-        if variant.schedule not in references and not work.is_reference(variant):
-            report(variant.row("left out", text=f"the reference of {variant.schedule} failed"))
+        if variant.schedule not in references and not runs.is_reference(variant):
+            process.report(Row(*variant, "left out", text=f"the reference of {variant.schedule} failed"))
             continue
         try:
-            row, digests = work.compare(variant, references)
-        except ChangedInputError as error:
-            report(variant.row("fails", layer=error.layer, text=str(error)))
-            if control.size > 1:
-                raise
-            continue
-        except ActionFailedError as error:
-            cause = " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split()).rstrip(".")
-            # which micro-batch is the first to fail depends on the schedule; what fails does not
-            where = f"layer {error.layer}" if error.layer else f"{error.action.kind.name} of stage {error.action.stage}"
-            action, layer = error.action, error.layer or None
-            text = f"{where} raises {cause}"
-            report(variant.row("fails", layer=layer, stage=action.stage, micro_batch=action.micro_batch, text=text))
+            row, reference = runs.compare(variant, references)
+        except Exception as error:
+            process.report(_failed(variant, error))
             if control.size > 1:
                 raise  # its neighbours would wait for it until the timeout
             continue
-        if digests is not None:
-            references[variant.schedule] = digests
-            report(ReferenceDone(variant.schedule, digests))
+        if reference is not None:
+            references[variant.schedule] = reference
+            process.report(reference)
         if control.leads:
-            report(row)
+            process.report(row)
     control.barrier()
+
+
+def _failed(variant: Variant, error: Exception) -> Row:
+    """The row of a variant whose layers raise `error`, or else it is raised."""
+    if isinstance(error, ChangedInputError):
+        return Row(*variant, "fails", layer=error.layer, text=str(error))
+    if isinstance(error, ActionFailedError):
+        # which micro-batch is the first to fail depends on the schedule; what fails does not
+        action, layer = error.action, error.layer or None
+        where = f"layer {layer}" if layer else f"{action.kind.name} of stage {action.stage}"
+        text = f"{where} raises {_one_line(error.__cause__).rstrip('.')}"
+        return Row(*variant, "fails", None, layer, action.stage, action.micro_batch, text)
+    if variant.executor == "pytorch":
+        return Row(*variant, "fails", text=f"plain PyTorch raises {_one_line(error)}")
+    raise error
+
+
+def _one_line(error: BaseException | None) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,7 @@ class _Runs:
     """Runs variants in one process."""
 
     base: TrainConfig
+    placements: Mapping[int, Placement]
     process: WorkerProcess
     control: ControlGroup
     groups: ProcessGroups | None
@@ -117,48 +131,50 @@ class _Runs:
     folder: Path
     source: Path | None  # of the weights
 
+    @cached_property
+    def layers(self) -> list[str]:
+        """All of the model, in order."""
+        return [name for names in self.placements[max(self.placements)].layer_names for name in names]
+
     def watch_layers(self, variant: Variant) -> LayersWatched:
         """Before the first variant: refuse a mini-batch that cannot be trained on, and watch each layer."""
-        config = variant.config(self.base)
-        refuse_single_samples(self.base, self.reading.batches.size(0, 0))
-        engine = self._engine(config, variant.placement, self.process.watch)
+        samples = self.reading.batches.size(0, 0)
+        refuse_single_samples(self.base, samples)
+        config, engine = self._engine(variant, self.process.watch)
         # what a layer raises is in the rows of the variants; the watch ends there
         with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
             rehearse(config, engine, self.control, self._first_mini_batch(), 0, 0)
-        sizes = micro_batch_sizes(self.reading.batches.size(0, 0), config.micro_batches)
         inside = engine.stages[0].module.modules()
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
-        return LayersWatched(watch.findings, watch.draws, norms, sizes)
+        return LayersWatched(watch.findings, watch.draws, norms, micro_batch_sizes(samples, config.micro_batches))
 
     def is_reference(self, variant: Variant) -> bool:
         usual = variant.micro_batches == self.base.micro_batches and variant.executor != "pytorch"
-        return usual and variant.placement.partitions == 1 and variant.recompute == "never"
+        return usual and variant.partitions == 1 and variant.recompute == "never"
 
-    def compare(self, variant: Variant, references: dict[str, Digests]) -> tuple[Row, Digests | None]:
+    def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
         """The row of a variant, and what it leaves if it is a reference."""
-        kept: dict[str, torch.Tensor] = {}
-        if variant.executor == "pytorch":
-            return self._compare_untouched(variant, references[variant.schedule]), None
-        digests = self._run(variant, kept)
+        untouched = variant.executor == "pytorch"
+        loss, digests, gradients = self._run_untouched(variant) if untouched else self._run(variant)
+        digests[Place(What.LOSS, 0, 0, self.layers[-1])] = loss.hex()
         if self.is_reference(variant):
-            save_file(kept, self.folder / f"{variant.schedule}.safetensors")
-            if not references:
-                return variant.row("reference"), digests
-            difference = self._distance(kept, next(iter(references)))
-            return within(variant, difference), digests
-        if variant.micro_batches != self.base.micro_batches:
-            return within(variant, self._distance(kept, variant.schedule)), None
-        found = first_difference(variant.placement, digests, references[variant.schedule])
-        least = [part for part in self.control.collect(found) if part is not None]
-        if not least:
-            return variant.row("identical"), None
-        return differs(variant, min(least), self._distance(kept, variant.schedule)), None
+            save_file(gradients, self.folder / f"{variant.schedule}.safetensors")
+            first = next(iter(references), None)
+            row = Row(*variant, "reference") if first is None else within(variant, self._distance(gradients, first))
+            return row, ReferenceDone(variant.schedule, loss, digests)
+        found = first_difference(digests, references[variant.schedule].digests)
+        least = min((place for place in self.control.collect(found) if place is not None), default=None)
+        if least is None:
+            return Row(*variant, "identical"), None
+        distance = self._distance(gradients, variant.schedule)
+        if variant.micro_batches != self.base.micro_batches or (untouched and 0 < distance <= TOLERANCE):
+            return within(variant, distance), None
+        return differs(variant, self.placements[variant.partitions], least, distance), None
 
-    def _compare_untouched(self, variant: Variant, reference: Digests) -> Row:
-        """Outputs of layers, loss and gradients of plain PyTorch beside those of a pipeline."""
-        config, outputs = variant.config(self.base), {}
-        engine = self._engine(config, variant.placement, self.process.watch)
-        model = build_untouched(config, variant.placement)
+    def _run_untouched(self, variant: Variant) -> tuple[float, Digests, dict[str, torch.Tensor]]:
+        """As `_run`, in plain PyTorch, and no weight is changed."""
+        config, engine = self._engine(variant, self.process.watch)
+        model = build_untouched(config, self.placements[variant.partitions])
         if config.init_from is not None:
             model.load_state_dict(engine.stages[0].module.state_dict())
         reading = self._first_mini_batch()
@@ -167,88 +183,75 @@ class _Runs:
         objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
         assert inputs is not None
         assert objective is not None
+        digests = run_untouched(model, config.seed, inputs, sizes, objective)
+        gradients = _gradients(model)
+        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
+        return objective.totals().means[0], digests, gradients
 
-        def observe(layer: str, micro_batch: int, tensors: Tensors) -> None:
-            outputs[layer, micro_batch] = digest(tensors)
-
-        try:
-            run_untouched(model, config.seed, inputs, sizes, objective, observe)
-        except Exception as error:  # the user's own code, which a pipeline has run
-            text = " ".join(f"plain PyTorch raises {type(error).__name__}: {error}".split())
-            return variant.row("fails", text=text)
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        names = dict.fromkeys((name for name, _ in model.named_parameters()), "")
-        digests = {name: digest((gradient,)) for name, gradient in gradients.items()}
-        own = Digests(objective.totals().means[0], outputs=outputs, gradients=digests, weights=names)
-        found = first_difference(variant.placement, own, replace(reference, weights=names))  # no step is done
-        if found is None:
-            return variant.row("identical")
-        distance = self._distance({name: gradient.cpu() for name, gradient in gradients.items()}, variant.schedule)
-        return within(variant, distance) if 0 < distance <= TOLERANCE else differs(variant, found, distance)
-
-    def _run(self, variant: Variant, kept: dict[str, torch.Tensor]) -> Digests:
-        """Do the step; `kept` gets the gradients of this process."""
-        config = variant.config(self.base)
+    def _run(self, variant: Variant) -> tuple[float, Digests, dict[str, torch.Tensor]]:
+        """Do the step: the loss of the mini-batch, what the step leaves, and the gradients of this process."""
+        digests: Digests = {}
+        gradients: dict[str, torch.Tensor] = {}
         current: list[Action] = []
-        outputs: dict[tuple[str, int], str] = {}
-        again: dict[tuple[str, int], str] = {}
 
         def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
             current[:] = [action]
             self.process.watch(action, samples, lengths)
 
-        engine = self._engine(config, variant.placement, watch)
+        config, engine = self._engine(variant, watch)
 
         def observe(name: str) -> Any:
+            number = self.layers.index(name)
+
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                seen = outputs if current[0].kind is Kind.F else again
-                seen[name, current[0].micro_batch] = digest(as_tuple(output))
+                what = What.OUTPUT if current[0].kind is Kind.F else What.RECOMPUTED_OUTPUT
+                digests[Place(what, number, current[0].micro_batch, name)] = digest(as_tuple(output))
 
             return hook
 
-        for stage in engine.stages.values():
-            for name, layer in stage.module.named_children():
+        modules = [stage.module for stage in engine.stages.values()]
+        for module in modules:
+            for name, layer in module.named_children():
                 layer.register_forward_hook(observe(name))
 
         def keep_gradients() -> None:
-            for parameters in engine.parameters.values():
-                for name, parameter in parameters.items():
-                    if parameter.grad is not None:
-                        kept[name] = parameter.grad.cpu().clone(memory_format=torch.contiguous_format)
+            for module in modules:
+                gradients.update(_gradients(module))
 
         batches = self.reading.batches
         total = config.epochs * batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
+        data = self._first_mini_batch()
         result = train_step(
-            config,
-            engine,
-            self.control,
-            0,
-            rate,
-            self._first_mini_batch(),
-            0,
-            0,
-            before=None,
-            before_update=keep_gradients,
+            config, engine, self.control, 0, rate, data, 0, 0, before=None, before_update=keep_gradients
         )
         engine.executor.settle()
-        modules = [stage.module for stage in engine.stages.values()]
-        return Digests(
-            loss=result.metrics.totals.means[0],
-            outputs=outputs,
-            again=again,
-            gradients={name: digest((gradient,)) for name, gradient in kept.items()},
-            statistics={name: digest((tensor,)) for module in modules for name, tensor in module.named_buffers()},
-            weights={name: digest((tensor,)) for module in modules for name, tensor in module.named_parameters()},
-        )
+        for module in modules:
+            parameters = dict(module.named_parameters())
+            digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
+            digests |= self._digests(What.BUFFER, dict(module.named_buffers()))
+            digests |= self._digests(What.WEIGHT, parameters)
+        return result.metrics.totals.means[0], digests, gradients
 
-    def _engine(self, config: TrainConfig, placement: Placement, watch: Watch) -> Engine:
+    def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
+        """Of parameters or buffers by name, which begins with that of their layer."""
+        found = {}
+        for name, tensor in tensors.items():
+            layer = name.partition(".")[0]
+            number = self.layers.index(layer)
+            order = -number if what is What.GRADIENT else number
+            found[Place(what, order, 0, layer, name)] = "" if tensor is None else digest((tensor,))
+        return found
+
+    def _engine(self, variant: Variant, watch: Watch) -> tuple[TrainConfig, Engine]:
+        placement = replace(self.placements[variant.partitions], recompute=variant.recompute)
+        config = variant.config(self.base, placement)
         model = build_model(config)
         engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
                               pretrained=config.init_from is None)  # fmt: skip
         fine_tune(config, engine, model, self.source)
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
-        return engine
+        return config, engine
 
     def _first_mini_batch(self) -> Reading:
         reading = self.reading
@@ -257,15 +260,24 @@ class _Runs:
         loaded = LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0)
         return Reading(reading.split, reading.batches, loaded)
 
-    def _distance(self, kept: dict[str, torch.Tensor], schedule: str) -> float:
+    def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> float:
         """The norm of the difference to a reference's gradients, as a share of their norm; over all processes."""
-        difference, norm = 0.0, 0.0
+        difference, norm, left = 0.0, 0.0, dict(gradients)
         with safe_open(self.folder / f"{schedule}.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
                 reference = file.get_tensor(name).double()
                 norm += float(reference.square().sum())
-                if name in kept:
-                    difference += float((kept.pop(name).double() - reference).square().sum())
-        difference += sum(float(gradient.double().square().sum()) for gradient in kept.values())
+                if name in left:
+                    difference += float((left.pop(name).double() - reference).square().sum())
+        difference += sum(float(gradient.double().square().sum()) for gradient in left.values())
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
+
+
+def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, by parameter."""
+    return {
+        name: parameter.grad.cpu().clone(memory_format=torch.contiguous_format)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
