@@ -23,6 +23,7 @@ from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.training.checkpoint.restore import check_restorable, refuse_other_optimizer
+from gpipe_cli.training.checkpoint.same_model import Comparison
 from gpipe_cli.training.checkpoint.store import find_checkpoint
 from gpipe_cli.training.fine_tuning import find_weights
 
@@ -78,7 +79,10 @@ def _find(config: TrainConfig, placement: Placement, run: Path, which: str, sett
     """
     model = build_model(config)
     freeze(model, placement.frozen)
-    check = partial(check_restorable, config, load(run), model, setting=f"{setting}={run}", optimizer=optimizer)
+
+    def check(checkpoint: Path) -> None:
+        check_restorable(Comparison.of(setting, run, checkpoint, config, model), model, optimizer=optimizer)
+
     return find_checkpoint(run, which, setting, check, show_error)
 
 

@@ -10,27 +10,19 @@ from torch import nn
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.training.checkpoint.same_model import OtherModelError, refuse_other_shapes
+from gpipe_cli.training.checkpoint.same_model import Comparison
 from gpipe_cli.training.checkpoint.store import (
-    DamagedError,
+    FORMAT,
     Index,
     Progress,
     begin_checkpoint,
-    check_files,
     finish_checkpoint,
-    heads,
     read_index,
     read_tensors,
     select,
     write_stage,
 )
 from gpipe_cli.training.engine import Engine
-
-# As the head of a safetensors file calls them.
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
@@ -63,38 +55,31 @@ def save_checkpoint(
     files, without_state = ([one for part in control.collect(mine) for one in part] for mine in (written, without))
     if control.leads:
         layers = [name for names in engine.placement.layer_names for name in names]
-        finish_checkpoint(
-            draft, progress, files, layers=layers, without_state=without_state, config=config_yaml, keep=keep
-        )
+        index = Index(FORMAT, progress, tuple(layers), tuple(files), tuple(without_state))
+        finish_checkpoint(draft, index, config=config_yaml, keep=keep)
     control.barrier()
 
 
-def check_restorable(
-    config: TrainConfig, source: TrainConfig, model: nn.Sequential, checkpoint: Path, setting: str, *, optimizer: bool
-) -> None:
+def check_restorable(both: Comparison, model: nn.Sequential, *, optimizer: bool) -> None:
     """Whether a checkpoint has all that `model`, on the meta device and frozen as the run says, needs to go on.
 
-    `setting` led here, as it was given; `source` are the settings of the run that wrote it. Raises
-    ValueError if the checkpoint belongs to another model (and what differs), and DamagedError if it is not whole.
+    Raises ValueError if the checkpoint belongs to another model (and what differs), and DamagedError if a tensor is
+    missing.
     """
-    index = read_index(checkpoint)
-    layers, state = list(dict(model.named_children())), model.state_dict()
-    found = heads(checkpoint, index.files)
-    there = {name.removeprefix("model/"): shape for name, (_, shape) in found.items() if name.startswith("model/")}
-    for mine, theirs in ((layers, list(index.layers)), (list(state), list(there))):
-        if {*mine} != {*theirs}:
-            only_here, only_there = (
-                [one for one in mine if one not in theirs],
-                [one for one in theirs if one not in mine],
-            )
-            raise OtherModelError(setting, checkpoint, only_here, only_there, config, source)
-    here = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    refuse_other_shapes(setting, config, source, here, there, here)
-    for name, tensor in _wanted(config, model, index, optimizer=optimizer).items():
-        wanted = DTYPES.get(tensor.dtype), tuple(tensor.shape)
-        if found.get(name) != wanted:
-            raise DamagedError(f"{checkpoint}: {name} is {found.get(name, 'missing')}, the run needs {wanted}")
-    check_files(checkpoint, index.files)  # last, as it reads all of them
+    layers = dict(model.named_children())
+    for here, there in ((layers, both.index.layers), (both.here, both.there)):
+        only_here, only_there = [one for one in here if one not in there], [one for one in there if one not in here]
+        both.refuse_other_names(only_here, only_there)
+    both.refuse_other_shapes(both.here)
+    state, config = model.state_dict(), both.config
+    wanted = {f"model/{name}": tensor for name, tensor in state.items()}
+    if config.ema_decay and both.index.progress.ema_updates:
+        wanted |= {f"ema/{name}": tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    for name, parameter in model.named_parameters() if optimizer else ():
+        if parameter.requires_grad and name not in both.index.without_state:
+            kept = state_of(config.optimizer, tuple(parameter.shape), parameter.dtype)
+            wanted |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
+    both.refuse_damaged(wanted)
 
 
 def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
@@ -108,10 +93,10 @@ def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
 
 
 def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
-    """Put the values of a checkpoint, which `check_restorable` has seen, into the stages of this process, whatever cut
+    """Put the values of a checkpoint into the stages of this process, whatever cut
     it was written with.
 
-    Raises DamagedError if it has been damaged since.
+    Raises DamagedError if it has been damaged since it was checked.
     """
     updates = read_index(checkpoint).progress.ema_updates
     for k, stage in engine.stages.items():
@@ -125,19 +110,6 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
             _copy(average.average, select(tensors, "ema") if updates else stage.module.state_dict())
         if optimizer:
             load_optimizer_state(engine.optimizers[k], engine.parameters[k], select(tensors, "optimizer"))
-
-
-def _wanted(config: TrainConfig, model: nn.Sequential, index: Index, *, optimizer: bool) -> dict[str, torch.Tensor]:
-    """What a run needs of a checkpoint; tensors without values."""
-    state = model.state_dict()
-    wanted = {f"model/{name}": tensor for name, tensor in state.items()}
-    if config.ema_decay and index.progress.ema_updates:
-        wanted |= {f"ema/{name}": tensor for name, tensor in state.items() if tensor.is_floating_point()}
-    for name, parameter in model.named_parameters() if optimizer else ():
-        if parameter.requires_grad and name not in index.without_state:
-            kept = state_of(config.optimizer, tuple(parameter.shape), parameter.dtype)
-            wanted |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
-    return wanted
 
 
 def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

@@ -30,11 +30,10 @@ FORMAT = 2
 _PREFIX = "step_"
 _STEP = re.compile(rf"{_PREFIX}\d{{8,12}}")
 _FILE = re.compile(r"stage_\d{1,5}\.safetensors")
-_KINDS = ("model", "optimizer", "ema")
 _MOST_SHOWN = 200  # characters of what is wrong with an index
 
-
 Done = Annotated[int, Within(0, 10**12)]  # steps, epochs
+Head = tuple[str, tuple[int, ...]]  # of a tensor: its dtype, as safetensors calls it, and its shape
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,6 @@ class Index:
     files: tuple[WrittenFile, ...]
     without_state: tuple[str, ...] = ()  # parameters of which the optimizer kept nothing: frozen, or never used
 
-    @property
-    def tensors(self) -> list[str]:
-        return [name for file in self.files for name in file.tensors]
-
 
 class DamagedError(ValueError):
     """A checkpoint that cannot be used; an older one of the run may be intact."""
@@ -93,13 +88,13 @@ def find_checkpoint(
     run_folder: Path,
     which: str,
     setting: str,
-    check: Callable[[Path], None] | None = None,
+    check: Callable[[Path], object] = lambda checkpoint: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """The `last` or the `best` checkpoint; if that is damaged the newest one that is not, and `warn` gets a line.
 
-    `check` raises DamagedError for one that cannot be used; without it, one whose files are not what was written.
-    Raises ValueError naming `setting` if the run has none that can be used, and what else `check` raises.
+    Damaged is one whose files are not what was written, and one for which `check` raises DamagedError. Raises
+    ValueError naming `setting` if the run has none that can be used, and what else `check` raises.
     """
     found = checkpoints_in(run_folder)[::-1]
     if not found:
@@ -113,7 +108,8 @@ def find_checkpoint(
     damaged: list[DamagedError] = []
     for checkpoint in found:
         try:
-            (check or _check_checkpoint)(checkpoint)
+            check(checkpoint)
+            check_files(checkpoint, read_index(checkpoint).files)  # last, as it reads all of them
         except DamagedError as error:
             damaged.append(error)
             continue
@@ -183,35 +179,26 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
         return WrittenFile(file.name, file.stat().st_size, digest, tuple(tensors))
 
 
-def finish_checkpoint(
-    draft: Path,
-    progress: Progress,
-    files: Iterable[WrittenFile],
-    *,
-    layers: Iterable[str],
-    without_state: Iterable[str],
-    config: str,
-    keep: int,
-) -> Path:
+def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:
     """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one
     stay. What lies behind this step is of a run that was left, as its checkpoint was damaged, and goes too.
 
     Raises CheckpointError.
     """
-    index = {
-        "format": FORMAT,
-        **asdict(progress),
-        "layers": list(layers),
-        "files": [asdict(file) for file in files],
-        "without_state": list(without_state),
-        "config": config,
-    }
+    progress, values = index.progress, asdict(index)
+    values = {"format": values.pop("format"), **values.pop("progress"), **values, "config": config}
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
-        write_whole(draft / "index.json", json.dumps(index, indent=1, allow_nan=False))
+        write_whole(draft / "index.json", json.dumps(values, indent=1, allow_nan=False))
         _sync_folder(draft)
-        _move_into_place(draft, final)
+        # one of that step is replaced: a run that went on from an earlier one came by again
+        replaced = draft.parent / f".{final.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed right here: nothing is renamed over it
+        if final.exists():
+            final.rename(replaced)
+        draft.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _point(final.parent / "last", final.name)
         if (final.parent / best).exists():
             _point(final.parent / "best", best)
@@ -222,16 +209,6 @@ def finish_checkpoint(
             if other not in kept and other.name != best:
                 shutil.rmtree(other)
     return final
-
-
-def _move_into_place(draft: Path, final: Path) -> None:
-    """Give a draft its name; one of that step is replaced: a run that went on from an earlier one came by again."""
-    replaced = draft.parent / f".{final.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed right here: nothing is renamed over it
-    if final.exists():
-        final.rename(replaced)
-    draft.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def adopt(last: Path, run_folder: Path) -> None:
@@ -293,39 +270,29 @@ def read_index(checkpoint: Path) -> Index:
 
 def _check_index(index: Index, folder: str) -> None:
     """Raises ValueError for values that are possible each by itself, and not together."""
-    at, names, tensors = index.progress, [file.name for file in index.files], index.tensors
+    at, names = index.progress, [file.name for file in index.files]
     wrong = {
         f"step={at.step}: the folder is {folder}": folder_name(at.step) != folder,
         f"step={at.step}: is not mini-batch {at.position} of epoch {at.epoch}, of {at.steps_per_epoch}": (
             at.step != at.epoch * at.steps_per_epoch + at.position or at.position > at.steps_per_epoch
         ),
-        f"batch_size={show(at.batch_size)}, batch_tokens={show(at.batch_tokens)}: one of them is null": (
-            (at.batch_size is None) == (at.batch_tokens is None)
-        ),
-        f"ema_updates={at.ema_updates}: there were {at.step} steps": at.ema_updates > at.step,
         f"best_step={show(at.best_step)}, best_score={show(at.best_score)}: do not go together": (
             (at.best_step is None) != (at.best_score is None) or (at.best_step or 0) > at.step
         ),
         "files: a name is not that of a stage's file": not all(_FILE.fullmatch(name) for name in names),
-        "files: a sha256 is none": not all(re.fullmatch("[0-9a-f]{64}", file.sha256) for file in index.files),
         "files: a name is there twice": len({*names}) < len(names),
-        "layers: a name is there twice": len({*index.layers}) < len(index.layers),
-        "tensors: a name is there twice": len({*tensors}) < len(tensors),
-        "tensors: a name is of no layer": not (
-            {_kind(name) for name in tensors} <= {*_KINDS} and {_layer(name) for name in tensors} <= {*index.layers}
-        ),
     }
     for what, is_so in wrong.items():
         if is_so:
             raise ValueError(what)
 
 
-def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
     """The dtype, as safetensors calls it, and the shape of every tensor in files of a checkpoint; nothing is loaded.
 
     Raises DamagedError if a file cannot be read, or holds others than the index says.
     """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found: dict[str, Head] = {}
     for file in files:
         path = checkpoint / file.name
         _check_size(path, file)
@@ -364,10 +331,6 @@ def check_files(checkpoint: Path, files: Sequence[WrittenFile]) -> None:
         for path, file, found in zip(paths, files, pool.map(_digest, paths), strict=True):
             if found != file.sha256:
                 raise DamagedError(f"{path}: damaged (checksum {found[:12]}, {file.sha256[:12]} expected)")
-
-
-def _check_checkpoint(checkpoint: Path) -> None:
-    check_files(checkpoint, read_index(checkpoint).files)
 
 
 def _check_size(path: Path, file: WrittenFile) -> None:

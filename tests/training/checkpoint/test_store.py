@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from gpipe_cli.training.checkpoint.store import (
+    FORMAT,
+    Index,
     Progress,
     begin_checkpoint,
     checkpoints_in,
@@ -43,15 +45,8 @@ def progress(step: int, best: int | None = None) -> Progress:
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
     draft = begin_checkpoint(run, step)
     files = [write_stage(draft, stage, named) for stage, named in enumerate(tensors(step))]
-    return finish_checkpoint(
-        draft,
-        progress(step, best),
-        files,
-        layers=("stem", "head"),
-        without_state=(),
-        config="partitions: 2\n",
-        keep=keep,
-    )
+    index = Index(FORMAT, progress(step, best), ("stem", "head"), tuple(files))
+    return finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
 
 
 def test_round_trip(tmp_path: Path) -> None:
