@@ -18,8 +18,7 @@ from training_runs import configure
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.pairs import Pairs
-from gpipe_cli.data.ragged import Ragged
-from gpipe_cli.data.translation import PairSplit
+from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import Watch
@@ -82,10 +81,9 @@ def tiny_vocabulary() -> Vocabulary:
 def tiny_split() -> PairSplit:
     """SOURCES in some language, to English; the references are never looked at."""
     vocabulary = tiny_vocabulary()
-    texts = Ragged.of_texts(SOURCES)
     tokens = [[LANGUAGE, *ids, END] for ids in vocabulary.encode(SOURCES)]
-    pairs = Pairs(texts, texts, torch.zeros(len(SOURCES), dtype=torch.int32), ("xx-en",))
-    return PairSplit(pairs, Ragged.of_tokens(tokens), Ragged.of_tokens([row[1:] for row in tokens]), vocabulary)
+    pairs = Pairs(SOURCES, SOURCES, torch.zeros(len(SOURCES), dtype=torch.int32), ("xx-en",))
+    return PairSplit(pairs, Sequences.of(tokens), Sequences.of([row[1:] for row in tokens]), vocabulary)
 
 
 @lru_cache
@@ -163,7 +161,7 @@ def log_probabilities(case: Case, index: int, tokens: Sequence[int]) -> tuple[fl
 
 def source_tokens(index: int) -> list[int]:
     sources = tiny_split().sources
-    return sources.chosen(torch.tensor([index])).values.tolist()
+    return sources.padded(torch.tensor([index]), int(sources.lengths[index]), PAD)[0].tolist()
 
 
 def by_length(score: float, length: int, penalty: float) -> float:

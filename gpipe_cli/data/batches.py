@@ -8,7 +8,6 @@ The paper's translation batches are counted in tokens (Section 5: 260K to 4M), a
 often than their share (`temperature.py`).
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,12 +17,9 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.data.seeds import seed_of
-from gpipe_cli.data.temperature import TemperatureSampler
+from gpipe_cli.data.temperature import temperature_draws
 
-SPLITS = {"train": "training", "test": "test"}  # as messages call them
-
-Key = tuple[int, int]
-"""(epoch, index): which sample, and how it is varied this time."""
+SPLITS = ("training", "test")  # as messages call them
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,23 +47,14 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """The first layer's inputs for the samples `keys`, (n, ...) each; sentences are padded to `lengths`."""
+    def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """The first layer's inputs for the samples `indices`, (n, ...) each; sentences are padded to `lengths`. Images
+        vary with the epoch."""
         ...
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n,) classes, or (n, last of lengths) tokens, IGNORED where there is nothing to predict."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """An epoch: mini-batch p is order[starts[p] : ends[p]], padded to widths[p]."""
-
-    order: Tensor  # int64 (draws,)
-    starts: list[int]
-    ends: list[int]
-    widths: list[tuple[int, ...]]
 
 
 class MiniBatches:
@@ -108,11 +95,7 @@ class MiniBatches:
         self._catalogue = catalogue
         self._batch_size, self._batch_tokens = batch_size, batch_tokens
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._sampler: TemperatureSampler | None = None
-        if temperature not in (None, 1):
-            assert catalogue.groups is not None, "no languages to draw from"
-            assert shuffle, "an evaluation sees every sample once"
-            self._sampler = TemperatureSampler(catalogue.groups, temperature, seed)
+        self._temperature = None if temperature == 1 else temperature
         longest = max(catalogue.fixed_lengths, default=0)
         if catalogue.lengths is not None:
             longest = int(catalogue.lengths.max())
@@ -121,23 +104,21 @@ class MiniBatches:
                 f"batch_tokens={batch_tokens}: the longest sentence has {longest} tokens; use {longest} or more"
             )
         # Two are kept: loading runs ahead into the next epoch while the loss still needs the targets of this one.
-        self._plan_of = lru_cache(maxsize=2)(self._make_plan)
+        self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
         self.steps_per_epoch = 0  # not known before epoch 0 is cut
-        self.steps_per_epoch = len(self._plan(0).starts)
+        self.steps_per_epoch = len(self._batches_of(0))
 
     def indices(self, epoch: int, position: int) -> Tensor:
         """int64 (size,): the samples of mini-batch `position` of `epoch`; where lengths differ, the shortest first."""
-        plan = self._plan(epoch)
-        return plan.order[plan.starts[position] : plan.ends[position]]
+        return self._batches_of(epoch if self._shuffle else 0)[position][0]
 
     def size(self, epoch: int, position: int) -> int:
         """How many samples the mini-batch has."""
-        plan = self._plan(epoch)
-        return plan.ends[position] - plan.starts[position]
+        return len(self.indices(epoch, position))
 
     def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
         """What its samples are padded to: the longest along each dimension that varies; () for images."""
-        return self._plan(epoch).widths[position]
+        return self._batches_of(epoch if self._shuffle else 0)[position][1]
 
     def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
         """(epoch, position) of every step from the starting point to the end of a run of `epochs` epochs in all.
@@ -149,54 +130,44 @@ class MiniBatches:
             for position in range(start_position if epoch == start_epoch else 0, self.steps_per_epoch):
                 yield epoch, position
 
-    def _plan(self, epoch: int) -> _Plan:
-        assert epoch >= 0, epoch
-        return self._plan_of(epoch if self._shuffle else 0)
-
-    def _make_plan(self, epoch: int) -> _Plan:
+    def _cut_epoch(self, epoch: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The samples of each mini-batch of an epoch, and what they are padded to."""
         lengths, fixed = self._catalogue.lengths, self._catalogue.fixed_lengths
         images = lengths is None and not fixed
         generator = torch.Generator().manual_seed(seed_of("order" if images else "token order", self._seed, epoch))
-        order = torch.arange(self.samples) if self._sampler is None else self._sampler.draws(epoch)
+        order = torch.arange(self.samples)
+        if self._temperature is not None:
+            assert self._catalogue.groups is not None, "no languages to draw from"
+            assert self._shuffle, "an evaluation sees every sample once"
+            order = temperature_draws(self._catalogue.groups, self._temperature, self._seed, epoch)
         if self._shuffle:
             order = order[torch.randperm(len(order), generator=generator)]
         if self._drop_last and self._batch_size is not None:  # before they are sorted, or it would be the longest ones
             order = order[: len(order) // self._batch_size * self._batch_size]
-        if lengths is None:
-            starts = list(range(0, len(order), self._batch_size or self._most(max(fixed))))
-        else:
+        if lengths is not None:
             order = order[_by_length(lengths[order])]
-            starts = self._cut(lengths[order].amax(dim=1).tolist())
-        ends = [*starts[1:], len(order)]
-        if lengths is None:
-            widths = [fixed] * len(starts)
-        else:
-            sizes = torch.tensor(ends) - torch.tensor(starts)
-            maxima = torch.segment_reduce(lengths[order].double(), "max", lengths=sizes).to(torch.int64)
-            widths = [tuple(row) for row in maxima.tolist()]
-        if images or not self._shuffle:  # in the order of the samples
-            return _Plan(order, starts, ends, widths)
-        turns = torch.randperm(len(starts), generator=generator).tolist()
-        chosen = [turns[step % len(turns)] for step in range(self.steps_per_epoch or len(turns))]
-        return _Plan(order, [starts[p] for p in chosen], [ends[p] for p in chosen], [widths[p] for p in chosen])
-
-    def _cut(self, longest: list[int]) -> list[int]:
-        """Where mini-batches start; `longest` is each sample's larger length, ascending. As few as possible."""
         if self._batch_size is not None:
-            return list(range(0, len(longest), self._batch_size))
-        starts, start, most = [], 0, self._most(1)
-        while start < len(longest):
-            starts.append(start)
-            upper = min(len(longest), start + self._most(longest[start]))
-            # The tokens of a mini-batch that ends before `end` grow with `end`: the longest so far comes last.
-            ends = range(start + 1, upper + 1)
-            start += bisect_right(ends, most, key=lambda end, start=start: longest[end - 1] * (end - start))  # type: ignore[misc]
-        return starts
+            parts = order.split(self._batch_size)
+        else:
+            assert self._batch_tokens is not None
+            longest = [max(fixed)] * len(order) if lengths is None else lengths[order].amax(dim=1).tolist()
+            parts = order.split(_sizes(longest, self._batch_tokens))
+        widths = [fixed if lengths is None else tuple(lengths[part].amax(dim=0).tolist()) for part in parts]
+        batches = list(zip(parts, widths, strict=True))
+        if images or not self._shuffle:  # in the order of the samples
+            return batches
+        turns = torch.randperm(len(batches), generator=generator).tolist()
+        return [batches[turns[step % len(turns)]] for step in range(self.steps_per_epoch or len(turns))]
 
-    def _most(self, length: int) -> int:
-        """How many samples of this length a mini-batch may have."""
-        assert self._batch_tokens is not None
-        return self._batch_tokens // length
+
+def _sizes(longest: list[int], most_tokens: int) -> list[int]:
+    """Sizes of as few mini-batches as possible; `longest` is each sample's larger length, ascending."""
+    sizes = [0]
+    for length in longest:
+        if length * (sizes[-1] + 1) > most_tokens:
+            sizes.append(0)
+        sizes[-1] += 1
+    return sizes
 
 
 def _by_length(lengths: Tensor) -> Tensor:

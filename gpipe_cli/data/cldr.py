@@ -5,16 +5,15 @@ territories, languages, scripts and currencies in hundreds of languages, some wi
 but many scripts, many languages, one model. It shows how the parts work together; it is no measure of translation.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gpipe_cli.data.cache import cached_tensors, digest_of
+from gpipe_cli.data.cache import cached, digest_of
 from gpipe_cli.data.pairs import Pairs
-from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.seeds import seed_of
 
 _KINDS = ("territories", "languages", "scripts", "currency_names")
@@ -34,9 +33,8 @@ def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
 
     # Whatever changes below changes the file's name.
     name = digest_of("cldr", babel.__version__, [Path(__file__).read_bytes()])
-    tensors = cached_tensors(cache, f"cldr-{name}", _read_tensors)
-    codes = Ragged.stored(tensors, "languages").texts()
-    train, test = (_directed(tensors, split, codes, direction) for split in ("train", "test"))
+    content = json.loads(cached(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
+    train, test = (_directed(content[split], content["codes"], direction) for split in ("train", "test"))
     return train, test
 
 
@@ -75,30 +73,25 @@ def _locales() -> Iterator[tuple[str, dict[tuple[str, str], str]]]:
         yield locale, names
 
 
-def _read_tensors() -> dict[str, Tensor]:
-    """Both splits into English: texts, and the number of each pair's language."""
+def _read_names() -> dict[str, Any]:
+    """The codes of the languages, and of each split: a name, its English name, and the number of its code."""
     english = _names_of("en")
-    locales: list[str] = []
+    codes: list[str] = []
     rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
     for locale, names in _locales():
         known = [(name, english[entry]) for entry, name in names.items() if entry in english]
         if len(known) < _LEAST_NAMES:
             continue
         for name, meaning in known:
-            rows["test" if is_test_name(meaning) else "train"].append((name, meaning, len(locales)))
-        locales.append(locale)
-    tensors = Ragged.of_texts(locales).to_store("languages")
-    for split, part in rows.items():
-        tensors |= Ragged.of_texts(name for name, _, _ in part).to_store(f"{split}.names")
-        tensors |= Ragged.of_texts(meaning for _, meaning, _ in part).to_store(f"{split}.english")
-        tensors[f"{split}.groups"] = torch.tensor([number for _, _, number in part], dtype=torch.int32)
-    return tensors
+            rows["test" if is_test_name(meaning) else "train"].append((name, meaning, len(codes)))
+        codes.append(locale)
+    return {"codes": codes, **rows}
 
 
-def _directed(tensors: dict[str, Tensor], split: str, codes: list[str], direction: str) -> Pairs:
+def _directed(rows: list[tuple[str, str, int]], codes: list[str], direction: str) -> Pairs:
     """The pairs of a split in one direction or both."""
-    names, english = (Ragged.stored(tensors, f"{split}.{side}") for side in ("names", "english"))
-    groups = tensors[f"{split}.groups"]
+    names, english, numbers = zip(*rows, strict=True)
+    groups = torch.tensor(numbers, dtype=torch.int32)
     into, out_of = tuple(f"{code}-en" for code in codes), tuple(f"en-{code}" for code in codes)
     match direction:
         case "to_english":
@@ -106,9 +99,5 @@ def _directed(tensors: dict[str, Tensor], split: str, codes: list[str], directio
         case "from_english":
             return Pairs(english, names, groups, out_of)
         case _:
-            return Pairs(
-                Ragged.of_texts([*names.texts(), *english.texts()]),
-                Ragged.of_texts([*english.texts(), *names.texts()]),
-                torch.cat([groups, groups + len(codes)]),
-                into + out_of,
-            )
+            both = torch.cat([groups, groups + len(codes)])
+            return Pairs([*names, *english], [*english, *names], both, into + out_of)

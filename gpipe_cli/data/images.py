@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe_cli.config.dataset import ImagesConfig
 from gpipe_cli.data.augmentation import build_transform
-from gpipe_cli.data.batches import SPLITS, Catalogue, Key
+from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.photographs import read_photographs
 from gpipe_cli.data.readers import Samples, choose_classes, read_cifar, read_digits, read_folders, read_noise
 from gpipe_cli.data.seeds import seed_of, seeded
@@ -38,15 +38,15 @@ class ImageSplit:
     def catalogue(self) -> Catalogue:
         return Catalogue(len(self))
 
-    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
         """One float32 (n, 3, image_size, image_size)."""
-        return (torch.stack([self[key] for key in keys]),)
+        return (torch.stack([self[epoch, index] for index in indices]),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
         """int64 (n,): classes."""
         return self.samples.targets[indices]
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: tuple[int, int]) -> Tensor:
         epoch, index = key
         image = self.samples.pixels[index]
         if self.seed is None:
@@ -111,7 +111,7 @@ def _choose(classes: tuple[int, ...], name: str, train: Samples, test: Samples) 
     if len(classes) < 2:
         raise ValueError(f"{setting}: must name 2 classes or more; use dataset.classes=null for all {last + 1}")
     chosen = choose_classes(train, classes), choose_classes(test, classes)
-    for split, samples in zip(SPLITS.values(), chosen, strict=True):
+    for split, samples in zip(SPLITS, chosen, strict=True):
         if len(samples.targets) == 0:
             raise ValueError(f"{setting}: {name} has no {split} image of these classes; choose others or complete it")
     return chosen

@@ -1,10 +1,6 @@
-"""Windows of a text for a language model (paper, Section 2.2: sequences of 1,024 tokens).
+"""Windows of a text for a language model (paper, Section 2.2: sequences of 1,024 tokens)."""
 
-The first stage needs the tokens, the last one the next tokens, and they may live in different processes: each is made
-from the stream by itself.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.batches import SPLITS, Catalogue, Key
-from gpipe_cli.data.cache import cached_tensors, digest_of
-from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, saved_vocabulary, train_vocabulary
+from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.data.batches import SPLITS, Catalogue
+from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
+from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, make_vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,66 +33,51 @@ class TextSplit:
     def catalogue(self) -> Catalogue:
         return Catalogue(len(self), fixed_lengths=(self.length,))
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Ids are 0 .. vocabulary_size - 1."""
-        return self.vocabulary.size
-
-    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """One int64 (n, length): the tokens of windows `keys`."""
-        return (self._windows(torch.tensor([index for _, index in keys]), lengths, first=0, padding=PAD),)
+    def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """One int64 (n, length): the tokens of windows `indices`."""
+        return (self._windows(torch.tensor(indices), first=0, padding=PAD),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the token after each input."""
-        return self._windows(indices, lengths, first=1, padding=IGNORED)
+        return self._windows(indices, first=1, padding=IGNORED)
 
     def predicted(self) -> Tensor:
         """int64 (tokens,): all targets that count, in order."""
         return self.tokens[1:].long()
 
-    def _windows(self, indices: Tensor, lengths: tuple[int, ...], first: int, padding: int) -> Tensor:
-        assert lengths == (self.length,), (lengths, self.length)
+    def _windows(self, indices: Tensor, first: int, padding: int) -> Tensor:
         positions = indices[:, None] * self.length + torch.arange(self.length)
         beyond = positions >= len(self.tokens) - 1  # nothing comes after the last token
         return self.tokens[(positions + first).masked_fill_(beyond, 0)].long().masked_fill_(beyond, padding)
 
 
 def open_documents(
-    train: Sequence[str],
-    test: Sequence[str],
-    *,
-    length: int,
-    vocabulary: int,
-    cache: Path,
-    pieces: bytes | None = None,
+    train: Sequence[str], test: Sequence[str], dataset: TextConfig, length: int, pieces: bytes | None = None
 ) -> tuple[TextSplit, TextSplit]:
-    """Learn `vocabulary` ids from the training documents, or take those of `pieces`, and encode both; kept in `cache`.
+    """Learn the vocabulary from the training documents, or take that of `pieces`, and encode both.
 
     Raises ValueError for a vocabulary that the text does not support, and a text shorter than a window.
     """
-    if pieces is None:
-        learned = train_vocabulary(_lines(train), vocabulary, word_prefix=False, cache=cache)
-    else:
-        learned = saved_vocabulary(pieces, vocabulary)
-    name = digest_of("documents", [len(train), len(test)], [*train, *test, learned.model])
-    streams = cached_tensors(
-        cache, f"documents-{name}", lambda: {"train": _encode(train, learned), "test": _encode(test, learned)}
-    )
-    for split, stream in streams.items():
-        if len(stream) <= length:
+    cache = cache_folder(dataset.cache)
+    # A line's end is a byte of its own and need not be learned.
+    lines = [line for document in train for line in document.split("\n") if line.strip()]
+    vocabulary = make_vocabulary(lines, dataset.vocabulary, cache, word_prefix=False, pieces=pieces)
+    splits = [TextSplit(_encoded(documents, vocabulary, cache), length, vocabulary) for documents in (train, test)]
+    for name, split in zip(SPLITS, splits, strict=True):
+        if len(split.tokens) <= length:
             raise ValueError(
-                f"model.length={length}: the {SPLITS[split]} text has only {len(stream)} tokens, and a window needs "
-                f"one more than its length; use model.length={len(stream) - 1} or less, or a longer text"
+                f"model.length={length}: the {name} text has only {len(split.tokens)} tokens, and a window needs "
+                f"one more than its length; use model.length={len(split.tokens) - 1} or less, or a longer text"
             )
-    return TextSplit(streams["train"], length, learned), TextSplit(streams["test"], length, learned)
+    return splits[0], splits[1]
 
 
-def _lines(documents: Iterable[str]) -> list[str]:
-    """What the vocabulary is learned from; a line's end is a byte of its own and need not be learned."""
-    return [line for document in documents for line in document.split("\n") if line.strip()]
+def _encoded(documents: Sequence[str], vocabulary: Vocabulary, cache: Path) -> Tensor:
+    """int32 (stream,), kept in `cache`."""
 
+    def encode() -> dict[str, Tensor]:
+        parts = [np.array([*ids, END], dtype=np.int32) for ids in vocabulary.encode(documents)]
+        return {"tokens": torch.from_numpy(np.concatenate(parts))}
 
-def _encode(documents: Sequence[str], vocabulary: Vocabulary) -> Tensor:
-    ends = np.array([END], dtype=np.int32)
-    parts = [part for ids in vocabulary.encode(documents) for part in (np.asarray(ids, dtype=np.int32), ends)]
-    return torch.from_numpy(np.concatenate(parts))
+    name = digest_of("documents", list(documents), [vocabulary.model])
+    return cached_tensors(cache, f"documents-{name}", encode)["tokens"]

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gpipe_cli.data.batches import Key, MiniBatches, Split
+from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.system.parent_death import end_with_parent
-
-Keys = tuple[list[Key], tuple[int, ...]]
-"""A mini-batch: its samples, and what they are padded to."""
 
 
 def default_workers(name: str, cores: int) -> int:
@@ -62,7 +59,10 @@ class LoadedBatches:
         loader: DataLoader[Any] = DataLoader(
             _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key stands for a whole mini-batch
-            sampler=_keys(mini_batches, start_epoch, start_position, epochs),
+            sampler=(
+                (epoch, mini_batches.indices(epoch, position).tolist(), mini_batches.lengths(epoch, position))
+                for epoch, position in mini_batches.stream(start_epoch, start_position, epochs)
+            ),
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=_set_up_worker,
@@ -115,13 +115,6 @@ class LoadedBatches:
                 worker.kill()  # one that is stopped (SIGSTOP) has not read the request to end
 
 
-def _keys(mini_batches: MiniBatches, start_epoch: int, start_position: int, epochs: int) -> Iterator[Keys]:
-    """The (epoch, index) keys of each mini-batch and what it is padded to, up to the end of the run."""
-    for epoch, position in mini_batches.stream(start_epoch, start_position, epochs):
-        keys = [(epoch, index) for index in mini_batches.indices(epoch, position).tolist()]
-        yield keys, mini_batches.lengths(epoch, position)
-
-
 @dataclass(frozen=True)
 class _Unreadable:
     """Returned in place of a batch: an exception raised in a worker would arrive as the text of its traceback."""
@@ -131,13 +124,13 @@ class _Unreadable:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """The data set as the DataLoader sees it: a list of keys in, a mini-batch out."""
+    """The data set as the DataLoader sees it: the arguments of `Split.inputs` in, a mini-batch out."""
 
     split: Split
 
-    def __getitem__(self, keys: Keys) -> tuple[Tensor, ...] | _Unreadable:
+    def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor, ...] | _Unreadable:
         try:
-            return self.split.inputs(*keys)
+            return self.split.inputs(*key)
         except ValueError as error:
             return _Unreadable(str(error))
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.corpora import read_utf8
-from gpipe_cli.data.ragged import Ragged
 from gpipe_cli.data.seeds import seed_of
 
 _TEST_ONE_IN = 20
@@ -24,33 +23,34 @@ _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """One split. sources, references: texts. groups: int32 (n,), numbers of `languages`, which are names such as
-    `de-en`, the same for both splits. file, lines: where each pair was read; None where not from a file."""
+    """One split. groups: int32 (n,), numbers of `languages`, which are names such as `de-en`, the same for both splits.
+    file, lines: where each pair was read; None where not from a file."""
 
-    sources: Ragged
-    references: Ragged
+    sources: Sequence[str]
+    references: Sequence[str]
     groups: Tensor
     languages: tuple[str, ...]
     file: Path | None = None
-    lines: Tensor | None = None
+    lines: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def where(self, index: int) -> str:
         """A pair's origin, for a message."""
-        if self.file is not None and self.lines is not None:
-            return f"'{self.file}' line {int(self.lines[index])}"
-        return f"'{self.sources.text(index)}' ({self.languages[int(self.groups[index])]})"
+        if self.lines is not None:
+            return f"'{self.file}' line {self.lines[index]}"
+        return f"'{self.sources[index]}' ({self.languages[int(self.groups[index])]})"
 
     def chosen(self, indices: Tensor) -> "Pairs":
         """The pairs `indices` (int64), in that order."""
+        rows = indices.tolist()
         return replace(
             self,
-            sources=self.sources.chosen(indices),
-            references=self.references.chosen(indices),
+            sources=[self.sources[row] for row in rows],
+            references=[self.references[row] for row in rows],
             groups=self.groups[indices],
-            lines=None if self.lines is None else self.lines[indices],
+            lines=None if self.lines is None else [self.lines[row] for row in rows],
         )
 
 
@@ -82,7 +82,7 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
         files, rows = (root, root), [[], []]
         for row in _read_rows(root):
             rows[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
-        for split, part in zip(SPLITS.values(), rows, strict=True):
+        for split, part in zip(SPLITS, rows, strict=True):
             if not part:
                 raise ValueError(
                     f"dataset.root={root}: 1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no "
@@ -97,12 +97,12 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     numbers = {name: number for number, name in enumerate(languages)}
     train, test = (
         Pairs(
-            Ragged.of_texts(row.source for row in part),
-            Ragged.of_texts(row.target for row in part),
+            [row.source for row in part],
+            [row.target for row in part],
             torch.tensor([numbers[row.languages] for row in part], dtype=torch.int32),
             languages,
             file,
-            torch.tensor([row.line for row in part], dtype=torch.int32),
+            [row.line for row in part],
         )
         for file, part in zip(files, rows, strict=True)
     )

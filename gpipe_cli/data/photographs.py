@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gpipe_cli.config.typed import one_line
-from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.readers import Files, Samples, one_process_at_a_time, read_folders
 
 
@@ -256,7 +255,7 @@ def _complete(name: str, root: Path) -> str:
 
 
 def _images(split: str) -> str:
-    return f"{SPLITS[split]} images"
+    return "training images" if split == "train" else "test images"
 
 
 def _reason(error: Exception) -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.dataset import TextConfig
-from gpipe_cli.data.batches import Catalogue, Key
+from gpipe_cli.data.batches import Catalogue
 from gpipe_cli.data.seeds import seed_of
 from gpipe_cli.data.vocabulary import BEGIN, UNKNOWN
 
@@ -32,18 +31,16 @@ class SyntheticText:
     def catalogue(self) -> Catalogue:
         return Catalogue(self.samples, fixed_lengths=(self.length,) * (2 if self.pairs else 1))
 
-    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """int64 (n, length): tokens; or sources and targets so far, each of that shape."""
-        assert lengths == self.catalogue.fixed_lengths, (lengths, self.catalogue.fixed_lengths)
-        sequences = self._sequences([index for _, index in keys])
+        sequences = self._sequences(indices)
+        tokens = sequences[:, : self.length]
         if not self.pairs:
-            return (sequences[:, : self.length],)
-        begin = torch.full((len(keys), 1), BEGIN)
-        return sequences[:, : self.length], torch.cat([begin, sequences[:, self.length : -1]], dim=1)
+            return (tokens,)
+        return tokens, torch.cat([torch.full((len(indices), 1), BEGIN), sequences[:, self.length : -1]], dim=1)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the next tokens; all of them count."""
-        assert lengths == self.catalogue.fixed_lengths, (lengths, self.catalogue.fixed_lengths)
         return self._sequences(indices.tolist())[:, -self.length :]
 
     def _sequences(self, indices: Sequence[int]) -> Tensor:
@@ -54,15 +51,3 @@ class SyntheticText:
             generator = torch.Generator().manual_seed(seed_of("tokens", self.seed, index))
             row.random_(UNKNOWN + 1, self.vocabulary_size, generator=generator)
         return sequences
-
-
-def make_synthetic_text(
-    dataset: TextConfig, *, length: int, pairs: bool, seed: int
-) -> tuple[SyntheticText, SyntheticText]:
-    """The training and the test split."""
-    assert dataset.train_samples, "a number, by the settings"
-    assert dataset.test_samples, "a number, by the settings"
-    return (
-        SyntheticText(dataset.train_samples, length, dataset.vocabulary, seed_of("text train_samples", seed), pairs),
-        SyntheticText(dataset.test_samples, length, dataset.vocabulary, seed_of("text test_samples", seed), pairs),
-    )

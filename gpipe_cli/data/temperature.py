@@ -23,56 +23,36 @@ def language_quotas(counts: list[int], temperature: float) -> list[int]:
     return quotas
 
 
-class TemperatureSampler:
-    """The draws of each epoch, as many as there are samples.
+def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int) -> Tensor:
+    """int64 (samples,): what an epoch draws of samples whose languages are `groups`, language by language.
 
     A language's samples are one endless sequence of permutations, and epoch e takes its quota from place e * quota on:
     no sample comes again before all others of its language have come, from epoch to epoch too, and an epoch can be
     computed without those before it.
+
+    The order of a permutation is by a hash of (seed, language, its number, sample): all are sorted at once. A generator
+    for each would take a second for small languages.
     """
-
-    def __init__(self, groups: Tensor, temperature: float, seed: int) -> None:
-        numbers = groups.numpy()
-        counts = np.bincount(numbers)
-        self._members = np.argsort(numbers, kind="stable")  # the samples, language by language
-        self._firsts = np.cumsum(counts) - counts
-        self._counts = counts
-        self._quotas = np.array(language_quotas(counts.tolist(), temperature))
-        self._seed = seed
-
-    def draws(self, epoch: int) -> Tensor:
-        """int64 (samples,), language by language."""
-        present = np.flatnonzero(self._quotas)
-        counts, quotas = self._counts[present], self._quotas[present]
-        start = quotas * epoch
-        first_pass, last_pass = start // counts, (start + quotas - 1) // counts
-        # One row for each (language, pass) that the epoch touches; each is a whole permutation of the language.
-        passes = last_pass - first_pass + 1
-        language = np.repeat(present, passes)
-        number = _count_up(passes) + np.repeat(first_pass, passes)
-        places, permuted = self._permutations(language, number)
-        row = np.repeat(np.arange(len(language)), self._counts[language])
-        place = number[row] * self._counts[language[row]] + places
-        window = self._quotas[language[row]] * epoch
-        kept = (window <= place) & (place < window + self._quotas[language[row]])
-        return torch.from_numpy(permuted[kept])
-
-    def _permutations(self, language: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Permutation `number` of the samples of `language`, row after row, with each sample's place in its row.
-
-        The order within a row is by a hash of (seed, language, number, sample): all rows are sorted at once, and a row
-        does not depend on which others are asked for. A generator for each row would take a second for small languages.
-        """
-        sizes = self._counts[language]
-        places, row = _count_up(sizes), np.repeat(np.arange(len(language)), sizes)
-        samples = self._members[np.repeat(self._firsts[language], sizes) + places]
-        seeds = _mixed(
-            _mixed(language.astype(np.uint64) + np.uint64(seed_of("languages", self._seed))) ^ number.astype(np.uint64)
-        )
-        keys = _mixed(seeds[row] ^ _mixed(samples.astype(np.uint64)))
-        bits = max(len(language) - 1, 1).bit_length()
-        order = np.argsort((row.astype(np.uint64) << np.uint64(64 - bits)) | (keys >> np.uint64(bits)), kind="stable")
-        return places, samples[order]
+    of = groups.numpy()
+    counts = np.bincount(of)
+    quotas = np.array(language_quotas(counts.tolist(), temperature))
+    start = quotas * epoch
+    # One row for each (language, permutation) that the epoch touches.
+    first = start // np.maximum(counts, 1)
+    rows = np.where(quotas > 0, (start + quotas - 1) // np.maximum(counts, 1) - first + 1, 0)
+    language = np.repeat(np.arange(len(counts)), rows)
+    number = np.repeat(first, rows) + _count_up(rows)
+    seeds = _mixed(
+        _mixed(language.astype(np.uint64) + np.uint64(seed_of("languages", seed))) ^ number.astype(np.uint64)
+    )
+    # Each row has all samples of its language.
+    sizes = counts[language]
+    row, place = np.repeat(np.arange(len(language)), sizes), _count_up(sizes)
+    members = np.argsort(of, kind="stable")  # the samples, language by language
+    samples = members[(np.cumsum(counts) - counts)[language[row]] + place]
+    samples = samples[np.lexsort((_mixed(seeds[row] ^ _mixed(samples.astype(np.uint64))), row))]
+    at = number[row] * sizes[row] + place - start[language[row]]
+    return torch.from_numpy(samples[(at >= 0) & (at < quotas[language[row]])])
 
 
 def _count_up(sizes: np.ndarray) -> np.ndarray:

@@ -10,7 +10,8 @@ from gpipe_cli.data.cldr import read_cldr
 from gpipe_cli.data.corpora import read_python_docs, read_text_files
 from gpipe_cli.data.language_model import TextSplit, open_documents
 from gpipe_cli.data.pairs import read_parallel_text
-from gpipe_cli.data.synthetic_text import SyntheticText, make_synthetic_text
+from gpipe_cli.data.seeds import seed_of
+from gpipe_cli.data.synthetic_text import SyntheticText
 from gpipe_cli.data.translation import PairSplit, open_pairs
 
 TextSplits = tuple[TextSplit, TextSplit] | tuple[PairSplit, PairSplit] | tuple[SyntheticText, SyntheticText]
@@ -27,24 +28,28 @@ def open_text(
 
     Raises ValueError (one line) for missing, empty or damaged data, and settings that do not fit it.
     """
-    if dataset.name == "synthetic_text":
-        return make_synthetic_text(dataset, length=length, pairs=pairs, seed=seed)
-    root, cache = Path(dataset.root or ""), cache_folder(dataset.cache)  # what is read from files has a root
-    if dataset.name in ("python_docs", "text_files"):
-        documents = read_python_docs() if dataset.name == "python_docs" else read_text_files(root)
-        return open_documents(*documents, length=length, vocabulary=dataset.vocabulary, cache=cache, pieces=pieces)
-    if dataset.name == "cldr":
-        assert dataset.direction is not None
-        found = read_cldr(dataset.direction, cache)
-    else:
-        found = read_parallel_text(root)
-    long = dataset.drop_long
-    return open_pairs(*found, length=length, vocabulary=dataset.vocabulary, drop_long=long, cache=cache, pieces=pieces)
+    root = Path(dataset.root or "")  # what is read from files has one
+    match dataset.name:
+        case "synthetic_text":
+            assert dataset.train_samples, "a number, by the settings"
+            assert dataset.test_samples, "a number, by the settings"
+            seeds = seed_of("text train_samples", seed), seed_of("text test_samples", seed)
+            train = SyntheticText(dataset.train_samples, length, dataset.vocabulary, seeds[0], pairs)
+            return train, SyntheticText(dataset.test_samples, length, dataset.vocabulary, seeds[1], pairs)
+        case "python_docs":
+            return open_documents(*read_python_docs(), dataset, length, pieces)
+        case "text_files":
+            return open_documents(*read_text_files(root), dataset, length, pieces)
+        case "cldr":
+            assert dataset.direction is not None
+            return open_pairs(*read_cldr(dataset.direction, cache_folder(dataset.cache)), dataset, length, pieces)
+        case "parallel_text":
+            return open_pairs(*read_parallel_text(root), dataset, length, pieces)
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:
     """The perplexity, over exactly the tokens that the test predicts, of a model that knows only how often each token
     is predicted in training (plus one): what a model must beat to have learned anything from the order."""
-    counts = torch.bincount(train.predicted(), minlength=train.vocabulary_size).double() + 1
+    counts = torch.bincount(train.predicted(), minlength=train.vocabulary.size).double() + 1
     surprise = -(counts / counts.sum()).log()[test.predicted()]
     return float(surprise.mean().exp())

@@ -7,16 +7,49 @@ as the group's multilingual papers do it; the GPipe paper itself does not say.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.batches import SPLITS, Catalogue, Key
-from gpipe_cli.data.cache import cached_tensors, digest_of
+from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.data.batches import SPLITS, Catalogue
+from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.pairs import Pairs, target_language
-from gpipe_cli.data.ragged import Ragged
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, saved_vocabulary, train_vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make_vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Tokens of sequences of every length, one after the other: a list of lists would cost a Python object for each.
+
+    values: int32 (tokens,). lengths: int64 (sequences,).
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        return self.lengths.cumsum(0) - self.lengths
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]]) -> "Sequences":
+        values = np.fromiter(chain.from_iterable(sequences), dtype=np.int32)
+        return cls(torch.from_numpy(values), torch.tensor(list(map(len, sequences)), dtype=torch.int64))
+
+    def padded(self, indices: Tensor, width: int, padding: int) -> Tensor:
+        """int64 (n, width): the sequences `indices` (int64 (n,)), each no longer than `width`."""
+        lengths, columns = self.lengths[indices, None], torch.arange(width)
+        assert bool((lengths <= width).all()), (lengths, width)
+        positions = (self._starts[indices, None] + columns).clamp_(max=len(self.values) - 1)
+        return self.values[positions].long().masked_fill_(columns >= lengths, padding)
+
+    def where(self, kept: Tensor) -> "Sequences":
+        """Those of which `kept`, bool (sequences,), is true."""
+        return Sequences(self.values[kept.repeat_interleave(self.lengths)], self.lengths[kept])
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,23 +61,13 @@ class PairSplit:
     """
 
     pairs: Pairs
-    sources: Ragged
-    answers: Ragged
+    sources: Sequences
+    answers: Sequences
     vocabulary: Vocabulary
     dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.pairs)
-
-    @property
-    def languages(self) -> tuple[str, ...]:
-        """Names of the language pairs, such as `de-en`; `catalogue.groups` are their numbers."""
-        return self.pairs.languages
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Ids are 0 .. vocabulary_size - 1."""
-        return self.vocabulary.size
 
     @cached_property
     def catalogue(self) -> Catalogue:
@@ -52,21 +75,22 @@ class PairSplit:
         lengths = torch.stack([self.sources.lengths, self.answers.lengths], dim=1).to(torch.int32)
         return Catalogue(len(self), lengths=lengths, groups=self.pairs.groups)
 
-    def inputs(self, keys: Sequence[Key], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Two int64: sources (n, S) and targets so far (n, T) of the pairs `keys`."""
-        indices = torch.tensor([index for _, index in keys])
-        answers = self.answers.padded(indices, lengths[1], PAD)
-        so_far = torch.cat([torch.full((len(keys), 1), BEGIN), answers[:, :-1]], dim=1)
+    @property
+    def longer(self) -> Tensor:
+        """int64 (n,): the larger of source's and target's length, special tokens included."""
+        return torch.maximum(self.sources.lengths, self.answers.lengths)
+
+    def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Two int64: sources (n, S) and targets so far (n, T)."""
+        chosen = torch.tensor(indices)
+        answers = self.answers.padded(chosen, lengths[1], PAD)
+        so_far = torch.cat([torch.full((len(indices), 1), BEGIN), answers[:, :-1]], dim=1)
         # The end is there to be predicted; nothing comes after it. No text encodes to its id.
-        return self.sources.padded(indices, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
+        return self.sources.padded(chosen, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, T): the token after each of the targets so far."""
         return self.answers.padded(indices, lengths[1], IGNORED)
-
-    def texts(self, index: int) -> tuple[str, str]:
-        """(source, reference) of a pair."""
-        return self.pairs.sources.text(index), self.pairs.references.text(index)
 
     def predicted(self) -> Tensor:
         """int64 (tokens,): all targets that count, in order."""
@@ -74,81 +98,59 @@ class PairSplit:
 
 
 def open_pairs(
-    train: Pairs,
-    test: Pairs,
-    *,
-    length: int,
-    vocabulary: int,
-    drop_long: bool,
-    cache: Path,
-    pieces: bytes | None = None,
+    train: Pairs, test: Pairs, dataset: TextConfig, length: int, pieces: bytes | None = None
 ) -> tuple[PairSplit, PairSplit]:
-    """Learn `vocabulary` ids from both sides of the training pairs, or take those of `pieces`, and encode both splits;
-    kept in `cache`.
+    """Learn the vocabulary from both sides of the training pairs, or take that of `pieces`, and encode both splits.
 
-    length: the most tokens of a source or a target that the model takes, special ones included. drop_long: leave longer
-    pairs out of their split and count them, instead of refusing them.
+    length: the most tokens of a source or a target that the model takes, special ones included. With
+    `dataset.drop_long` longer pairs are left out of their split and counted, instead of refused.
 
     Raises ValueError for a vocabulary that the text does not support, and for a pair that is too long.
     """
-    symbols = [f"<2{code}>" for code in sorted({target_language(pair) for pair in train.languages})]
-    if pieces is None:
-        # Every text once: in a corpus with many languages the same English sentence comes back for each.
-        texts = dict.fromkeys([*train.sources.texts(), *train.references.texts()])
-        learned = train_vocabulary(texts, vocabulary, symbols=symbols, word_prefix=True, cache=cache)
-    else:
-        learned = saved_vocabulary(pieces, vocabulary)
-        if missing := [symbol for symbol in symbols if learned.symbol(symbol) == UNKNOWN]:
-            raise ValueError(
-                f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "
-                f"({', '.join(symbol[2:-1] for symbol in missing[:4])}); leave them out, or train from the beginning"
-            )
-    whole = {"train": train, "test": test}
-    name = digest_of("pairs", train.languages, [learned.model, *_content(train), *_content(test)])
-    tensors = cached_tensors(cache, f"pairs-{name}", lambda: _encode(whole, learned))
-    splits = [
-        PairSplit(
-            pairs, Ragged.stored(tensors, f"{split}.sources"), Ragged.stored(tensors, f"{split}.answers"), learned
-        )
-        for split, pairs in whole.items()
-    ]
-    if not drop_long:
+    cache = cache_folder(dataset.cache)
+    # Every text once: in a corpus with many languages the same English sentence comes back for each.
+    texts = dict.fromkeys(chain(train.sources, train.references))
+    symbols = sorted({_symbol(pair) for pair in train.languages})
+    vocabulary = make_vocabulary(texts, dataset.vocabulary, cache, symbols=symbols, word_prefix=True, pieces=pieces)
+    splits = [_encoded(pairs, vocabulary, cache) for pairs in (train, test)]
+    if not dataset.drop_long:
         _check_lengths(splits, length)
     shortened = [_without_long(split, length) for split in splits]
-    for key, kept in zip(whole, shortened, strict=True):
-        if len(kept) == 0:
+    for name, split in zip(SPLITS, shortened, strict=True):
+        if len(split) == 0:
             raise ValueError(
-                f"model.length={length}: every {SPLITS[key]} pair is longer; use a larger model.length, or "
-                "shorter sentences"
+                f"model.length={length}: every {name} pair is longer; use a larger model.length, or shorter sentences"
             )
     return shortened[0], shortened[1]
 
 
-def _content(pairs: Pairs) -> list[bytes]:
-    """All that the tokens are made from."""
-    parts = (pairs.sources.values, pairs.sources.ends, pairs.references.values, pairs.references.ends, pairs.groups)
-    return [part.numpy().tobytes() for part in parts]
+def _symbol(languages: str) -> str:
+    return f"<2{target_language(languages)}>"
 
 
-def _encode(splits: dict[str, Pairs], vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """Tokens of both sides of both splits, named for the cache."""
-    tensors: dict[str, Tensor] = {}
-    for split, pairs in splits.items():
-        into = [vocabulary.symbol(f"<2{target_language(name)}>") for name in pairs.languages]
-        encoded = zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources.texts()), strict=True)
-        sources = [[into[group], *ids, END] for group, ids in encoded]
-        answers = [[*ids, END] for ids in vocabulary.encode(pairs.references.texts())]
-        tensors |= Ragged.of_tokens(sources).to_store(f"{split}.sources")
-        tensors |= Ragged.of_tokens(answers).to_store(f"{split}.answers")
-    return tensors
+def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
+    """The tokens of both sides, kept in `cache`."""
+
+    def encode() -> dict[str, Tensor]:
+        into = [vocabulary.symbol(_symbol(name)) for name in pairs.languages]
+        encoded = zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources), strict=True)
+        sources = Sequences.of([[into[group], *ids, END] for group, ids in encoded])
+        answers = Sequences.of([[*ids, END] for ids in vocabulary.encode(pairs.references)])
+        names = ("sources", "source lengths", "answers", "answer lengths")
+        return dict(zip(names, (sources.values, sources.lengths, answers.values, answers.lengths), strict=True))
+
+    content = [pairs.languages, pairs.groups.tolist(), pairs.sources, pairs.references]
+    stored = cached_tensors(cache, f"pairs-{digest_of('pairs', content, [vocabulary.model])}", encode)
+    sources = Sequences(stored["sources"], stored["source lengths"])
+    return PairSplit(pairs, sources, Sequences(stored["answers"], stored["answer lengths"]), vocabulary)
 
 
 def _check_lengths(splits: list[PairSplit], length: int) -> None:
     """ValueError that names the longest pair of all where it is too long."""
-    split = max(splits, key=lambda split: int(_longer(split).max()))
-    longest, index = int(_longer(split).max()), int(_longer(split).argmax())
+    split = max(splits, key=lambda split: int(split.longer.max()))
+    longest, index = int(split.longer.max()), int(split.longer.argmax())
     if longest > length:
-        many = sum(int((_longer(split) > length).sum()) for split in splits)
+        many = sum(int((split.longer > length).sum()) for split in splits)
         raise ValueError(
             f"model.length={length}: {split.pairs.where(index)} has {longest} tokens, and {many} pairs are too long; "
             f"use model.length={longest} or more, or dataset.drop_long=true"
@@ -156,18 +158,11 @@ def _check_lengths(splits: list[PairSplit], length: int) -> None:
 
 
 def _without_long(split: PairSplit, length: int) -> PairSplit:
-    kept = (_longer(split) <= length).nonzero().flatten()
-    if len(kept) == len(split):
-        return split
+    kept = split.longer <= length
     return replace(
         split,
-        pairs=split.pairs.chosen(kept),
-        sources=split.sources.chosen(kept),
-        answers=split.answers.chosen(kept),
-        dropped=len(split) - len(kept),
+        pairs=split.pairs.chosen(kept.nonzero().flatten()),
+        sources=split.sources.where(kept),
+        answers=split.answers.where(kept),
+        dropped=int((~kept).sum()),
     )
-
-
-def _longer(split: PairSplit) -> Tensor:
-    """int64 (n,): the larger of source's and target's length, special tokens included."""
-    return torch.maximum(split.sources.lengths, split.answers.lengths)

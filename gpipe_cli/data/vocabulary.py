@@ -61,18 +61,39 @@ class Vocabulary:
         return int(self._processor.piece_to_id(name))
 
 
-def train_vocabulary(
-    texts: Iterable[str], size: int, *, symbols: Sequence[str] = (), word_prefix: bool, cache: Path
+def make_vocabulary(
+    texts: Iterable[str],
+    size: int,
+    cache: Path,
+    *,
+    symbols: Sequence[str] = (),
+    word_prefix: bool,
+    pieces: bytes | None = None,
 ) -> Vocabulary:
     """Learn `size` ids, or as many as there can be, from texts (lines or sentences) with SentencePiece's unigram model;
-    kept in `cache`.
+    kept in `cache`. Or take `pieces`, the vocabulary of an earlier run: with one learned anew from other text every
+    token would mean something else.
 
     symbols: ids of their own that no text produces. word_prefix: a space is put before each text, so that its first
     word is the same piece as in the middle; wrong for lines of a longer text, whose spaces are to be predicted.
     The same arguments give the same vocabulary, byte for byte.
 
-    Raises ValueError for a size that is too small for the texts, and where the cache cannot be written.
+    Raises ValueError for a size that is too small for the texts, for `pieces` with more ids or without a symbol, and
+    where the cache cannot be written.
     """
+    if pieces is not None:
+        vocabulary = Vocabulary(pieces)
+        if vocabulary.size > size:
+            raise ValueError(
+                f"dataset.vocabulary={size}: the vocabulary of that run has {vocabulary.size} ids; "
+                f"use dataset.vocabulary={vocabulary.size}"
+            )
+        if missing := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
+            raise ValueError(
+                f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "
+                f"({', '.join(symbol[2:-1] for symbol in missing[:4])}); leave them out, or train from the beginning"
+            )
+        return vocabulary
     import sentencepiece
 
     lines = [
@@ -104,20 +125,6 @@ def train_vocabulary(
         )
     name = digest_of("vocabulary", [sentencepiece.__version__, options], lines)
     return Vocabulary(cached(cache, f"vocabulary-{name}", lambda: _train(lines, options)))
-
-
-def saved_vocabulary(model: bytes, size: int) -> Vocabulary:
-    """The vocabulary of an earlier run: with one learned anew from other text every token would mean something else.
-
-    Raises ValueError if it has more than `size` ids.
-    """
-    vocabulary = Vocabulary(model)
-    if vocabulary.size > size:
-        raise ValueError(
-            f"dataset.vocabulary={size}: the vocabulary of that run has {vocabulary.size} ids; "
-            f"use dataset.vocabulary={vocabulary.size}"
-        )
-    return vocabulary
 
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:

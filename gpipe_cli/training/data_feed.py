@@ -110,13 +110,13 @@ class Data:
         facts = DataFacts(len(train), len(test))
         notes: Notes = ()
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
-            size, asked = train.vocabulary_size, outputs_of(self._config)
+            size, asked = train.vocabulary.size, outputs_of(self._config)
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
             if size < asked:
                 fewer = f"dataset.vocabulary={asked} is more than this text has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
-            facts = replace(facts, languages=languages_of(train.languages))
+            facts = replace(facts, languages=languages_of(train.pairs.languages))
             if train.dropped or test.dropped:
                 left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
                 notes += (("left out", left_out),)

@@ -15,7 +15,7 @@ Rows = set[tuple[str, str, str]]
 
 def rows_of(pairs: Pairs) -> Rows:
     names = [pairs.languages[group] for group in pairs.groups.tolist()]
-    return set(zip(pairs.sources.texts(), pairs.references.texts(), names, strict=True))
+    return set(zip(pairs.sources, pairs.references, names, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ def test_many_names_in_many_languages(splits: tuple[Pairs, Pairs]) -> None:
 
 def test_no_entry_of_the_test_is_in_training(splits: tuple[Pairs, Pairs]) -> None:
     """Neither its English name nor, kind by kind, the code that Babel has for it."""
-    train, test = ({" ".join(text.casefold().split()) for text in split.references.texts()} for split in splits)
+    train, test = ({" ".join(text.casefold().split()) for text in split.references} for split in splits)
     assert len(test) > 40
     assert not train & test
-    train_names, test_names = (set(split.references.texts()) for split in splits)
+    train_names, test_names = (set(split.references) for split in splits)
     english = Locale("en")
     for names in (english.territories, english.languages, english.scripts, english.currencies):
         codes = {
@@ -87,7 +87,7 @@ def test_names_are_what_babel_gives(splits: tuple[Pairs, Pairs]) -> None:
 def test_directions_are_read_from_the_cache(
     splits: tuple[Pairs, Pairs], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cldr, "_read_tensors", None)  # calling it would fail
+    monkeypatch.setattr(cldr, "_read_names", None)  # calling it would fail
     assert splits[0].where(0).endswith(f"({splits[0].languages[0]})")
     into = rows_of(splits[1])
     out_of = {(english, name, f"en-{languages.removesuffix('-en')}") for name, english, languages in into}

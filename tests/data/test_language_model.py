@@ -5,21 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.data.language_model import TextSplit, open_documents
 from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary
 
 DOCUMENTS = [f"def {name}():\n    return {number}\n" for number in range(30) for name in ("north", "south", "sea")]
-NO_VOCABULARY = Vocabulary(b"")
+
+
+def opened(folder: Path, train: list[str], test: list[str], length: int) -> tuple[TextSplit, TextSplit]:
+    return open_documents(train, test, TextConfig("python_docs", vocabulary=285, cache=str(folder)), length)
 
 
 @pytest.mark.parametrize("length", [1, 3, 10, 50])
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length: int) -> None:
     stream = torch.arange(100, 111, dtype=torch.int32)  # 10 tokens to predict
-    split = TextSplit(stream, length, NO_VOCABULARY)
+    split = TextSplit(stream, length, Vocabulary(b""))
     assert len(split) == split.catalogue.samples == -(-10 // length)
     assert split.catalogue.fixed_lengths == (length,)
     indices = torch.arange(len(split)).flip(0)  # in any order
-    (inputs,) = split.inputs([(7, index) for index in indices.tolist()], (length,))
+    (inputs,) = split.inputs(7, indices.tolist(), (length,))
     targets = split.targets_of(indices, (length,))
     assert inputs.shape == targets.shape == (len(split), length)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -32,8 +36,8 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length:
 
 
 def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
-    train, test = open_documents(DOCUMENTS, DOCUMENTS[:2], length=8, vocabulary=285, cache=tmp_path)
-    assert train.vocabulary_size == 285
+    train, test = opened(tmp_path, DOCUMENTS, DOCUMENTS[:2], length=8)
+    assert train.vocabulary.size == 285
     tokens = train.tokens.tolist()
     assert tokens.count(END) == len(DOCUMENTS)
     assert tokens[-1] == END
@@ -51,20 +55,18 @@ def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
 def test_a_second_time_reads_the_cache_and_another_text_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, _ = open_documents(DOCUMENTS, ["sea"] * 9, length=8, vocabulary=285, cache=tmp_path)
-    monkeypatch.setattr("gpipe_cli.data.language_model._encode", None)  # calling it would fail
-    again, _ = open_documents(DOCUMENTS, ["sea"] * 9, length=4, vocabulary=285, cache=tmp_path)
+    first, _ = opened(tmp_path, DOCUMENTS, ["sea"] * 9, length=8)
+    monkeypatch.setattr(Vocabulary, "encode", None)  # calling it would fail
+    again, _ = opened(tmp_path, DOCUMENTS, ["sea"] * 9, length=4)
     assert torch.equal(again.tokens, first.tokens)
     with pytest.raises(TypeError):
-        open_documents(DOCUMENTS, ["sea"] * 8, length=8, vocabulary=285, cache=tmp_path)
+        opened(tmp_path, DOCUMENTS, ["sea"] * 8, length=8)
 
 
 def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
-        open_documents(DOCUMENTS, ["north sea"], length=100, vocabulary=285, cache=tmp_path)
+        opened(tmp_path, DOCUMENTS, ["north sea"], length=100)
     most = int(str(error.value).partition("use model.length=")[2].split()[0])
-    _, test = open_documents(DOCUMENTS, ["north sea"], length=most, vocabulary=285, cache=tmp_path)
-    assert len(test) == 1
-    assert (test.targets_of(torch.tensor([0]), (most,)) != IGNORED).all()
+    assert len(opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1]) == 1
     with pytest.raises(ValueError, match=rf"^model\.length={most + 1}: "):
-        open_documents(DOCUMENTS, ["north sea"], length=most + 1, vocabulary=285, cache=tmp_path)
+        opened(tmp_path, DOCUMENTS, ["north sea"], length=most + 1)

@@ -10,7 +10,7 @@ from gpipe_cli.data.pairs import Pairs, languages_of, read_parallel_text, target
 
 def rows_of(pairs: Pairs) -> list[tuple[str, str, str]]:
     names = [pairs.languages[group] for group in pairs.groups.tolist()]
-    return list(zip(pairs.sources.texts(), pairs.references.texts(), names, strict=True))
+    return list(zip(pairs.sources, pairs.references, names, strict=True))
 
 
 def test_a_folder_with_both_files(tmp_path: Path) -> None:
@@ -33,8 +33,8 @@ def test_one_file_is_split_by_target(tmp_path: Path) -> None:
     train, test = read_parallel_text(file)
     assert sorted(rows_of(train) + rows_of(test)) == sorted(tuple(line.split("\t")) for line in lines)
     assert 130 < len(test) < 280
-    assert not set(train.references.texts()) & set(test.references.texts())
-    assert test.where(0).endswith(f"line {int(test.sources.text(0).split()[1]) + 1}")
+    assert not set(train.references) & set(test.references)
+    assert test.where(0).endswith(f"line {int(test.sources[0].split()[1]) + 1}")
     # Other lines around it do not move a line to the other split.
     file.write_text("\n".join(lines[2000:]))
     fewer = read_parallel_text(file)[1]

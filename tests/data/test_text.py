@@ -24,11 +24,11 @@ def test_python_docs(tmp_path: Path) -> None:
     assert isinstance(test, TextSplit)
     assert isinstance(again, TextSplit)
     assert torch.equal(again.tokens, train.tokens)  # the seed changes nothing
-    assert train.vocabulary_size == test.vocabulary_size == 1000
+    assert train.vocabulary.size == 1000
     assert len(train) > 400 > len(test) > 20
     batches = MiniBatches(train.catalogue, batch_size=8, seed=0, shuffle=True)
     indices, lengths = batches.indices(0, 0), batches.lengths(0, 0)
-    (inputs,) = train.inputs([(0, index) for index in indices.tolist()], lengths)
+    (inputs,) = train.inputs(0, indices.tolist(), lengths)
     assert inputs.shape == train.targets_of(indices, lengths).shape == (8, 128)
     # A model of single tokens is far better than chance, and far from good.
     assert 50 < unigram_perplexity(train, test) < 500
@@ -50,7 +50,7 @@ def test_parallel_text_in_mini_batches_of_tokens(tmp_path: Path) -> None:
     assert train.catalogue.lengths is not None
     for epoch, position in batches.stream(0, 0, 2):
         indices, lengths = batches.indices(epoch, position), batches.lengths(epoch, position)
-        sources, so_far = train.inputs([(epoch, index) for index in indices.tolist()], lengths)
+        sources, so_far = train.inputs(epoch, indices.tolist(), lengths)
         targets = train.targets_of(indices, lengths)
         assert (sources.shape[1], so_far.shape[1]) == lengths
         assert len(indices) * max(lengths) <= 200
@@ -64,13 +64,13 @@ def test_cldr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, test = open_text(config, length=40, seed=0)
     assert isinstance(train, PairSplit)
     assert isinstance(test, PairSplit)
-    assert set(test.languages) == {f"{code}-en" for code in LOCALES} | {f"en-{code}" for code in LOCALES}
+    assert set(test.pairs.languages) == {f"{code}-en" for code in LOCALES} | {f"en-{code}" for code in LOCALES}
     assert len(train) > 8000
-    assert train.vocabulary_size == 2000
-    index = next(i for i in range(len(test)) if test.languages[int(test.pairs.groups[i])] == "en-ja")
+    assert train.vocabulary.size == 2000
+    index = next(i for i in range(len(test)) if test.pairs.languages[int(test.pairs.groups[i])] == "en-ja")
     targets = test.targets_of(torch.tensor([index]), (40, 40))[0]
-    assert test.vocabulary.decode(targets[targets != IGNORED].tolist()) == test.texts(index)[1]
-    (sources, _) = test.inputs([(0, index)], (40, 40))
+    assert test.vocabulary.decode(targets[targets != IGNORED].tolist()) == test.pairs.references[index]
+    (sources, _) = test.inputs(0, [index], (40, 40))
     assert sources[0, 0] == test.vocabulary.symbol("<2ja>")
     assert unigram_perplexity(train, test) > 2
 

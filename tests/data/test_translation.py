@@ -1,11 +1,11 @@
 """Pairs for a translation model: what encoder, decoder and loss get, token by token."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.data.pairs import Pairs, read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD
@@ -31,9 +31,10 @@ def pairs_of(folder: Path) -> tuple[Pairs, Pairs]:
     return read_parallel_text(folder)
 
 
-def open_tiny(folder: Path, **settings: Any) -> tuple[PairSplit, PairSplit]:
-    defaults = {"length": 30, "vocabulary": 300, "drop_long": False, "cache": folder / "cache"}
-    return open_pairs(*pairs_of(folder), **{**defaults, **settings})
+def open_tiny(folder: Path, length: int = 30, *, drop_long: bool = False) -> tuple[PairSplit, PairSplit]:
+    files = {"root": str(folder), "cache": str(folder / "cache"), "temperature": 1.0}
+    dataset = TextConfig("parallel_text", vocabulary=300, drop_long=drop_long, **files)  # type: ignore[arg-type]
+    return open_pairs(*pairs_of(folder), dataset, length)
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,15 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[PairSplit, PairSpl
     return open_tiny(tmp_path_factory.mktemp("numbers"))
 
 
+def texts(split: PairSplit, index: int) -> tuple[str, str]:
+    return split.pairs.sources[index], split.pairs.references[index]
+
+
 def test_catalogue(splits: tuple[PairSplit, PairSplit]) -> None:
     train, test = splits
     assert (len(train), len(test)) == (124, 4)
-    assert train.languages == test.languages == ("de-en", "en-fr")
-    assert train.vocabulary_size == 300
+    assert train.pairs.languages == test.pairs.languages == ("de-en", "en-fr")
+    assert train.vocabulary.size == 300
     catalogue = train.catalogue
     assert catalogue.samples == 124
     assert catalogue.fixed_lengths == ()
@@ -55,7 +60,7 @@ def test_catalogue(splits: tuple[PairSplit, PairSplit]) -> None:
     assert catalogue.lengths.dtype == catalogue.groups.dtype == torch.int32
     assert catalogue.groups.tolist() == [0] * 64 + [1] * 60
     for index in (0, 7, 70, 123):
-        source, reference = (train.vocabulary.encode([text])[0] for text in train.texts(index))
+        source, reference = (train.vocabulary.encode([text])[0] for text in texts(train, index))
         assert catalogue.lengths[index].tolist() == [len(source) + 2, len(reference) + 1]
 
 
@@ -64,19 +69,19 @@ def test_tokens_of_a_mini_batch(splits: tuple[PairSplit, PairSplit]) -> None:
     assert train.catalogue.lengths is not None
     vocabulary, indices = train.vocabulary, [3, 100, 17]
     wide, high = (int(length) + 2 for length in train.catalogue.lengths[indices].amax(dim=0))
-    sources, so_far = train.inputs([(9, index) for index in indices], (wide, high))
+    sources, so_far = train.inputs(9, indices, (wide, high))
     targets = train.targets_of(torch.tensor(indices), (wide, high))
     assert sources.dtype == so_far.dtype == targets.dtype == torch.int64
     assert sources.shape == (3, wide)
     assert so_far.shape == targets.shape == (3, high)
     for row, (index, into) in enumerate(zip(indices, ("<2en>", "<2fr>", "<2en>"), strict=True)):
-        source, reference = (vocabulary.encode([text])[0] for text in train.texts(index))
+        source, reference = (vocabulary.encode([text])[0] for text in texts(train, index))
         real = [vocabulary.symbol(into), *source, END]
         assert sources[row].tolist() == real + [PAD] * (wide - len(real))
         assert so_far[row].tolist() == [BEGIN, *reference] + [PAD] * (high - len(reference) - 1)
         assert targets[row].tolist() == [*reference, END] + [IGNORED] * (high - len(reference) - 1)
-        assert vocabulary.decode(targets[row][targets[row] != IGNORED].tolist()) == train.texts(index)[1]
-    assert train.texts(123) == ("eight four", "huit quatre")
+        assert vocabulary.decode(targets[row][targets[row] != IGNORED].tolist()) == texts(train, index)[1]
+    assert texts(train, 123) == ("eight four", "huit quatre")
     every = train.targets_of(torch.arange(124), (30, 30))
     assert torch.equal(train.predicted(), every[every != IGNORED])
 
@@ -101,7 +106,7 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     assert [short.dropped, short_test.dropped] == too_long
     assert [len(short), len(short_test)] == [124 - too_long[0], 4 - too_long[1]]
     kept = [index for index in range(124) if longest[0][index] <= limit]
-    assert [short.texts(index) for index in range(len(short))] == [whole.texts(index) for index in kept]
+    assert [texts(short, index) for index in range(len(short))] == [texts(whole, index) for index in kept]
     assert torch.equal(short.catalogue.lengths, whole.catalogue.lengths[kept])  # type: ignore[index,arg-type]
     assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
     with pytest.raises(ValueError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):

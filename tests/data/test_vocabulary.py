@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, train_vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
 
 LINES = [
     f"    for {name} in range({number}): print('{name} is {number * 7}')" for number in range(40) for name in "abxy"
@@ -17,7 +17,7 @@ WORDS = ["north", "south", "island", "sea", "river"]
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    return train_vocabulary(
+    return make_vocabulary(
         LINES, 310, symbols=["<2en>", "<2de>"], word_prefix=False, cache=tmp_path_factory.mktemp("cache")
     )
 
@@ -51,8 +51,8 @@ def test_every_text_comes_back_and_nothing_is_unknown(vocabulary: Vocabulary, te
 
 def test_a_word_prefix_makes_the_first_word_a_word_like_others(tmp_path: Path) -> None:
     texts = [f"{first} {second}" for first in WORDS for second in WORDS]
-    with_prefix = train_vocabulary(texts, 275, word_prefix=True, cache=tmp_path)
-    without = train_vocabulary(texts, 275, word_prefix=False, cache=tmp_path)
+    with_prefix = make_vocabulary(texts, 275, word_prefix=True, cache=tmp_path)
+    without = make_vocabulary(texts, 275, word_prefix=False, cache=tmp_path)
     for vocabulary, alike in ((with_prefix, True), (without, False)):
         north, sea, both = vocabulary.encode(["north", "sea", "sea north"])
         assert (both == sea + north) is alike
@@ -61,22 +61,22 @@ def test_a_word_prefix_makes_the_first_word_a_word_like_others(tmp_path: Path) -
 
 def test_same_input_same_bytes_in_another_process(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom gpipe_cli.data.vocabulary import train_vocabulary\n"
-        "train_vocabulary(Path(sys.argv[1]).read_text().split('\\n'), 300, word_prefix=True, cache=Path(sys.argv[2]))\n"
+        "import sys\nfrom pathlib import Path\nfrom gpipe_cli.data.vocabulary import make_vocabulary\n"
+        "make_vocabulary(Path(sys.argv[1]).read_text().split('\\n'), 300, word_prefix=True, cache=Path(sys.argv[2]))\n"
     )
     (tmp_path / "lines").write_text("\n".join(LINES))
     command = [sys.executable, "-c", code, str(tmp_path / "lines"), str(tmp_path / "theirs")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""  # SentencePiece prints its progress unless it is told not to
-    train_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path / "ours")
+    make_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path / "ours")
     (ours,), (theirs,) = ((tmp_path / name).glob("vocabulary-*") for name in ("ours", "theirs"))
     assert (ours.name, ours.read_bytes()) == (theirs.name, theirs.read_bytes())
 
 
 def test_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = train_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path)
+    first = make_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path)
     monkeypatch.setattr("gpipe_cli.data.vocabulary._train", None)  # calling it would fail
-    assert train_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path).model == first.model
+    assert make_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path).model == first.model
     for change in (
         {"texts": LINES[1:]},
         {"size": 301},
@@ -85,26 +85,26 @@ def test_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         arguments = {"texts": LINES, "size": 300, "symbols": [], "word_prefix": True} | change
         with pytest.raises(TypeError, match="not callable"):
-            train_vocabulary(**arguments, cache=tmp_path)
+            make_vocabulary(**arguments, cache=tmp_path)
 
 
 def test_a_line_of_any_length_is_learned_from(tmp_path: Path) -> None:
     """SentencePiece alone leaves out what is longer than 4,192 bytes, and then has nothing to learn from."""
-    vocabulary = train_vocabulary(["wörter und wörter " * 1000], 275, word_prefix=True, cache=tmp_path)
+    vocabulary = make_vocabulary(["wörter und wörter " * 1000], 275, word_prefix=True, cache=tmp_path)
     assert len(vocabulary.encode(["wörter"])[0]) < 6
 
 
 def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
     """A short text has fewer pieces than a vocabulary that suits long ones; it once was refused."""
-    most = train_vocabulary(LINES, 32000, word_prefix=True, cache=tmp_path).size
+    most = make_vocabulary(LINES, 32000, word_prefix=True, cache=tmp_path).size
     assert 300 < most < 32000
-    assert train_vocabulary(LINES, most, word_prefix=True, cache=tmp_path).size == most
-    assert train_vocabulary(LINES, most + 1, word_prefix=True, cache=tmp_path).size == most
+    assert make_vocabulary(LINES, most, word_prefix=True, cache=tmp_path).size == most
+    assert make_vocabulary(LINES, most + 1, word_prefix=True, cache=tmp_path).size == most
 
     with pytest.raises(ValueError, match=r"^dataset\.vocabulary=265: the corpus needs at least \d+, [^\n]*$") as error:
-        train_vocabulary(LINES, 265, word_prefix=True, cache=tmp_path)
+        make_vocabulary(LINES, 265, word_prefix=True, cache=tmp_path)
     least = int(str(error.value).rpartition("vocabulary=")[2].split()[0])
-    assert train_vocabulary(LINES, least, word_prefix=True, cache=tmp_path).size == least
+    assert make_vocabulary(LINES, least, word_prefix=True, cache=tmp_path).size == least
 
     with pytest.raises(ValueError, match=r"^dataset\.vocabulary=100: [^\n]* 261 ids; use dataset\.vocabulary=262 or"):
-        train_vocabulary(LINES, 100, symbols=["<2en>"], word_prefix=True, cache=tmp_path)
+        make_vocabulary(LINES, 100, symbols=["<2en>"], word_prefix=True, cache=tmp_path)

@@ -228,12 +228,12 @@ def _agree(
     known = None
     if engine.has_first:
         assert split is not None
-        known = split.sources.lengths_of(torch.tensor(indices)).tolist(), split.vocabulary_size
+        known = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
     lengths, vocabulary = next(one for one in control.collect(known) if one is not None)
     return lengths, vocabulary
 
 
 def _never_chosen(split: PairSplit) -> list[int]:
     """Tokens that no answer holds. Text is never unknown: the vocabulary spells in bytes what it has no piece for."""
-    symbols = {f"<2{target_language(name)}>" for name in split.languages}
+    symbols = {f"<2{target_language(name)}>" for name in split.pairs.languages}
     return [PAD, BEGIN, UNKNOWN, *sorted(map(split.vocabulary.symbol, symbols))]

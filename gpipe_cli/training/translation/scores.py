@@ -158,11 +158,9 @@ def score_translations(
 
 def shown(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:
     """The pairs `indices` as text, with what they were decoded to, in order."""
-    groups = split.catalogue.groups
-    assert groups is not None
-    rows = []
+    pairs, rows = split.pairs, []
     for index, tokens in zip(indices, decoded, strict=True):
-        source, reference = split.texts(index)
-        pair = split.languages[int(groups[index])]
-        rows.append(Translation(pair, source, reference, split.vocabulary.decode(tokens)))
+        languages = pairs.languages[int(pairs.groups[index])]
+        written = split.vocabulary.decode(tokens)
+        rows.append(Translation(languages, pairs.sources[index], pairs.references[index], written))
     return rows

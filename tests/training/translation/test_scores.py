@@ -1,10 +1,9 @@
 """Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
 
-from pathlib import Path
-
 import pytest
 from decode_runs import SOURCES, Case, engine_of, plan_of, tiny_split
 
+from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.data.pairs import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
@@ -37,10 +36,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> PairSplit:
     folder = tmp_path_factory.mktemp("pairs")
     for name, rows in (("train", TRAIN), ("test", TEST)):
         (folder / f"{name}.tsv").write_text("\n".join("\t".join(row) for row in rows))
-    _, test = open_pairs(
-        *read_parallel_text(folder), length=60, vocabulary=300, drop_long=False, cache=Path(folder / "cache")
-    )
-    return test
+    dataset = TextConfig("parallel_text", vocabulary=300, root=str(folder), cache=str(folder / "cache"), temperature=1)
+    return open_pairs(*read_parallel_text(folder), dataset, length=60)[1]
 
 
 def test_evenly_spaced_sentences() -> None:
