@@ -18,9 +18,9 @@ from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
+from gpipe_cli.reporting.plots.timeline_values import predicted_view
 from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reporting.tables.plan import show_plan
-from gpipe_cli.reporting.tables.plan_values import plan_view, predicted_view
+from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.system.files import write_whole
 
 PICTURE, TRACE = "timeline.png", "timeline_trace.json"
@@ -60,13 +60,13 @@ def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: P
         config, profile, made, comparisons = solve_max_model(
             config, lambda one, traced: step_costs(one, traced, log), log
         )
-    files = [("picture", str(folder / PICTURE)), ("trace", f"{folder / TRACE} (for ui.perfetto.dev)")]
-    view = plan_view(config, model_name(config), profile, made, place(config), comparisons, files)
+    files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+    written = plan_json(config, model_name(config), profile, made, comparisons, files)
     try:
         write_whole(folder / SETTINGS, to_yaml(config))
         _write_timeline(made, model_name(config), folder)
     finally:  # a plan that cannot be written is still shown
-        show_plan(console, view, folder)
+        show_plan(console, written, folder)
     return 0
 
 

@@ -15,10 +15,9 @@ from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch.layer_benchmark import segment_layers
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.reporting.tables.plan_values import plan_view
+from gpipe_cli.reporting.tables.plan import plan_json
 
 
 @pytest.fixture(autouse=True)
@@ -155,8 +154,8 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     assert len(lines) == len(list(remembered.iterdir())) == 1
     assert timed(replace(config, micro_batches=1), profile)[1] == []
     plan = make_plan(config, profile, costs, None)
-    view = plan_view(config, "model", profile, plan, place(config), (), ())
-    assert view.hardware.flops_per_second is None, "no data sheet is behind it"
+    hardware = plan_json(config, "model", profile, plan, (), {})["hardware"]
+    assert hardware["flops_per_second"] is None, "no data sheet is behind it"
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     monkeypatch.setattr(timing, "_PROBES_APART_SECONDS", 0)
     assert len(timed(config, profile)[1]) == 1, "it has become slower"

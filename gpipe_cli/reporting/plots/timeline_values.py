@@ -7,11 +7,14 @@ drawn by the same lines of code.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds: tables of runs do without
+    from gpipe_cli.planner.plan import Plan
 
 BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
@@ -89,6 +92,12 @@ def timeline_view(
         ]
         stages.append(tuple(sorted(bars, key=lambda bar: (bar.start_seconds, bar.end_seconds))))
     return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))
+
+
+def predicted_view(title: str, plan: "Plan") -> TimelineView:
+    """The simulated step, as it is drawn."""
+    begin_seconds = plan.timeline.start_seconds
+    return timeline_view(title, "predicted", plan.timeline, plan.breakdown, plan.step_seconds, begin_seconds)
 
 
 @dataclass(frozen=True)

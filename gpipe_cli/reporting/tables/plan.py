@@ -1,206 +1,328 @@
-"""What `gpipe plan` shows: layers, the cut, memory of the stages, the step, the choices; 80 columns are enough.
+"""What `gpipe plan` keeps in plan.json and shows: layers, the cut, memory of the stages, the step, the choices.
 
 The questions of the paper's Table 1 (does it fit?) and Table 2 (how fast will it be?), answered before anything runs.
-Everything in here is predicted and says so. Layers and stages that are alike share a row: the paper's Transformer of
+All of it is predicted, times from a simulation and bytes from shapes; with ``cost=measured`` the seconds of single
+layers are measured. 80 columns are enough: layers and stages that are alike share a row, as the paper's Transformer of
 83.9 billion parameters has 1,663 layers of one kind.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.schedule.dependencies import grid
+from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Comparison
+from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import ideal_bubble_line, share_lines
-from gpipe_cli.reporting.tables.plan_values import LayerView, PlanView, StageView, plan_json
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
 
 PLAN = "plan.json"
 MOST_ROWS = 40  # of a table; of more the first and the last are shown
-GRID_STAGES, GRID_LINES = 16, 34  # two blocks of sixteen stages
+GRID_STAGES, GRID_TICKS = 16, 400  # a larger one cannot be read
+GRID_LINES = 34  # in the console: two blocks of sixteen stages
 GIB, MIB = 2**30, 2**20
 
 
-def show_plan(console: Console, view: PlanView, folder: Path) -> None:
-    """Writes plan.json into ``folder``, which must exist, and shows the plan even if that is not possible.
+def plan_json(
+    config: TrainConfig,
+    model_name: str,
+    profile: ModelProfile,
+    plan: Plan,
+    comparisons: Sequence[Comparison],
+    files: Mapping[str, str],
+) -> dict[str, Any]:
+    """What plan.json holds of the plan of `config`; units stand in the names, and null is what is not known.
+
+    Layers and stages have the operations, bytes sent and seconds of one micro-batch, the largest if they are uneven;
+    all else is of an optimizer step. `files`: written beside plan.json, what each is -> where.
+    """
+    samples, stages = mini_batch_samples(config, profile.lengths), len(plan.stages)
+    tokens = None if config.task == "classification" else samples * max(profile.lengths)
+    hardware = _hardware(config, plan)
+    peak = hardware["flops_per_second"]
+    flops = round(sum(cost.flops for cost in profile.costs) * samples)
+    layers = _layers(profile, plan)
+    shares = asdict(plan.breakdown)
+    recompute: str = config.recompute
+    if recompute == "auto":
+        recompute = f"auto ({sum(plan.recomputed)} of {stages * plan.micro_batches} forwards)"
+    drawable = stages <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
+    return {
+        "kind": "predicted",
+        "model_name": model_name,
+        "dataset_name": config.dataset.name,
+        "parameters": sum(layer["parameters"] for layer in layers),
+        "layers": layers,
+        "stages": [_stage(profile, plan, layers, k, hardware["memory_bytes"]) for k in range(stages)],
+        "micro_batches": plan.micro_batches,
+        "schedule": config.schedule,
+        "recompute": recompute,
+        "sample": {"language_model": "sequence", "translation": "sentence"}.get(config.task, "sample"),
+        "step_samples": samples,
+        "step_tokens": tokens,
+        "hardware": hardware,
+        "step_seconds": plan.step_seconds,
+        "samples_per_second": samples / plan.step_seconds,
+        "tokens_per_second": None if tokens is None else tokens / plan.step_seconds,
+        "breakdown": shares,
+        "idle": idle(shares),
+        "bubble": shares["bubble"],
+        "ideal_bubble": ideal_bubble(stages, plan.micro_batches),
+        "imbalance": plan.imbalance,
+        "step_flops": flops,  # forwards and backwards of all micro-batches, without recomputation
+        "recomputed_flops": _recomputed_flops(profile, plan, samples),
+        # Of what all K devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
+        # (Chowdhery et al., 2022, PaLM, section 4.1).
+        "utilisation": None if peak is None else flops / (peak * stages * plan.step_seconds),
+        "comparisons": [_comparison(comparison) for comparison in comparisons],
+        "grid": grid(plan.schedule, width=80).splitlines() if drawable else None,
+        "files": dict(files),
+    }
+
+
+def _layers(profile: ModelProfile, plan: Plan) -> list[dict[str, Any]]:
+    memory = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
+    stages = [k for k, size in enumerate(plan.balance) for _ in range(size)]
+    return [
+        {
+            "name": cost.name,
+            "stage": stages[at],
+            "parameters": cost.parameters,
+            "forward_flops": round(cost.forward.flops * plan.samples),
+            "saved_bytes": memory.graph_bytes(at, at + 1),  # that autograd keeps for the backward
+            "boundary_bytes": sum(t.bytes(plan.samples, profile.lengths) for t in cost.outputs),  # over a cut after it
+            "forward_seconds": seconds.graph,
+            "backward_seconds": seconds.backward,
+        }
+        for at, (cost, seconds) in enumerate(zip(profile.costs, plan.costs.layers, strict=True))
+    ]
+
+
+def _stage(
+    profile: ModelProfile, plan: Plan, layers: Sequence[Mapping[str, Any]], k: int, limit_bytes: int | None
+) -> dict[str, Any]:
+    first, end = plan.bounds[k]
+    memory = plan.memory[k]
+    return {
+        "layers": [layer["name"] for layer in layers[first:end]],
+        "parameters": sum(layer["parameters"] for layer in layers[first:end]),
+        "forward_flops": round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),
+        "boundary_bytes": layers[end - 1]["boundary_bytes"] if end < len(layers) else None,
+        "forward_seconds": plan.stages[k].graph_seconds,
+        "backward_seconds": plan.stages[k].backward_seconds,
+        "recomputed": plan.recomputed[k],  # of the M micro-batches
+        "memory": {**asdict(memory), "total_bytes": memory.total_bytes, "limit_bytes": limit_bytes},
+    }
+
+
+def _recomputed_flops(profile: ModelProfile, plan: Plan, samples: int) -> int:
+    each = (
+        recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
+        for recomputed, (first, end) in zip(plan.recomputed, plan.bounds, strict=True)
+    )
+    return round(sum(each))
+
+
+def _hardware(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+    """One device and one link of the machine that is planned for."""
+    devices = place(config)
+    hardware = resolved(config.hardware, devices.stages[0])
+    timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
+
+    def times(value: float | None, factor: float) -> float | None:
+        return None if timed or value is None else value * factor
+
+    return {
+        "name": hardware.name,
+        "source": plan.costs.source,
+        "flops_per_second": times(hardware.tflops, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
+        "memory_bytes": memory_limit(config, devices),
+        "link_bytes_per_second": times(hardware.link_gb_per_second, 1e9),
+        "link_latency_seconds": times(hardware.link_microseconds, 1e-6),
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    keys = ("value", "step_seconds", "memory_bytes", "chosen", "reason")
+    candidates = [{key: getattr(candidate, key) for key in keys} for candidate in comparison.candidates]
+    return {"setting": comparison.setting, "rule": comparison.rule, "candidates": candidates}
+
+
+def show_plan(console: Console, plan: Mapping[str, Any], folder: Path) -> None:
+    """Writes plan.json, as `plan_json` made it, into ``folder``, which must exist, and shows it.
 
     Raises:
         OSError: all is shown, and plan.json could not be written.
     """
     try:
-        write_result(folder, plan_json(view), PLAN)
+        write_result(folder, plan, PLAN)
     finally:
-        _show(console, view, folder)
+        show_line(console, "plan: everything below is predicted, nothing was run", "bold")
+        show_facts(console, _what(plan))
+        console.print()
+        _show_layers(console, plan["layers"])
+        _show_stages(console, plan["stages"], plan["micro_batches"])
+        _show_memory(console, plan["stages"], plan["hardware"]["memory_bytes"])
+        for comparison in plan["comparisons"]:
+            _show_comparison(console, comparison)
+        _show_grid(console, plan["grid"])
+        show_facts(console, _outcome(plan))
+        show_facts(console, [*plan["files"].items(), ("written to", str(folder / PLAN))])
 
 
-def _show(console: Console, view: PlanView, folder: Path) -> None:
-    show_line(console, "plan: everything below is predicted, nothing was run", "bold")
-    show_facts(console, _what(view))
-    console.print()
-    _show_layers(console, view.layers)
-    _show_stages(console, view)
-    _show_memory(console, view)
-    for comparison in view.comparisons:
-        _show_comparison(console, comparison)
-    _show_grid(console, view)
-    show_facts(console, _outcome(view))
-    show_facts(console, [*view.files, ("written to", str(folder / PLAN))])
-
-
-def _what(view: PlanView) -> Iterable[tuple[str, str]]:
-    hardware, stages = view.hardware, len(view.stages)
-    yield "model", f"{view.model_name}: {plural(len(view.layers), 'layer')}, {count(view.parameters)} parameters"
-    yield "dataset", view.dataset_name
-    yield "pipeline", f"K = {plural(stages, 'partition')}, M = {plural(view.micro_batches, 'micro-batch')}"
-    yield "schedule", f"{view.schedule}, recompute {view.recompute}"
-    batch = plural(round(view.step_samples), view.sample)
-    yield "mini-batch", batch if view.step_tokens is None else f"{batch}, {plural(round(view.step_tokens), 'token')}"
-    yield "hardware", hardware.name
-    figures = [f"{operations(flops)}FLOP/s" for flops in [hardware.flops_per_second] if flops is not None]
-    if hardware.memory_bytes is not None:
-        figures.append(f"{size(hardware.memory_bytes)} of memory")
-    if hardware.link_bytes_per_second is not None:
-        figures.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
-    if hardware.link_latency_seconds is not None:
-        figures.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
+def _what(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    hardware = plan["hardware"]
+    layers, partitions = plural(len(plan["layers"]), "layer"), plural(len(plan["stages"]), "partition")
+    yield "model", f"{plan['model_name']}: {layers}, {count(plan['parameters'])} parameters"
+    yield "dataset", plan["dataset_name"]
+    yield "pipeline", f"K = {partitions}, M = {plural(plan['micro_batches'], 'micro-batch')}"
+    yield "schedule", f"{plan['schedule']}, recompute {plan['recompute']}"
+    batch, tokens = plural(plan["step_samples"], plan["sample"]), plan["step_tokens"]
+    yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
+    yield "hardware", hardware["name"]
+    figures = [
+        words(hardware[key])
+        for key, words in (
+            ("flops_per_second", lambda flops: f"{operations(flops)}FLOP/s"),
+            ("memory_bytes", lambda memory: f"{size(memory)} of memory"),
+            ("link_bytes_per_second", lambda speed: f"links {operations(speed)}B/s"),
+            ("link_latency_seconds", lambda latency: f"latency {1e6 * latency:.3g} us"),
+        )
+        if hardware[key] is not None
+    ]
     if figures:
         yield "", ", ".join(figures)
-    yield "costs from", hardware.source
+    yield "costs from", hardware["source"]
 
 
-def _outcome(view: PlanView) -> Iterable[tuple[str, str]]:
-    yield "predicted", f"step {_step(view.step_seconds)}"
-    speed = f"{rate(view.samples_per_second)} {view.sample}s/s"
-    tokens = view.tokens_per_second
+def _outcome(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "predicted", f"step {_step(plan['step_seconds'])}"
+    speed, tokens = f"{rate(plan['samples_per_second'])} {plan['sample']}s/s", plan["tokens_per_second"]
     yield "speed", f"{speed if tokens is None else f'{rate(tokens)} tokens/s, {speed}'}, predicted"
-    if view.utilisation is not None:
-        recomputed = view.recomputed_flops / view.step_flops if view.step_flops else 0.0
-        yield (
-            "utilisation",
-            f"{percent(view.utilisation)} of these figures, predicted, without recomputation",
-        )
-        if view.recomputed_flops:
-            yield "", f"recomputation adds {percent(recomputed)} to the operations"
-    yield "balance", f"the slowest stage takes {percent(view.imbalance)} more than the mean of all"
-    fullest = max(range(len(view.stages)), key=lambda stage: view.stages[stage].memory.total_bytes)
-    memory = f"{size(view.stages[fullest].memory.total_bytes)} on stage {fullest}, the fullest"
-    limit = view.hardware.memory_bytes
+    if plan["utilisation"] is not None:
+        yield "utilisation", f"{percent(plan['utilisation'])} of these figures, predicted, without recomputation"
+        if plan["recomputed_flops"]:
+            yield "", f"recomputation adds {percent(plan['recomputed_flops'] / plan['step_flops'])} to the operations"
+    yield "balance", f"the slowest stage takes {percent(plan['imbalance'])} more than the mean of all"
+    held = [stage["memory"]["total_bytes"] for stage in plan["stages"]]
+    memory, limit = f"{size(max(held))} on stage {held.index(max(held))}, the fullest", plan["hardware"]["memory_bytes"]
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
-    yield from share_lines({"predicted": view.breakdown})
-    yield ideal_bubble_line(view.ideal_bubble)
+    yield from share_lines({"predicted": plan["breakdown"]})
+    yield ideal_bubble_line(plan["ideal_bubble"])
 
 
-def _show_layers(console: Console, layers: Sequence[LayerView]) -> None:
-    columns = [Column("layers"), *_of_numbers("params", "FLOPs", "saved", "sends", "forward", "backward")]
+def _show_layers(console: Console, layers: Iterable[Mapping[str, Any]]) -> None:
+    headings = ("layers", "params", "FLOPs", "saved", "sends", "forward", "backward")
     rows = []
-    for _, group in groupby(layers, key=lambda v: (v.parameters, v.forward_flops, v.saved_bytes, v.boundary_bytes)):
+    for _, group in groupby(layers, itemgetter("parameters", "forward_flops", "saved_bytes", "boundary_bytes")):
         same = list(group)
         first = same[0]
-        name = first.name if len(same) == 1 else f"{first.name} ... {same[-1].name} x{len(same)}"
-        sizes = [size(first.saved_bytes), size(first.boundary_bytes)]
-        times = [sum(v.forward_seconds for v in same), sum(v.backward_seconds for v in same)]
-        cells = [name, count(first.parameters), operations(first.forward_flops), *sizes]
-        rows.append([*cells, *(duration(seconds / len(same)) for seconds in times)])
-    _print(console, "layers: each, for one micro-batch; FLOPs are those of the forward", columns, rows)
+        name = first["name"] if len(same) == 1 else f"{first['name']} ... {same[-1]['name']} x{len(same)}"
+        work = [count(first["parameters"]), operations(first["forward_flops"])]
+        sizes = [size(first["saved_bytes"]), size(first["boundary_bytes"])]
+        times = [sum(layer[key] for layer in same) / len(same) for key in ("forward_seconds", "backward_seconds")]
+        rows.append([name, *work, *sizes, *map(duration, times)])
+    _show_rows(console, "layers: each, for one micro-batch; FLOPs are those of the forward", headings, rows)
 
 
-def _show_stages(console: Console, view: PlanView) -> None:
-    uneven = len({stage.recomputed for stage in view.stages}) > 1
-    columns = [Column("stage"), Column("layers"), *_of_numbers("params", "FLOPs", "forward", "backward", "sends")]
-    columns += _of_numbers(f"R of {view.micro_batches}") if uneven else []
+def _show_stages(console: Console, stages: Sequence[Mapping[str, Any]], micro_batches: int) -> None:
+    uneven = len({stage["recomputed"] for stage in stages}) > 1
+    headings = ["stage", "layers", "params", "FLOPs", "forward", "backward", "sends"]
 
-    def cells(stage: StageView) -> list[str]:
-        sends = "-" if stage.boundary_bytes is None else size(stage.boundary_bytes)
-        times = [duration(stage.forward_seconds), duration(stage.backward_seconds)]
-        recomputed = [str(stage.recomputed)] if uneven else []
-        return [count(stage.parameters), operations(stage.forward_flops), *times, sends, *recomputed]
+    def cells(stage: Mapping[str, Any]) -> list[str]:
+        sends = "-" if stage["boundary_bytes"] is None else size(stage["boundary_bytes"])
+        times = [duration(stage["forward_seconds"]), duration(stage["backward_seconds"])]
+        recomputed = [str(stage["recomputed"])] if uneven else []
+        layers = str(len(stage["layers"]))
+        return [layers, count(stage["parameters"]), operations(stage["forward_flops"]), *times, sends, *recomputed]
 
-    rows = [
-        [_numbers(same), _layers([view.stages[k] for k in same]), *cells(view.stages[same[0]])]
-        for same in _alike(view.stages, lambda stage: (len(stage.layers), cells(stage)))
-    ]
-    _print(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", columns, rows)
-
-
-def _show_memory(console: Console, view: PlanView) -> None:
-    limit = view.hardware.memory_bytes
-    largest = max(stage.memory.total_bytes for stage in view.stages)
-    unit, name = (GIB, "GiB") if largest >= 10 * GIB else (MIB, "MiB")
-    columns = [Column("stage"), *_of_numbers("weights", "gradients", "optimizer", "activations", "workspace", "total")]
-    columns += [] if limit is None else _of_numbers("of limit")
-
-    def cells(stage: StageView) -> list[str]:
-        parts = rounded({part: value / unit for part, value in asdict(stage.memory).items()})
-        values = [*parts.values(), sum(parts.values())]
-        shares = [] if limit is None else [percent(stage.memory.total_bytes / limit)]
-        return [f"{value:,.1f}" for value in values] + shares
-
-    rows = [[_numbers(same), *cells(view.stages[same[0]])] for same in _alike(view.stages, cells)]
-    title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
-    _print(console, title, columns, rows)
-
-
-def _show_comparison(console: Console, comparison: Comparison) -> None:
-    columns = [*_of_numbers(comparison.setting, "step", "fullest stage"), Column("")]
     rows = []
-    for candidate in comparison.candidates:
-        step = "-" if candidate.step_seconds is None else _step(candidate.step_seconds)
-        memory = "-" if candidate.memory_bytes is None else size(candidate.memory_bytes)
-        verdict = ", ".join(["chosen"] * candidate.chosen + [candidate.reason] * bool(candidate.reason))
-        rows.append([candidate.value, step, memory, verdict])
-    _print(console, f"{comparison.setting} compared, predicted: {comparison.rule}", columns, rows)
+    for numbers, (layers, *same) in _alike(stages, cells):
+        first, last = stages[numbers[0]]["layers"][0], stages[numbers[-1]]["layers"][-1]
+        each = " each" if len(numbers) > 1 else ""
+        names = first if first == last else f"{first} ... {last}"
+        rows.append([_range(numbers), f"{layers}{each}: {names}", *same])
+    headings += [f"R of {micro_batches}"] if uneven else []
+    _show_rows(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", headings, rows)
 
 
-def _show_grid(console: Console, view: PlanView) -> None:
-    if view.grid is None:
+def _show_memory(console: Console, stages: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> None:
+    largest = max(stage["memory"]["total_bytes"] for stage in stages)
+    unit, name = (GIB, "GiB") if largest >= 10 * GIB else (MIB, "MiB")
+    parts = ("weights", "gradients", "optimizer", "activations", "workspace")
+
+    def cells(stage: Mapping[str, Any]) -> list[str]:
+        held = rounded({part: stage["memory"][f"{part}_bytes"] / unit for part in parts})
+        shares = [] if limit_bytes is None else [percent(stage["memory"]["total_bytes"] / limit_bytes)]
+        return [f"{value:,.1f}" for value in (*held.values(), sum(held.values()))] + shares
+
+    headings = ["stage", *parts, "total", *([] if limit_bytes is None else ["of limit"])]
+    rows = [[_range(numbers), *same] for numbers, same in _alike(stages, cells)]
+    title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
+    _show_rows(console, title, headings, rows)
+
+
+def _show_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
+    setting = comparison["setting"]
+    rows = []
+    for candidate in comparison["candidates"]:
+        seconds, memory = candidate["step_seconds"], candidate["memory_bytes"]
+        verdict = ", ".join(["chosen"] * candidate["chosen"] + [candidate["reason"]] * bool(candidate["reason"]))
+        known = ["-", "-"] if seconds is None else [_step(seconds), size(memory)]
+        rows.append([candidate["value"], *known, verdict])
+    title = f"{setting} compared, predicted: {comparison['rule']}"
+    _show_rows(console, title, (setting, "step", "fullest stage", ""), rows)
+
+
+def _show_grid(console: Console, lines: Sequence[str] | None) -> None:
+    if lines is None:
         show_facts(console, [("grid", "too large to be shown")])
-        return
-    lines = view.grid.splitlines()
-    widest = max(map(len, lines), default=0)
-    if len(view.stages) > GRID_STAGES or len(lines) > GRID_LINES or widest > console.width:
+    elif len(lines) > GRID_LINES or max(map(len, lines)) > console.width:
         show_facts(console, [("grid", f"too large to be shown here; {PLAN} has it")])
-        return
-    for line in lines:
-        show_line(console, line)
-    console.print()
+    else:
+        for line in lines:
+            show_line(console, line)
+        console.print()
 
 
-def _print(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Of many rows the first and the last."""
     half = MOST_ROWS // 2
     if len(rows) > MOST_ROWS:
-        left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(columns) - 2)
+        left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(headings) - 2)
         rows = [*rows[:half], left_out, *rows[-half:]]
+    columns = [Column(heading, number=heading not in ("stage", "layers", "")) for heading in headings]
     show_line(console, title, "bold")
     show_table(console, Table.of_rows(title, columns, rows))
     console.print()
 
 
-def _of_numbers(*headings: str) -> list[Column]:
-    return [Column(heading, number=True) for heading in headings]
+def _alike(
+    stages: Sequence[Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], list[str]]
+) -> Iterator[tuple[list[int], list[str]]]:
+    """The numbers of consecutive stages that have the same cells, and these cells."""
+    for same, group in groupby(enumerate(map(cells, stages)), itemgetter(1)):
+        yield [number for number, _ in group], same
 
 
-def _alike(stages: Sequence[StageView], look: Callable[[StageView], Any]) -> Iterable[list[int]]:
-    """The numbers of consecutive stages that look the same."""
-    for _, group in groupby(range(len(stages)), key=lambda k: look(stages[k])):
-        yield list(group)
-
-
-def _numbers(stages: Sequence[int]) -> str:
-    return str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
-
-
-def _layers(stages: Sequence[StageView]) -> str:
-    """`6: cell_0 ... cell_5`; of several stages `13 each: layer_14 ... layer_1651`."""
-    first, last = stages[0].layers[0], stages[-1].layers[-1]
-    number = f"{len(stages[0].layers)} each" if len(stages) > 1 else str(len(stages[0].layers))
-    return f"{number}: {first}" if first == last else f"{number}: {first} ... {last}"
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def _step(seconds: float) -> str:

@@ -1,66 +1,81 @@
-import json
-from dataclasses import replace
+"""What `gpipe plan` writes of a plan, and how it is shown."""
+
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_runs import EVEN, planned, traced
 from reporting_runs import log, shares
+from training_runs import configure
 
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown
-from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.planner.auto_settings import Candidate, Comparison
-from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.run.result import read_result
-from gpipe_cli.reporting.tables.plan import show_plan
-from gpipe_cli.reporting.tables.plan_values import HardwareView, LayerView, PlanView, StageView, plan_json
+from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 
 MIB = 2**20
-H200 = HardwareView("h200", "figures of hardware=h200", 4e14, 2**37, 4.5e11, 1e-5)
+H200 = {
+    "name": "h200",
+    "source": "figures of hardware=h200",
+    "flops_per_second": 4e14,
+    "memory_bytes": 2**37,
+    "link_bytes_per_second": 4.5e11,
+    "link_latency_seconds": 1e-5,
+}
+COMPARISON = {
+    "setting": "micro_batches",
+    "rule": "the shortest step that fits",
+    "candidates": [
+        {"value": value, "step_seconds": seconds, "memory_bytes": memory, "chosen": chosen, "reason": reason}
+        for value, seconds, memory, chosen, reason in (
+            ("2", None, None, False, "stage 1 is 72.0 GiB over"),
+            ("4", 0.5, 2 * 2**30, True, ""),
+            ("8", 5.123, 2**30, False, ""),
+        )
+    ],
+}
+LAYER_KEYS = ("parameters", "forward_flops", "saved_bytes", "boundary_bytes", "forward_seconds", "backward_seconds")
 
 
-def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> PlanView:
+def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> dict[str, Any]:
     """Equal layers between an embedding and a classifier, four micro-batches of eight samples, half a second."""
-    count = partitions * per_stage
-    names = ["embedding", *(f"layer_{n}" for n in range(1, count - 1)), "classifier"]
-    layers = tuple(
-        LayerView(name, n // per_stage, 50_000_000, 2 * 10**9, 24 * MIB, 8 * MIB, 4e-3, 8e-3)
-        if 0 < n < count - 1
-        else LayerView(name, n // per_stage, 65_500_000, 10**9, MIB, 4 * MIB, 1e-3, 2e-3)
+    inner, outer = (5 * 10**7, 2 * 10**9, 24 * MIB, 8 * MIB, 4e-3, 8e-3), (655 * 10**5, 10**9, MIB, 4 * MIB, 1e-3, 2e-3)
+    last = partitions * per_stage - 1
+    names = ["embedding", *(f"layer_{n}" for n in range(1, last)), "classifier"]
+    layers: list[dict[str, Any]] = [
+        {"name": name, **dict(zip(LAYER_KEYS, inner if 0 < n < last else outer, strict=True))}
         for n, name in enumerate(names)
-    )
+    ]
+    memory = {"weights": 200, "gradients": 200, "optimizer": 400, "activations": 1000, "workspace": 48, "total": 1848}
     stages = []
     for k in range(partitions):
         own = layers[k * per_stage : (k + 1) * per_stage]
-        flops = sum(layer.forward_flops for layer in own)
-        sends = None if k == partitions - 1 else own[-1].boundary_bytes
-        memory = StageMemory(200 * MIB, 200 * MIB, 400 * MIB, 1000 * MIB, 48 * MIB)
-        parameters = sum(layer.parameters for layer in own)
-        stages.append(StageView(tuple(layer.name for layer in own), parameters, flops, sends, 0.0125, 0.025, 3, memory))
-    values: dict[str, Any] = {
-        "model_name": "transformer_lm",
-        "dataset_name": "synthetic_text",
-        "layers": layers,
-        "stages": tuple(stages),
-        "micro_batches": 4,
-        "schedule": "gpipe",
-        "recompute": "except_last",
-        "step_samples": 32.0,
-        "hardware": H200,
-        "step_seconds": 0.5,
-        "ideal_bubble": 0.2,
-        "breakdown": shares(0.15),
-        "step_flops": 10**14,
-        "recomputed_flops": 25 * 10**12,
-        "imbalance": 0.032,
-    }
-    return PlanView(**(values | changes))
+        stages.append(
+            {
+                "layers": [layer["name"] for layer in own],
+                "parameters": sum(layer["parameters"] for layer in own),
+                "forward_flops": sum(layer["forward_flops"] for layer in own),
+                "boundary_bytes": None if k == partitions - 1 else own[-1]["boundary_bytes"],
+                "forward_seconds": 0.0125,
+                "backward_seconds": 0.025,
+                "recomputed": 3,
+                "memory": {f"{part}_bytes": value * MIB for part, value in memory.items()},
+            }
+        )
+    made = {
+        "model_name": "transformer_lm", "dataset_name": "synthetic_text",
+        "parameters": sum(layer["parameters"] for layer in layers), "layers": layers, "stages": stages,
+        "micro_batches": 4, "schedule": "gpipe", "recompute": "except_last",
+        "sample": "sample", "step_samples": 32, "step_tokens": None, "hardware": H200,
+        "step_seconds": 0.5, "samples_per_second": 64.0, "tokens_per_second": None,
+        "breakdown": shares(0.15), "ideal_bubble": 0.2, "imbalance": 0.032,
+        "step_flops": 10**14, "recomputed_flops": 25 * 10**12, "utilisation": 0.25,
+        "comparisons": [], "grid": None, "files": {"picture": "plan.png"},
+    }  # fmt: skip
+    return made | changes
 
 
-def shown(view: PlanView, folder: Path, width: int = 80) -> list[str]:
+def shown(made: dict[str, Any], folder: Path, width: int = 80) -> list[str]:
     console, file = log(width=width)
-    show_plan(console, view, folder)
+    show_plan(console, made, folder)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -71,14 +86,17 @@ def row(lines: list[str], beginning: str) -> str:
 
 
 def test_numbers_of_a_plan(tmp_path: Path) -> None:
-    lines = shown(plan(), tmp_path)
+    lines = shown(plan(comparisons=[COMPARISON]), tmp_path)
     assert row(lines, "embedding ") == "embedding 65.5 M 1.0 G 1.0 MiB 4.0 MiB 1.0 ms 2.0 ms"
     assert row(lines, "layer_1 ...") == "layer_1 ... layer_4 x4 50.0 M 2.0 G 24.0 MiB 8.0 MiB 4.0 ms 8.0 ms"
     assert row(lines, "0      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms 8.0 MiB")
     assert row(lines, "1      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms -")
-    memory = "0-1      200.0      200.0      400.0      1,000.0       48.0  1,848.0     1.4 %"
-    assert memory in lines
     for line in (
+        "0-1      200.0      200.0      400.0      1,000.0       48.0  1,848.0     1.4 %",
+        "micro_batches compared, predicted: the shortest step that fits",
+        "            2         -              -  stage 1 is 72.0 GiB over",
+        "            4  500.0 ms        2.0 GiB  chosen",
+        "            8    5.12 s        1.0 GiB",
         "model        transformer_lm: 6 layers, 331.0 M parameters",
         "pipeline     K = 2 partitions, M = 4 micro-batches",
         "mini-batch   32 samples",
@@ -92,40 +110,19 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "memory       1.8 GiB on stage 0, the fullest, predicted, of 128.0 GiB",
         "predicted       55.0      20.0    2.0   23.0 =   15.0       3.0      1.0    4.0",
         "ideal bubble 20.0 %, (K-1)/(M+K-1): stages are equal and do nothing but compute",
+        "picture      plan.png",
         f"written to   {tmp_path}/plan.json",
     ):
         assert line in lines
     assert not any("measured" in line for line in lines)
 
 
-def planned(seconds: float, gib: int) -> Plan:
-    """As much of a plan as a comparison shows: a step's seconds, and the memory of two stages."""
-    memory = tuple(StageMemory(part * 2**30, 0, 0, 0, 0) for part in (1, gib))
-    costs = StepCosts("none", False, (), (), (), ())
-    idle = Breakdown(0, 0, 1, 0, 0, 0, 0)
-    return Plan((1, 1), "never", 1, 1, costs, (), (), (0, 0), Timeline(()), seconds, idle, memory, 0.0)
-
-
-CHOICES = (
-    Comparison(
-        "micro_batches",
-        "the shortest step that fits",
-        (
-            Candidate("2", None, "stage 1 is 72.0 GiB over"),
-            Candidate("4", planned(0.5, 2), chosen=True),
-            Candidate("8", planned(5.123, 1)),
-        ),
-    ),
-)
-
-
 @pytest.mark.parametrize(("width", "partitions", "per_stage"), [(80, 1, 2), (120, 16, 4), (80, 128, 13)])
 def test_no_line_is_wider_than_the_console(tmp_path: Path, width: int, partitions: int, per_stage: int) -> None:
-    view = plan(partitions, per_stage, comparisons=CHOICES, grid="stage 0 | " + "F0 " * 20)
-    stages = tuple(
-        replace(stage, recomputed=k % 5, parameters=10**9 + 10**8 * k) for k, stage in enumerate(view.stages)
-    )
-    lines = shown(replace(view, stages=stages), tmp_path, width)
+    made = plan(partitions, per_stage, comparisons=[COMPARISON], grid=["stage 0 | " + "F0 " * 20])
+    for k, stage in enumerate(made["stages"]):
+        stage |= {"recomputed": k % 5, "parameters": 10**9 + 10**8 * k}
+    lines = shown(made, tmp_path, width)
     assert max(len(line) for line in lines if not line.startswith("written to")) <= width
     assert any("R of 4" in line for line in lines) == (partitions > 1)
     assert any(f"{partitions - 40} more in plan.json" in line for line in lines) == (partitions > 40)
@@ -139,47 +136,37 @@ def test_equal_layers_and_stages_share_a_row(tmp_path: Path) -> None:
     assert len(lines) < 60
 
 
-def test_choices_say_what_was_compared(tmp_path: Path) -> None:
-    lines = shown(plan(comparisons=CHOICES), tmp_path)
-    assert "micro_batches compared, predicted: the shortest step that fits" in lines
-    assert "            4  500.0 ms        2.0 GiB  chosen" in lines
-    assert "            8    5.12 s        1.0 GiB" in lines
-    text = " ".join(" ".join(lines).split())
-    assert "2 - - stage 1 is 72.0 GiB over" in text
-    assert sum("chosen" in line for line in lines) == 1
-
-
 def test_the_grid_is_shown_where_it_fits(tmp_path: Path) -> None:
-    grid = "stage 0 | F0 F1 .. B1 B0\nstage 1 | .. F0 F1 B1 B0"
-    assert "stage 1 | .. F0 F1 B1 B0" in shown(plan(grid=grid), tmp_path)
     wide = "stage 0 | " + "F0 " * 30
-    assert "grid         too large to be shown here; plan.json has it" in shown(plan(grid=wide), tmp_path)
-    assert wide.rstrip() in shown(plan(grid=wide), tmp_path, width=120)
+    assert "grid         too large to be shown here; plan.json has it" in shown(plan(grid=[wide]), tmp_path)
+    assert wide.rstrip() in shown(plan(grid=[wide]), tmp_path, width=120)
     assert "grid         too large to be shown" in shown(plan(), tmp_path)
 
 
 def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> None:
-    unknown = HardwareView("mine", "layers measured on this machine", None, None, None, None)
-    lines = shown(plan(hardware=unknown, sample="sequence", step_tokens=4096.0), tmp_path)
+    unknown = dict.fromkeys(H200) | {"name": "mine", "source": "layers measured on this machine"}
+    text = {"sample": "sequence", "step_tokens": 4096, "tokens_per_second": 8192.0, "utilisation": None}
+    lines = shown(plan(hardware=unknown, **text), tmp_path)
     assert "mini-batch   32 sequences, 4,096 tokens" in lines
     assert "speed        8,192 tokens/s, 64.0 sequences/s, predicted" in lines
     assert "hardware     mine" in lines
     assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
-    assert read_result(tmp_path, "plan.json")["utilisation"] is None
 
 
-def test_the_plan_for_programs_is_complete() -> None:
-    view = plan(comparisons=CHOICES, grid="a\nb", files=(("picture", "plan.png"),))
-    written = json.loads(json.dumps(plan_json(view)))
-    assert written["kind"] == "predicted"
-    assert set(PlanView.__dataclass_fields__) <= set(written)
+def test_what_a_file_says_follows_from_the_plan(tmp_path: Path) -> None:
+    """And what is shown here, from made-up plans, has the keys of a real one."""
+    made, settings = planned("partitions=2", "hardware=h200"), (*EVEN, "partitions=2", "hardware=h200")
+    written = plan_json(configure(*settings), "AmoebaNet", traced(), made, (), {"picture": "plan.png"})
+    assert set(plan()) <= set(written)
+    assert written["layers"][0].keys() == {"name", "stage", *LAYER_KEYS}
+    assert sum(layer["parameters"] for layer in written["layers"]) == written["parameters"]
+    assert written["parameters"] == sum(stage["parameters"] for stage in written["stages"])
+    assert written["samples_per_second"] == 8 / written["step_seconds"]
+    peak = 2 * written["hardware"]["flops_per_second"]
+    assert written["utilisation"] == written["step_flops"] / (peak * written["step_seconds"])
     memory = written["stages"][1]["memory"]
-    assert (memory["optimizer_bytes"], memory["total_bytes"], memory["limit_bytes"]) == (400 * MIB, 1848 * MIB, 2**37)
-    assert (written["samples_per_second"], written["utilisation"], written["parameters"]) == (64.0, 0.25, 331_000_000)
-    assert (written["grid"], written["files"]) == (["a", "b"], {"picture": "plan.png"})
-    assert [layer["name"] for layer in written["layers"]][:2] == ["embedding", "layer_1"]
-    (comparison,) = written["comparisons"]
-    assert (comparison["setting"], comparison["rule"]) == ("micro_batches", "the shortest step that fits")
-    refused, chosen, _ = comparison["candidates"]
-    assert (refused["step_seconds"], refused["memory_bytes"], refused["chosen"]) == (None, None, False)
-    assert chosen == {"value": "4", "step_seconds": 0.5, "memory_bytes": 2 * 2**30, "chosen": True, "reason": ""}
+    parts = ("weights", "gradients", "optimizer", "activations", "workspace")
+    assert memory["total_bytes"] == sum(memory[f"{part}_bytes"] for part in parts)
+    assert memory["limit_bytes"] == written["hardware"]["memory_bytes"]
+    show_plan(log()[0], written, tmp_path)
+    assert read_result(tmp_path, "plan.json") == written
