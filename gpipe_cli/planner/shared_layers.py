@@ -6,6 +6,7 @@ each have a copy and train it separately, without an error.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -91,27 +92,16 @@ def _join(path: str, name: object) -> str:
 
 def check_cut(shared: Sequence[Shared], balance: Sequence[int]) -> None:
     """Raises SeparatedError if the stages, of so many layers each, would share something."""
-    stages = [stage for stage, size in enumerate(balance) for _ in range(size)]
-    for one in shared:
-        if stages[one.first] != stages[one.second]:
-            remedy = _remedy(len(stages), one.first, one.second, len(balance))
-            raise SeparatedError(f"partitions={len(balance)}: {one.text}; {remedy}")
-
-
-def _remedy(layers: int, first: int, second: int, partitions: int) -> str:
-    """The simplest cut that keeps the two together: one partition around them, the others before and behind."""
-    before, behind = first, layers - second - 1
-    others = partitions - 1
-    if others > before + behind:
-        return f"use partitions={before + behind + 1} or fewer, and a cut that keeps them together"
-    in_front = min(before, others)
-    sizes = [*_even(before, in_front), second - first + 1, *_even(behind, others - in_front)]
-    if in_front == 0 and before:
-        sizes[0] += before
-    if others == in_front and behind:
-        sizes[-1] += behind
-    return f"keep them together, as by partition.balance=[{','.join(map(str, sizes))}]"
-
-
-def _even(layers: int, parts: int) -> list[int]:
-    return [layers // parts + (part < layers % parts) for part in range(parts)]
+    partitions, layers = len(balance), sum(balance)
+    # after so many layers a cut keeps together what is shared
+    places = [end for end in range(1, layers) if not any(one.first < end <= one.second for one in shared)]
+    for end in list(accumulate(balance))[:-1]:
+        for one in shared:
+            if not one.first < end <= one.second:
+                continue
+            remedy = f"use partitions={len(places) + 1} or fewer, and a cut that keeps them together"
+            if len(places) >= partitions - 1:
+                ends = [places[at * len(places) // (partitions - 1)] for at in range(partitions - 1)]
+                sizes = [after - before for before, after in pairwise([0, *ends, layers])]
+                remedy = f"keep them together, as by partition.balance=[{','.join(map(str, sizes))}]"
+            raise SeparatedError(f"partitions={partitions}: {one.text}; {remedy}")
