@@ -33,7 +33,7 @@ from gpipe_cli.launch.job import Measuring
 from gpipe_cli.launch.layer_benchmark import segment_layers
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs, scaled
+from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
 from gpipe_cli.planner.data_sheet import gpu_model, resolved
 from gpipe_cli.planner.device_rates import DeviceRates, Rates, fit_rates, rates_of_sheet
 from gpipe_cli.planner.devices import Devices, place
@@ -91,8 +91,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log = lambda lin
             ) from None
         _remember(file, asdict(times), _busy(times.share_of_core, placement.processes_here, placement.threads), log)
     in_process = None if placement.distributed else place(config).at_once
-    costs = measured_costs(profile, samples, placement.processes_here, times, in_process=in_process)
-    return scaled(costs, mean / samples)
+    return measured_costs(profile, mean, placement.processes_here, times, in_process=in_process)
 
 
 def machine_rates(config: TrainConfig, log: Log = lambda line: None) -> DeviceRates | None:

@@ -154,27 +154,20 @@ class LayerTimes:
 
 
 def measured_costs(
-    profile: ModelProfile, samples: int, processes: int, times: LayerTimes, *, in_process: int | None = None
+    profile: ModelProfile, samples: float, processes: int, times: LayerTimes, *, in_process: int | None = None
 ) -> StepCosts:
-    """Seconds from what `processes` workers on one machine have measured for a micro-batch of `samples`.
+    """Seconds of a micro-batch of `samples`, a mean, from what `processes` workers on one machine have measured for
+    one of as many or just more.
 
     `in_process`: all stages are in one process, and so many of them compute at the same time.
     """
-    layers = tuple(LayerSeconds(*layer) for layer in times.alone)
+    timed = math.ceil(samples)
+    layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)
     if in_process is None:
         slowdown = slowdowns(processes, processes, times.slowdown, processes)
     else:
         slowdown = slowdowns(in_process, len(layers))
     latency, bandwidth = times.link or (0.0, 0.0)
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
-    source = f"layers measured on this machine, {plural(samples, 'sample')} at a time"
+    source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
     return StepCosts(source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up)
-
-
-def scaled(costs: StepCosts, share: float) -> StepCosts:
-    """The same for a micro-batch that is smaller by this share."""
-    if share == 1.0:
-        return costs
-    layers = tuple(LayerSeconds(s.forward * share, s.graph * share, s.backward * share) for s in costs.layers)
-    edges = tuple(EdgeCost(e.forward_seconds * share, e.backward_seconds * share) for e in costs.edges)
-    return replace(costs, layers=layers, edges=edges)

@@ -59,6 +59,10 @@ class Plan:
         return _bounds(self.balance)
 
 
+def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((end - size, end) for size, end in zip(balance, accumulate(balance), strict=True))
+
+
 class TooLargeError(ValueError):
     """No cut fits the memory; `stage` of the best cut without a limit is `missing_bytes` over it."""
 
@@ -77,12 +81,18 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     sizes = micro_batch_sizes(mini_batch_samples(config, profile.lengths), config.micro_batches)
     micro_batches = len(sizes)
     memory = MemoryModel(config, profile, sizes)
+    recomputed = config.recompute in ("always", "except_last")
+    work = [layer.graph + layer.backward + (layer.forward if recomputed else 0.0) for layer in costs.layers]
+    sends = {
+        "forward_sends": [edge.forward_seconds for edge in costs.edges],
+        "backward_sends": [edge.backward_seconds for edge in costs.edges],
+    }
     balance = config.partition.balance
     if balance is None:
         try:
-            balance = _cut(config, costs, memory.furthest(limit_bytes))
+            balance = partition(work, config.partitions, **sends, furthest=memory.furthest(limit_bytes))
         except NoCutFitsError:
-            balance = _cut(config, costs, None)
+            balance = partition(work, config.partitions, **sends, furthest=None)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     bounds = _bounds(balance)
@@ -124,27 +134,5 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         step_seconds=step_seconds,
         breakdown=breakdown(timeline, micro_batches, step_seconds),
         memory=held,
-        imbalance=imbalance(_work(config, costs), balance, **_sends(costs)),
+        imbalance=imbalance(work, balance, **sends),
     )
-
-
-def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple((end - size, end) for size, end in zip(balance, accumulate(balance), strict=True))
-
-
-def _cut(config: TrainConfig, costs: StepCosts, furthest: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
-    return partition(_work(config, costs), config.partitions, **_sends(costs), furthest=furthest)
-
-
-def _work(config: TrainConfig, costs: StepCosts) -> list[float]:
-    """What a micro-batch takes of a stage, for each layer."""
-    recomputed = config.recompute in ("always", "except_last")
-    return [s.graph + s.backward + (s.forward if recomputed else 0.0) for s in costs.layers]
-
-
-def _sends(costs: StepCosts) -> dict[str, list[float]]:
-    """As the partitioner takes them."""
-    return {
-        "forward_sends": [edge.forward_seconds for edge in costs.edges],
-        "backward_sends": [edge.backward_seconds for edge in costs.edges],
-    }

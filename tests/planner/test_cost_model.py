@@ -16,7 +16,6 @@ from gpipe_cli.planner.cost_model import (
     costs_by_rates,
     measured_costs,
     predicted_costs,
-    scaled,
     slowdowns,
 )
 from gpipe_cli.planner.device_rates import rates_of_sheet
@@ -78,9 +77,10 @@ def test_measured_layers_slow_each_other_down_in_proportion() -> None:
     assert costs.slowdown == pytest.approx((1.0, 1.1, 1.2))
     sent = sum(tensor.bytes(2) for tensor in traced().costs[0].outputs)
     assert costs.edges[0].forward_seconds == pytest.approx(0.5 + sent / 1e6)
-    half = scaled(costs, 0.5)
-    assert half.layers[0] == LayerSeconds(0.5, 1.0, 1.5)
-    assert half.updates == costs.updates
+    fewer = measured_costs(traced(), 1.5, 3, times)  # a mean: two were timed
+    assert fewer.layers[0] == LayerSeconds(0.75, 1.5, 2.25)
+    assert fewer.updates == costs.updates
+    assert fewer.edges[0].forward_seconds == pytest.approx(0.5 + 0.75 * sent / 1e6)
     alone = measured_costs(traced(), 2, 1, replace(times, together=None, link=None))
     assert (alone.slowdown, alone.edges[0]) == ((), EdgeCost(0.0, 0.0))
 
