@@ -4,8 +4,9 @@ Each candidate gets a plan of its own, and what was compared is kept, so that th
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 
@@ -32,19 +33,11 @@ class Candidate:
     """One value that was tried; `plan` is None where it does not fit or cannot be, and `reason` says why."""
 
     value: str  # `8`, `except_last`
+    config: TrainConfig
+    profile: ModelProfile
     plan: Plan | None
     reason: str = ""  # `stage 2 is 1.5 GiB over`
-    chosen: bool = False
     over: TooLargeError | None = None  # by how much the fullest stage of the best cut is over the limit
-
-    @property
-    def step_seconds(self) -> float | None:
-        return None if self.plan is None else self.plan.step_seconds
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Of the fullest stage."""
-        return None if self.plan is None else max(stage.total_bytes for stage in self.plan.memory)
 
 
 @dataclass(frozen=True)
@@ -54,10 +47,7 @@ class Comparison:
     setting: str  # `micro_batches`
     rule: str  # how it was chosen: `the shortest predicted step that fits`
     candidates: tuple[Candidate, ...]
-
-    @property
-    def chosen(self) -> Candidate:
-        return next(candidate for candidate in self.candidates if candidate.chosen)
+    chosen: Candidate | None  # None: not even the smallest model fits
 
 
 def choose(
@@ -69,39 +59,39 @@ def choose(
     `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
 
     Raises:
-        NothingFitsError: no candidate fits the memory limit.
+        NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
         ValueError: there is nothing to choose from, or no candidate can be run; one line.
     """
     if not auto:
-        plan = plan_or_refuse(config, profile, costs_of)
-        return config, plan, _recomputation(config, profile, plan)
-    if "micro_batches" in auto:
-        _refuse_no_choice(config)
-    setting = ", ".join(key for key in AUTO if key in auto)
-    tried: list[tuple[TrainConfig, Candidate]] = []
-    for candidate in _candidates(config, auto, len(profile.costs), elsewhere):
-        value = ", ".join(str(getattr(candidate, key)) for key in AUTO if key in auto)
         try:
-            refuse_single_samples(candidate, mini_batch_samples(candidate, profile.lengths))
-            tried.append(
-                (candidate, try_plan(candidate, value, profile, costs_of(candidate, profile), memory_limit(candidate)))
-            )
+            plan = make_plan(config, profile, costs_of(config, profile), memory_limit(config))
+        except TooLargeError as error:
+            raise _refusal(config, profile, error, "") from None
+        return config, plan, _recomputation(config, profile, plan)
+    setting = ", ".join(key for key in AUTO if key in auto)
+    tried: list[Candidate] = []
+    for one in _candidates(config, auto, len(profile.costs), elsewhere):
+        value = ", ".join(str(getattr(one, key)) for key in AUTO if key in auto)
+        try:
+            refuse_single_samples(one, mini_batch_samples(one, profile.lengths))
+            tried.append(try_plan(value, one, profile, costs_of(one, profile), memory_limit(one)))
         except ValueError as error:
-            tried.append((candidate, Candidate(value, None, str(error))))
-    fitting = [(candidate, one.plan) for candidate, one in tried if one.plan is not None]
-    if not fitting:
-        over = [(one.over.missing_bytes, at) for at, (_, one) in enumerate(tried) if one.over is not None]
+            tried.append(Candidate(value, one, profile, None, str(error)))
+    steps = [(candidate.plan.step_seconds, candidate) for candidate in tried if candidate.plan is not None]
+    if not steps:
+        over = [(candidate.over.missing_bytes, candidate) for candidate in tried if candidate.over is not None]
         if not over:
-            reason = tried[0][1].reason if tried else f"the model has only {len(profile.costs)} layers"
+            reason = tried[0].reason if tried else f"the model has only {len(profile.costs)} layers"
             raise ValueError(f"{setting}=auto: none of {len(tried)} candidates will do; {reason}")
-        nearest, one = tried[min(over)[1]]
-        assert one.over is not None
-        raise _refusal(nearest, profile, one.over, f"{setting}=auto: none of {len(tried)} candidates fits; ")
-    fastest = min(plan.step_seconds for _, plan in fitting)
-    best, plan = next(pair for pair in fitting if pair[1].step_seconds <= fastest * _AS_GOOD)
-    marked = tuple(replace(one, chosen=one.plan is plan) for _, one in tried)
-    comparison = Comparison(setting, "the shortest predicted step that fits", marked)
-    return best, plan, (comparison, *_recomputation(best, profile, plan))
+        _, nearest = min(over, key=itemgetter(0))
+        assert nearest.over is not None
+        prefix = f"{setting}=auto: none of {len(tried)} candidates fits; "
+        raise _refusal(nearest.config, profile, nearest.over, prefix)
+    fastest, _ = min(steps, key=itemgetter(0))
+    best = next(candidate for seconds, candidate in steps if seconds <= fastest * _AS_GOOD)
+    assert best.plan is not None
+    comparison = Comparison(setting, "the shortest predicted step that fits", tuple(tried), best)
+    return best.config, best.plan, (comparison, *_recomputation(best.config, profile, best.plan))
 
 
 def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
@@ -109,69 +99,54 @@ def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tu
     if config.recompute != "auto":
         return ()
     of_stages = ", ".join(map(str, plan.recomputed))
-    chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", plan, chosen=True)
-    limit, cut = memory_limit(config), replace(config.partition, balance=plan.balance)
+    chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)
+    cut = replace(config, partition=replace(config.partition, balance=plan.balance))
     never, most = (
-        try_plan(replace(config, recompute=mode, partition=cut), mode, profile, plan.costs, limit)
+        try_plan(mode, replace(cut, recompute=mode), profile, plan.costs, memory_limit(config))
         for mode in ("never", "except_last")
     )
-    return (Comparison("recompute", "as few as fit the memory", (never, chosen, most)),)
-
-
-def plan_or_refuse(config: TrainConfig, profile: ModelProfile, costs_of: CostsOf) -> Plan:
-    """The plan of settings that are all given.
-
-    Raises NothingFitsError, one line with the smallest change that would fit.
-    """
-    try:
-        return make_plan(config, profile, costs_of(config, profile), memory_limit(config))
-    except TooLargeError as error:
-        raise _refusal(config, profile, error, "") from None
+    return (Comparison("recompute", "as few as fit the memory", (never, chosen, most), chosen),)
 
 
 def try_plan(
-    config: TrainConfig, value: str, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None
+    value: str, config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None
 ) -> Candidate:
+    """Whatever `value` is that `config` has."""
     try:
-        return Candidate(value, make_plan(config, profile, costs, limit_bytes))
+        return Candidate(value, config, profile, make_plan(config, profile, costs, limit_bytes))
     except TooLargeError as error:
-        return Candidate(value, None, f"stage {error.stage} is {size(error.missing_bytes)} over", over=error)
+        reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
+        return Candidate(value, config, profile, None, reason, error)
 
 
-def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhere: bool) -> Iterator[TrainConfig]:
-    whole = config.batch_size or 1
-    partitions = (
-        [k for k in _numbers_of_devices(config, elsewhere) if k <= layers]
-        if "partitions" in auto
-        else [config.partitions]
-    )
-    # powers of two, and the batch size itself
-    halves = sorted({*(1 << n for n in range(whole.bit_length()) if 1 << n <= whole), whole})
-    for k in partitions:
-        for m in halves if "micro_batches" in auto else [config.micro_batches]:
-            yield replace(config, partitions=k, micro_batches=m)
+def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
+    """Raises ValueError if there is only one value of `micro_batches`."""
+    partitions, micro_batches = [config.partitions], [config.micro_batches]
+    if "partitions" in auto:
+        partitions = [k for k in _numbers_of_devices(config, elsewhere) if k <= layers]
+    if "micro_batches" in auto:
+        if config.batch_size is None:
+            raise ValueError(
+                f"micro_batches=auto: batch_tokens={config.batch_tokens} does not say how many samples there are; "
+                "give a number, e.g. micro_batches=4"
+            )
+        if config.batch_size == 1:
+            raise ValueError(
+                "micro_batches=auto: batch_size=1 cannot be divided, there is nothing to choose; use micro_batches=1, "
+                "or batch_size=2 or more"
+            )
+        # powers of two, and the batch size itself
+        micro_batches = sorted({*(1 << n for n in range(config.batch_size.bit_length())), config.batch_size})
+    return [replace(config, partitions=k, micro_batches=m) for k in partitions for m in micro_batches]
 
 
-def _numbers_of_devices(config: TrainConfig, elsewhere: bool) -> list[int]:
+def _numbers_of_devices(config: TrainConfig, elsewhere: bool) -> Sequence[int]:
     if (started := torchrun()) is not None:
         return [started.processes]
     if elsewhere:  # the paper's numbers
         return [1, 2, 4, 8]
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    return list(range(1, (gpus or usable_cores()) + 1))
-
-
-def _refuse_no_choice(config: TrainConfig) -> None:
-    if config.batch_size is None:
-        raise ValueError(
-            f"micro_batches=auto: batch_tokens={config.batch_tokens} does not say how many samples there are; "
-            "give a number, e.g. micro_batches=4"
-        )
-    if config.batch_size == 1:
-        raise ValueError(
-            "micro_batches=auto: batch_size=1 cannot be divided, there is nothing to choose; use micro_batches=1, or "
-            "batch_size=2 or more"
-        )
+    return range(1, (gpus or usable_cores()) + 1)
 
 
 def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
@@ -16,15 +16,6 @@ _MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan
 _SILENT_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class _Grown:
-    """A model of another size."""
-
-    config: TrainConfig
-    profile: ModelProfile
-    candidate: Candidate
-
-
 def solve_max_model(
     config: TrainConfig, costs_of: CostsOf, log: Callable[[str], None] = lambda line: None
 ) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Comparison, ...]]:
@@ -36,32 +27,32 @@ def solve_max_model(
         NothingFitsError: not even the smallest model fits.
         ValueError: there is no limit, or the model has no sizes.
     """
-    if memory_limit(config) is None:
+    limit_bytes = memory_limit(config)
+    if limit_bytes is None:
         raise ValueError(
             "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
         )
     began = time.monotonic()
-    found: list[_Grown] = []
     comparisons = []
     for key, step, most in _sizes(config):
-        tried: dict[int, _Grown] = {}
+        tried: dict[int, Candidate] = {}
 
-        def fits(guess: int, key: str = key, step: int = step, tried: dict[int, _Grown] = tried) -> bool:
+        def fits(guess: int, key: str = key, step: int = step, tried: dict[int, Candidate] = tried) -> bool:
             model = replace(config.model, **{key: guess * step})  # type: ignore[arg-type]  # a size is a whole number
             grown = replace(config, model=model)
             profile = profile_model(grown)
-            candidate = try_plan(grown, str(guess * step), profile, costs_of(grown, profile), memory_limit(grown))
-            tried[guess] = _Grown(grown, profile, candidate)
+            tried[guess] = try_plan(str(guess * step), grown, profile, costs_of(grown, profile), limit_bytes)
+            found = tried[guess].plan is not None
             if time.monotonic() - began > _SILENT_SECONDS:
-                log(f"model.{key}={guess * step} {'fits' if candidate.plan else 'does not fit'}")
-            return candidate.plan is not None
+                log(f"model.{key}={guess * step} {'fits' if found else 'does not fit'}")
+            return found
 
         largest = _largest(fits, max(1, getattr(config.model, key) // step), most // step)
-        found += [tried[largest]] if largest else []
         end = "" if largest < most // step else f"; more than {most} were not tried"
         rule = f"the largest that fits, everything else as given{end}"
-        candidates = [replace(grown.candidate, chosen=at == largest) for at, grown in sorted(tried.items())]
-        comparisons.append(Comparison(f"model.{key}", rule, tuple(candidates)))
+        candidates = tuple(tried[guess] for guess in sorted(tried))
+        comparisons.append(Comparison(f"model.{key}", rule, candidates, tried.get(largest)))
+    found = [comparison.chosen for comparison in comparisons if comparison.chosen is not None]
     if not found:
         reason = comparisons[0].candidates[0].reason
         raise NothingFitsError(
@@ -69,8 +60,8 @@ def solve_max_model(
             "partitions or more micro_batches"
         )
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
-    assert best.candidate.plan is not None
-    return best.config, best.profile, best.candidate.plan, tuple(comparisons)
+    assert best.plan is not None
+    return best.config, best.profile, best.plan, tuple(comparisons)
 
 
 def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:

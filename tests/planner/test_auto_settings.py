@@ -8,7 +8,7 @@ from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner import devices
-from gpipe_cli.planner.auto_settings import NothingFitsError, choose, plan_or_refuse
+from gpipe_cli.planner.auto_settings import NothingFitsError, choose
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.largest_model import solve_max_model
@@ -115,12 +115,12 @@ def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(pr
     limit = 0.55 * needed_gib(configure(*settings), profile)
     settings.append(f"hardware.memory_gib={limit}")
     with pytest.raises(NothingFitsError, match="no cut fits; in the best one stage") as error:
-        plan_or_refuse(configure(*settings), profile, predicted_costs)
+        choose(configure(*settings), [], profile, predicted_costs)
     line = str(error.value)
     assert line.startswith(f"hardware.memory_gib={limit:g}: ")
     changes = line.rpartition("; use ")[2].split(" or ")
     for change in changes:  # what it advises does fit
-        plan_or_refuse(configure(*settings, *change.split()), profile, predicted_costs)
+        choose(configure(*settings, *change.split()), [], profile, predicted_costs)
     assert changes[-1].startswith("hardware.memory_gib=")
     assert len(changes) == 2
 
@@ -130,7 +130,7 @@ def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.Monke
     config = configure(*SETTINGS[:-1], "micro_batches=2", "partitions=2", "recompute=auto")
     monkeypatch.setattr(devices, "usable_memory_bytes", lambda: 2 * 10**6)
     with pytest.raises(ValueError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
-        plan_or_refuse(config, traced(*SETTINGS), predicted_costs)
+        choose(config, [], traced(*SETTINGS), predicted_costs)
     assert "memory_gib" not in str(error.value)
 
 

@@ -159,8 +159,16 @@ def _hardware(config: TrainConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
-    keys = ("value", "step_seconds", "memory_bytes", "chosen", "reason")
-    candidates = [{key: getattr(candidate, key) for key in keys} for candidate in comparison.candidates]
+    candidates = [
+        {
+            "value": candidate.value,
+            "step_seconds": None if candidate.plan is None else candidate.plan.step_seconds,
+            "memory_bytes": None if candidate.plan is None else max(held.total_bytes for held in candidate.plan.memory),
+            "chosen": candidate is comparison.chosen,
+            "reason": candidate.reason,
+        }
+        for candidate in comparison.candidates
+    ]
     return {"setting": comparison.setting, "rule": comparison.rule, "candidates": candidates}
 
 
