@@ -4,18 +4,19 @@ A split knows its targets without decoding an image, because in a pipeline the f
 last stage only the targets, and they may live in different processes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from gpipe_cli.config.dataset import ImagesConfig
 from gpipe_cli.data.augmentation import build_transform
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.photographs import read_photographs
-from gpipe_cli.data.readers import Samples, choose_classes, read_cifar, read_digits, read_folders, read_noise
+from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
 from gpipe_cli.data.seeds import seed_of, seeded
 
 
@@ -65,8 +66,6 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
     Raises ValueError (one line) for missing, empty or damaged data, and a wrong number of classes.
     """
     name, root = dataset.name, Path(dataset.root or "")  # whatever is read from disk has one
-    # Digits and CIFAR have no border to cut away: the single centre crop of their test images is the whole image.
-    centre_share = 1.0
     match name:
         case "digits":
             train, test = read_digits()
@@ -77,14 +76,16 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
         case "synthetic_images":
             train, test = read_noise(dataset, seed)
         case "image_folder":
-            train, test = read_folders(root)
-            centre_share = 0.875  # the TPU code's evaluation crop
+            expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
+            train, test = read_folders(root, expected)
         case _:
             train, test = read_photographs(name, root, download=dataset.download, partial=dataset.partial)
-            # Single crop in the paper. ImageNet: the TPU code's. The transfer sets are "resized to 480x480", so nothing
-            # is cut away on purpose: the whole shorter side. Departs from the paper: the aspect ratio is kept, so the
-            # ends of the longer side are lost (whether the paper squeezes or crops, it does not say).
-            centre_share = 0.875 if name == "imagenet" else 1.0
+    if train.class_names != test.class_names:
+        odd = sorted(set(train.class_names) ^ set(test.class_names))
+        raise ValueError(
+            f"dataset.root={root}: the training and the test images must have the same classes in the same order, but "
+            f"{len(odd)} differ ({', '.join(odd[:3])}); complete the data, or remove what is not part of it"
+        )
     names = train.class_names
     if dataset.num_classes != len(names):
         raise ValueError(
@@ -93,25 +94,35 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
         )
     if dataset.classes is not None:
         train, test = _choose(dataset.classes, name, train, test)
+    # The single centre crop of test images: the TPU code's share for ImageNet and for folders. The transfer sets
+    # are "resized to 480x480", so nothing is cut away on purpose: the whole shorter side. Departs from the paper: the
+    # aspect ratio is kept, so the ends of the longer side are lost (the paper does not say whether it squeezes).
+    centre_share = 0.875 if name in ("image_folder", "imagenet") else 1.0
     return (
         ImageSplit(train, build_transform(dataset.image_size, centre_share, dataset.augmentation), seed),
         ImageSplit(test, build_transform(dataset.image_size, centre_share, None), None),
     )
 
 
-def _choose(classes: tuple[int, ...], name: str, train: Samples, test: Samples) -> tuple[Samples, Samples]:
-    """Only the samples of `classes`; ValueError for classes that do not exist, twice the same, fewer than two."""
-    setting = f"dataset.classes=[{','.join(map(str, classes))}]"
-    last = len(train.class_names) - 1
+def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[Samples]:
+    """Only the samples of `classes`, in their old order; class classes[i] gets the number i.
+
+    Raises ValueError for classes that do not exist, twice the same, fewer than two, or without an image.
+    """
+    setting, names = f"dataset.classes=[{','.join(map(str, classes))}]", splits[0].class_names
     for number in classes:
-        if not 0 <= number <= last:
-            raise ValueError(f"{setting}: {name} has no class {number}; use numbers from 0 to {last}")
+        if not 0 <= number < len(names):
+            raise ValueError(f"{setting}: {name} has no class {number}; use numbers from 0 to {len(names) - 1}")
         if classes.count(number) > 1:
             raise ValueError(f"{setting}: class {number} is given more than once; name each class once")
     if len(classes) < 2:
-        raise ValueError(f"{setting}: must name 2 classes or more; use dataset.classes=null for all {last + 1}")
-    chosen = choose_classes(train, classes), choose_classes(test, classes)
-    for split, samples in zip(SPLITS, chosen, strict=True):
-        if len(samples.targets) == 0:
+        raise ValueError(f"{setting}: must name 2 classes or more; use dataset.classes=null for all {len(names)}")
+    new_number = torch.full((len(names),), -1, dtype=torch.int64)
+    new_number[list(classes)] = torch.arange(len(classes))
+    for split, samples in zip(SPLITS, splits, strict=True):
+        targets = new_number[samples.targets]
+        kept = (targets >= 0).nonzero().flatten()
+        if len(kept) == 0:
             raise ValueError(f"{setting}: {name} has no {split} image of these classes; choose others or complete it")
-    return chosen
+        pixels: Pixels = Subset(samples.pixels, kept.tolist())  # type: ignore[arg-type]  # anything with an index
+        yield Samples(pixels, targets[kept], tuple(names[number] for number in classes))

@@ -6,7 +6,7 @@ photographs. torchvision reads the annotations, each set has its own format.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.readers import Files, Samples, one_process_at_a_time, read_folders
+
+_DOWNLOAD = "set dataset.download=true"
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class PhotographSet:
     folder: str  # below dataset.root; "": dataset.root itself
     contents: str  # what must be in that folder
     get: str  # how a user gets the data
-    download: bool = False  # torchvision can fetch it
-    counted: str = "in the paper"
+    reader: str | None = None  # torchvision's, where annotations list the images
+    train_split: str = "train"  # as that calls it
 
 
 PHOTOGRAPHS = {
@@ -47,6 +49,7 @@ PHOTOGRAPHS = {
         folder="stanford_cars",
         contents="cars_train, cars_test, devkit and cars_test_annos_withlabels.mat",
         get="its first address is gone; it must be copied from elsewhere",
+        reader="StanfordCars",
     ),
     # 3,669 test images are the official split; the paper prints 3,369, for which no list of images is known.
     "oxford_pets": PhotographSet(
@@ -55,18 +58,12 @@ PHOTOGRAPHS = {
         37,
         folder="oxford-iiit-pet",
         contents="images and annotations",
-        get="set dataset.download=true",
-        download=True,
-        counted="in its official split",
+        get=_DOWNLOAD,
+        reader="OxfordIIITPet",
+        train_split="trainval",
     ),
     "food101": PhotographSet(
-        75_750,
-        25_250,
-        101,
-        folder="food-101",
-        contents="images and meta",
-        get="set dataset.download=true",
-        download=True,
+        75_750, 25_250, 101, folder="food-101", contents="images and meta", get=_DOWNLOAD, reader="Food101"
     ),
     # The official training and validation parts together; classes are the 100 variants (737-700), the finest level.
     "fgvc_aircraft": PhotographSet(
@@ -75,8 +72,9 @@ PHOTOGRAPHS = {
         100,
         folder="fgvc-aircraft-2013b",
         contents="data/images, data/variants.txt and data/images_variant_*.txt",
-        get="set dataset.download=true",
-        download=True,
+        get=_DOWNLOAD,
+        reader="FGVCAircraft",
+        train_split="trainval",
     ),
     "birdsnap": PhotographSet(
         47_386,
@@ -100,31 +98,31 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
 
     Raises ValueError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
     """
-    match name:
-        case "imagenet":
-            train, test = _read_imagenet(root)
-        case "birdsnap":
-            _expect(name, root, "train", "test" if (root / "test").is_dir() else "val")
-            train, test = read_folders(root)
-        case _:
-            if download:
-                _download(name, root)
-            train, test = (_read_listed(name, root, split, partial) for split in ("train", "test"))
-    _check_splits(name, root, train, test, partial)
+    photographs = PHOTOGRAPHS[name]
+    expected = f"{name} is expected as {photographs.contents}; {photographs.get}"
+    if name == "imagenet":
+        train, test = _read_imagenet(root, expected)
+    elif photographs.reader is None:
+        train, test = read_folders(root, expected)
+    else:
+        if download:
+            _download(name, root)
+        train, test = (_read_listed(name, root, expected, split, partial) for split in ("training", "test"))
+    for what, wanted, found in (
+        ("classes", photographs.classes, len(train.class_names)),
+        ("training images", photographs.train, len(train.targets)),
+        ("test images", photographs.test, len(test.targets)),
+    ):
+        if found == wanted or (partial and 0 < found < wanted):
+            continue
+        remedy = "remove what is not part of it"
+        if found < wanted:
+            remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
+        raise ValueError(f"dataset.root={root}: {name} has {wanted:,} {what}, found {found:,}; {remedy}")
     return train, test
 
 
-def _expect(name: str, root: Path, *folders: str) -> None:
-    """ValueError saying where the data come from, unless each of `folders` is in `root`."""
-    for folder in folders:
-        if not (root / folder).is_dir():
-            raise ValueError(
-                f"dataset.root={root}: no folder '{root / folder}'; {name} is expected as "
-                f"{PHOTOGRAPHS[name].contents}; {PHOTOGRAPHS[name].get}"
-            )
-
-
-def _read_imagenet(root: Path) -> tuple[Samples, Samples]:
+def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
     """ImageNet-2012 from its class folders; classes are in the order of their WordNet numbers.
 
     torchvision's ImageNet unpacks the archives into these folders and writes the names of the classes to meta.bin. Most
@@ -145,21 +143,23 @@ def _read_imagenet(root: Path) -> tuple[Samples, Samples]:
     except Exception as error:  # archives and pickles fail in many ways
         raise ValueError(
             f"dataset.root={root}: the archives or '{META_FILE}' of imagenet are missing or damaged "
-            f"({_reason(error)}); expected {PHOTOGRAPHS['imagenet'].contents}; {PHOTOGRAPHS['imagenet'].get}"
+            f"({_reason(error)}); {expected}"
         ) from error
-    _expect("imagenet", root, "train", "val")
     # A folder 'test', which the challenge has too, holds images without classes.
-    train, test = read_folders(root, test_names=("val",))
+    train, test = read_folders(root, expected, test_names=("val",))
     # All words of a synset: two classes share the first one ("crane").
-    names = tuple(", ".join(words.get(wnid, (wnid,))) for wnid in train.class_names)
-    return Samples(train.pixels, train.targets, names), Samples(test.pixels, test.targets, names)
+    named = [
+        replace(split, class_names=tuple(", ".join(words.get(wnid, (wnid,))) for wnid in split.class_names))
+        for split in (train, test)
+    ]
+    return named[0], named[1]
 
 
 def _download(name: str, root: Path) -> None:
     folder = root / PHOTOGRAPHS[name].folder
     try:
         with one_process_at_a_time(root):
-            _open_listed(name, root, "train", download=True)
+            _open_listed(name, root, "training", download=True)
     except Exception as error:  # the network, the archive and the annotations fail in many ways
         raise ValueError(
             f"dataset.download=true: could not download {name} to '{root}' or read what is there ({_reason(error)}); "
@@ -171,23 +171,14 @@ def _open_listed(name: str, root: Path, split: str, *, download: bool = False) -
     """torchvision's reader of one split; it checks that folders are there, and raises whatever parsing raises."""
     from torchvision import datasets
 
-    trainval = "trainval" if split == "train" else split
-    match name:
-        case "stanford_cars":
-            return datasets.StanfordCars(str(root), split=split)
-        case "oxford_pets":
-            return datasets.OxfordIIITPet(str(root), split=trainval, download=download)
-        case "food101":
-            return datasets.Food101(str(root), split=split, download=download)
-        case _:
-            assert name == "fgvc_aircraft", name
-            return datasets.FGVCAircraft(str(root), split=trainval, annotation_level="variant", download=download)
-
-
-def _read_listed(name: str, root: Path, split: str, partial: bool) -> Samples:
-    """One split of a set whose annotations list its images; without `partial` every listed image must be there."""
     photographs = PHOTOGRAPHS[name]
-    folder = root / photographs.folder
+    assert photographs.reader is not None
+    reader = getattr(datasets, photographs.reader)
+    return reader(str(root), split=photographs.train_split if split == "training" else split, download=download)
+
+
+def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool) -> Samples:
+    """One split of a set whose annotations list its images; without `partial` every listed image must be there."""
     try:
         reader = _open_listed(name, root, split)
         # torchvision has no public way to the paths: indexing a reader decodes the image.
@@ -200,62 +191,28 @@ def _read_listed(name: str, root: Path, split: str, partial: bool) -> Samples:
         if not all(0 <= target < len(classes) for _, target in listed):
             raise ValueError(f"a {split} image of a class that is none of the {len(classes)} named")
     except Exception as error:  # broken annotations make scipy, json and torchvision raise anything
+        folder = root / PHOTOGRAPHS[name].folder
         found = f"is damaged or incomplete ({_reason(error)})" if folder.is_dir() else "is missing"
-        raise ValueError(
-            f"dataset.root={root}: '{folder}' {found}; {name} is expected there as {photographs.contents}; "
-            f"{photographs.get}"
-        ) from error
+        raise ValueError(f"dataset.root={root}: '{folder}' {found}; {expected}") from error
     # Folders are listed: asking for each of 75,750 files is slow on a network disk.
     folders = {os.path.dirname(path) for path, _ in listed}
-    names = {folder: set(os.listdir(folder)) for folder in folders if os.path.isdir(folder)}
-    kept = [(path, target) for path, target in listed if os.path.basename(path) in names.get(os.path.dirname(path), ())]
+    there = {entry.path for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)}
+    kept = [(path, target) for path, target in listed if path in there]
     if len(kept) < len(listed) and not partial:
-        missing = next(path for path, _ in listed if not os.path.exists(path))
+        missing = next(path for path, _ in listed if path not in there)
         raise ValueError(
-            f"dataset.root={root}: {len(listed) - len(kept):,} of {len(listed):,} {_images(split)} that {name} lists "
+            f"dataset.root={root}: {len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists "
             f"are missing, e.g. '{missing}'; {_complete(name, root)} or set dataset.partial=true"
         )
     targets = torch.tensor([target for _, target in kept], dtype=torch.int64)
     return Samples(Files(tuple(path for path, _ in kept)), targets, classes)
 
 
-def _check_splits(name: str, root: Path, train: Samples, test: Samples, partial: bool) -> None:
-    """ValueError where the splits do not fit together, or are not the paper's in size.
-
-    Also with `partial` a split has at least one image, and no more than the paper's: more means that something else is
-    in the folders.
-    """
-    photographs = PHOTOGRAPHS[name]
-    if train.class_names != test.class_names:
-        odd = sorted(set(train.class_names) ^ set(test.class_names)) or ["their order"]
-        raise ValueError(
-            f"dataset.root={root}: the training and the test images of {name} must have the same classes, but "
-            f"'{odd[0]}' ({len(odd)} differ) is only in one of them; {_complete(name, root)}"
-        )
-    for what, expected, found in (
-        ("classes", photographs.classes, len(train.class_names)),
-        (_images("train"), photographs.train, len(train.targets)),
-        (_images("test"), photographs.test, len(test.targets)),
-    ):
-        if found == expected or (partial and 0 < found < expected):
-            continue
-        remedy = "remove what is not part of it"
-        if found < expected:
-            remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
-        raise ValueError(
-            f"dataset.root={root}: {name} has {expected:,} {what} {photographs.counted}, found {found:,}; {remedy}"
-        )
-
-
 def _complete(name: str, root: Path) -> str:
     """The remedy for data with files missing. torchvision takes an existing folder for a finished download."""
-    if PHOTOGRAPHS[name].download:
-        return f"complete the data (delete '{root / PHOTOGRAPHS[name].folder}' and set dataset.download=true)"
+    if PHOTOGRAPHS[name].get == _DOWNLOAD:
+        return f"complete the data (delete '{root / PHOTOGRAPHS[name].folder}' and {_DOWNLOAD})"
     return "complete the data"
-
-
-def _images(split: str) -> str:
-    return "training images" if split == "train" else "test images"
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from gpipe_cli.config.dataset import ImagesConfig
 from gpipe_cli.config.typed import one_line
@@ -76,16 +75,6 @@ class Noise:
         # Eight pixels from each 64-bit number: one number per pixel would take eight times as long.
         words = torch.empty(-(-math.prod(shape) // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
         return words.view(torch.uint8)[: math.prod(shape)].view(shape)
-
-
-def choose_classes(samples: Samples, classes: tuple[int, ...]) -> Samples:
-    """The samples of `classes` only, in their old order; class classes[i] gets the number i."""
-    new_number = torch.full((len(samples.class_names),), -1, dtype=torch.int64)
-    new_number[list(classes)] = torch.arange(len(classes))
-    targets = new_number[samples.targets]
-    indices = (targets >= 0).nonzero().squeeze(1)
-    names = tuple(samples.class_names[number] for number in classes)
-    return Samples(Subset(samples.pixels, indices.tolist()), targets[indices], names)  # type: ignore[arg-type]
 
 
 def read_digits() -> tuple[Samples, Samples]:
@@ -153,55 +142,34 @@ def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
     return splits[0], splits[1]
 
 
-def read_folders(root: Path, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:
+def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:
     """Photographs as root/train/<class>/* and root/test/<class>/* (or root/val); classes in alphabetical order.
 
     test_names: folders that may hold the test images; the first that exists is read.
 
-    Raises ValueError for a folder that is missing or empty, or a class that only one of the splits has.
+    Raises ValueError, which says what is `expected`, for a folder that is missing or a class without an image.
     """
-    expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/{test_names[0]}/<class>/*.jpg'"
-    expected += "".join(f" (or '{root / name}')" for name in test_names[1:])
-    if not root.is_dir():
-        raise ValueError(f"dataset.root={root}: no such folder; {expected}")
-    train = root / "train"
-    test = next((root / name for name in test_names if (root / name).is_dir()), root / test_names[0])
-    classes = {}
-    for folder in (train, test):
-        if not folder.is_dir():
-            raise ValueError(f"dataset.root={root}: no folder '{folder}'; {expected}")
-        # Hidden folders (.ipynb_checkpoints) are not classes.
-        found = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        classes[folder] = tuple(sorted(found))
-        if not classes[folder]:
-            raise ValueError(f"dataset.root={root}: '{folder}' holds no class folder; {expected}")
-    if odd := sorted(set(classes[train]) ^ set(classes[test])):
-        owner = train if odd[0] in classes[train] else test
-        raise ValueError(
-            f"dataset.root={root}: '{train}' and '{test}' must hold the same classes, but '{odd[0]}' "
-            f"({len(odd)} differ) is only in '{owner.name}'; add or remove that folder"
-        )
-    return _folder_samples(train, classes[train]), _folder_samples(test, classes[test])
+    from torchvision.datasets.folder import is_image_file, make_dataset
 
-
-def _folder_samples(folder: Path, classes: tuple[str, ...]) -> Samples:
-    """All image files below each class folder, in a fixed order; ValueError for a class without any."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file, make_dataset
-
-    samples = make_dataset(
-        str(folder),
-        {name: number for number, name in enumerate(classes)},
-        is_valid_file=lambda path: is_image_file(path) and not Path(path).name.startswith("."),
-        allow_empty=True,
-    )
-    targets = torch.tensor([number for _, number in samples], dtype=torch.int64)
-    for name, count in zip(classes, torch.bincount(targets, minlength=len(classes)).tolist(), strict=True):
-        if count == 0:
-            raise ValueError(
-                f"dataset.root={folder.parent}: the class folder '{folder / name}' holds no image "
-                f"({' '.join(IMG_EXTENSIONS)}); add images or remove the folder"
+    test = next((name for name in test_names if (root / name).is_dir()), test_names[0])
+    splits = []
+    for folder in (root / "train", root / test):
+        try:
+            # Hidden folders (.ipynb_checkpoints) are not classes.
+            found = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+            numbers = {name: number for number, name in enumerate(sorted(found))}
+            listed = make_dataset(
+                str(folder),
+                numbers,
+                is_valid_file=lambda path: is_image_file(path) and not Path(path).name.startswith("."),
             )
-    return Samples(Files(tuple(path for path, _ in samples)), targets, classes)
+        except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
+            raise ValueError(
+                f"dataset.root={root}: '{folder}' cannot be read ({one_line(error)}); {expected}"
+            ) from error
+        targets = torch.tensor([number for _, number in listed], dtype=torch.int64)
+        splits.append(Samples(Files(tuple(path for path, _ in listed)), targets, tuple(numbers)))
+    return splits[0], splits[1]
 
 
 @contextmanager
