@@ -16,7 +16,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.models.cell import GENOTYPES, Cell, CellGenotype, FeatureMap, Variant
+from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, FeatureMap, Variant
 from gpipe_cli.models.operations import Convolution, Linear, Norm, SameConvolution, relu_after_norm
 
 StemKind = Literal["auto", "imagenet", "small"]
@@ -111,7 +111,6 @@ def amoebanet(
     Raises:
         ValueError: filters that do not divide, or a map too small for the auxiliary head.
     """
-    cells = GENOTYPES[variant]
     small = image_size <= SMALL_IMAGE if stem == "auto" else stem == "small"
     # Narrowest cell: F = D / 4 in the ImageNet stem, else D. It needs F / 4 channels for its bottlenecks.
     divisor = 4 if small else 16
@@ -125,25 +124,23 @@ def amoebanet(
     layers["stem"], current = _stem(image_size, norm, small=small)
     previous: FeatureMap | None = None
 
-    def add(name: str, kind: CellGenotype, width: int, stride: int) -> None:
+    def add(name: str, width: int, stride: int) -> None:
         nonlocal current, previous
-        cell = Cell(
-            kind, filters=width, stride=stride, current=current, previous=previous, norm=norm, drop_path=drop_path
-        )
-        layers[name] = cell
+        genotype = NORMAL[variant] if stride == 1 else REDUCTION[variant]
+        layers[name] = cell = Cell(genotype, width, stride, current, previous, norm, drop_path)
         # the first cell's predecessor is the stem, which its successor reads as any other
         current, previous = cell.output, current
 
     if not small:
-        add("stem_reduction_0", cells.reduction, filters // 4, stride=2)
-        add("stem_reduction_1", cells.reduction, filters // 2, stride=2)
+        add("stem_reduction_0", filters // 4, stride=2)
+        add("stem_reduction_1", filters // 2, stride=2)
     width = filters
     reductions = (normal_cells // 3, 2 * normal_cells // 3)
     for index in range(normal_cells):
         if index in reductions:
             width *= 2
-            add(f"reduction_{reductions.index(index)}", cells.reduction, width, stride=2)
-        add(f"cell_{index:02d}", cells.normal, width, stride=1)
+            add(f"reduction_{reductions.index(index)}", width, stride=2)
+        add(f"cell_{index:02d}", width, stride=1)
         if auxiliary_head and index == reductions[1] - 1:
             if current.size < AUXILIARY_POOL:
                 raise ValueError(

@@ -10,35 +10,110 @@ Inside a layer every module keeps the path that it has in timm's model: the tens
 the chain is timm's `layer1.0.conv1.weight`, and files of weights fit in both directions.
 """
 
-from collections.abc import Callable
-from functools import partial
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Layers = dict[str, nn.Module]
+# The modules of the stem, the modules whose children are a layer each (`*`: of every child), the modules of the head.
+FAMILIES = {
+    "ResNet": ("conv1 bn1 act1 maxpool", "layer1 layer2 layer3 layer4", "global_pool dropout fc"),
+    "ConvNeXt": ("stem", "stages.*.blocks", "norm_pre head"),
+    "VisionTransformer": ("patch_embed pos_drop patch_drop norm_pre", "blocks", "norm pool fc_norm head_drop head"),
+    "EfficientNet": ("conv_stem bn1", "blocks.*", "conv_head bn2 global_pool dropout classifier"),
+    "MobileNetV3": ("conv_stem bn1", "blocks.*", "global_pool conv_head norm_head act2 flatten dropout classifier"),
+    "RegNet": ("stem", "s1 s2 s3 s4", "final_conv head"),
+    "VGG": ("", "features", "pre_logits head"),
+    "MlpMixer": ("stem", "blocks", "norm pool head_drop head"),
+}
+
+
+def chain(model: Any) -> nn.Sequential:
+    """The layers of a model of timm as a sequence; it holds the model's own modules, not copies.
+
+    Raises ValueError for a model whose class is not one of the families, or that is built in a way which the chain does
+    not know.
+    """
+    from timm import models
+
+    kind = type(model).__name__
+    # A class by itself and not its subclasses: what these change is not known here.
+    if kind not in FAMILIES or type(model) is not getattr(models, kind):
+        raise ValueError(f"model.name: timm's class {kind} has no chain of layers; use one of {', '.join(FAMILIES)}")
+    if kind == "VisionTransformer" and (model.attn_pool is not None or model.dynamic_img_size):
+        what = "pools by attention" if model.attn_pool is not None else "takes images of any size"
+        raise ValueError(
+            f"model.name: this VisionTransformer {what}, which its chain of layers does not know; use one that does "
+            "not, such as model.name=vit_tiny_patch16_224"
+        )
+    stem, parents, head = FAMILIES[kind]
+    layers = {"stem": stem.split()} if stem else {}
+    for path in itertools.chain.from_iterable(_children(model, parent) for parent in parents.split()):
+        if kind == "VGG" and not isinstance(model.get_submodule(path), nn.Conv2d):
+            # with the convolution before it: a ReLU works in place and must not meet another layer's result
+            layers[next(reversed(layers))].append(path)
+        elif kind == "ConvNeXt" and path.endswith(".blocks.0"):
+            layers[path] = [path.replace("blocks.0", "downsample"), path]
+        else:
+            layers[path] = [path]
+    layers["head"] = head.split()
+    sequence = nn.Sequential()
+    for name, steps in layers.items():
+        piece = TokenStem if kind == "VisionTransformer" and name == "stem" else Piece
+        sequence.add_module(name.replace(".", "_"), piece(model, steps))
+    if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
+        raise ValueError(
+            f"model.name: this {kind} has tensors that its chain of layers does not know, such as "
+            f"{min(forgotten)}; use another member of the family"
+        )
+    return sequence.train(model.training)
+
+
+def _children(model: nn.Module, path: str) -> list[str]:
+    """The paths of a module's children; `.*` in its path stands for every child of what is before."""
+    before, star, after = path.partition(".*")
+    parents = [child + after for child in _children(model, before)] if star else [path]
+    return [f"{parent}.{name}" for parent in parents for name, _ in model.get_submodule(parent).named_children()]
+
+
+def _tensors(model: nn.Module) -> set[str]:
+    """The names of all parameters and buffers, of those too that no file of weights holds."""
+    return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
 
 
 class Piece(nn.Module):
     """Some modules of a model, applied one after the other: the layer of a chain.
 
-    Args:
-        model: where they are.
-        steps: their paths in the model, in the order in which they run.
-        more: modules without tensors that the model applies as functions, by the name under which `steps` has them.
+    steps: their paths in the model, in the order in which they run. `dropout` and `pool` are none of the model's
+    modules: it applies functions.
     """
 
-    def __init__(self, model: nn.Module, *steps: str, **more: nn.Module) -> None:
+    def __init__(self, model: Any, steps: list[str]) -> None:
         super().__init__()
         self.steps = steps
         for step in steps:
-            _put(self, step, more[step] if step in more else model.get_submodule(step))
+            if step == "pool":
+                self.add_module(step, Pool(model))
+            elif step == "dropout":
+                self.add_module(step, nn.Dropout(model.drop_rate))
+            else:
+                self._put(step, model.get_submodule(step))
 
     def forward(self, x: Tensor) -> Tensor:
         for step in self.steps:
             x = self.get_submodule(step)(x)
         return x
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        """Register `module` under `path`, with empty modules in between."""
+        *parents, last = path.split(".")
+        owner: nn.Module = self
+        for parent in parents:
+            if parent not in dict(owner.named_children()):
+                owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.add_module(last, module)
 
 
 class TokenStem(Piece):
@@ -47,8 +122,8 @@ class TokenStem(Piece):
     The class token and the register tokens, where there are any, come first.
     """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, "patch_embed", "pos_drop", "patch_drop", "norm_pre")
+    def __init__(self, model: Any, steps: list[str]) -> None:
+        super().__init__(model, steps)
         self.cls_token, self.reg_token, self.pos_embed = model.cls_token, model.reg_token, model.pos_embed
         self.only_patches_have_positions = model.no_embed_class
 
@@ -68,155 +143,15 @@ class TokenStem(Piece):
 
 
 class Pool(nn.Module):
-    """From all tokens to one vector, (N, S, width) -> (N, width), by a function without tensors."""
+    """From all tokens to one vector as `model` pools, (N, S, width) -> (N, width)."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.function = function
+        self.kind = model.global_pool
+        self.prefix_tokens = getattr(model, "num_prefix_tokens", 0)
+        self.include_prefix = getattr(model, "pool_include_prefix", True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+        from timm.layers import global_pool_nlc
 
-
-def chain(model: nn.Module) -> nn.Sequential:
-    """The layers of a model of timm as a sequence; it holds the model's own modules, not copies.
-
-    Raises ValueError for a model whose class is not one of the families, or that is built in a way which the chain does
-    not know.
-    """
-    from timm import models
-
-    families: dict[type[nn.Module], Callable[[Any], Layers]] = {
-        models.ResNet: _resnet,
-        models.ConvNeXt: _convnext,
-        models.VisionTransformer: _vision_transformer,
-        models.EfficientNet: _efficientnet,
-        models.MobileNetV3: _mobilenet_v3,
-        models.RegNet: _regnet,
-        models.VGG: _vgg,
-        models.MlpMixer: _mixer,
-    }
-    # A class by itself and not its subclasses: what these change is not known here.
-    kind = type(model)
-    if kind not in families:
-        names = ", ".join(family.__name__ for family in families)
-        raise ValueError(f"model.name: timm's class {kind.__name__} has no chain of layers; use one of {names}")
-    sequence = nn.Sequential()
-    for name, layer in families[kind](model).items():
-        sequence.add_module(name.replace(".", "_"), layer)
-    if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
-        raise ValueError(
-            f"model.name: this {kind.__name__} has tensors that its chain of layers does not know, such as "
-            f"{min(forgotten)}; use another member of the family"
-        )
-    return sequence.train(model.training)
-
-
-def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
-    """Register `module` below `owner` under `path`, with empty modules in between."""
-    *parents, last = path.split(".")
-    for parent in parents:
-        if parent not in dict(owner.named_children()):
-            owner.add_module(parent, nn.Module())
-        owner = owner.get_submodule(parent)
-    owner.add_module(last, module)
-
-
-def _tensors(model: nn.Module) -> set[str]:
-    """The names of all parameters and buffers, of those too that no file of weights holds."""
-    return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
-
-
-def _children(model: nn.Module, path: str) -> list[str]:
-    return [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
-
-
-def _blocks(model: nn.Module, *stages: str) -> Layers:
-    """Every child of every stage as a layer of its own."""
-    return {path: Piece(model, path) for stage in stages for path in _children(model, stage)}
-
-
-def _resnet(model: Any) -> Layers:
-    stages = [name for name, _ in model.named_children() if name.startswith("layer")]
-    return {
-        "stem": Piece(model, "conv1", "bn1", "act1", "maxpool"),
-        **_blocks(model, *stages),
-        "head": Piece(model, "global_pool", "dropout", "fc", dropout=nn.Dropout(model.drop_rate)),
-    }
-
-
-def _convnext(model: Any) -> Layers:
-    layers: Layers = {"stem": Piece(model, "stem")}
-    for stage in _children(model, "stages"):
-        first, *others = _children(model, f"{stage}.blocks")
-        layers[first] = Piece(model, f"{stage}.downsample", first)
-        layers |= {block: Piece(model, block) for block in others}
-    return {**layers, "head": Piece(model, "norm_pre", "head")}
-
-
-def _vision_transformer(model: Any) -> Layers:
-    from timm.layers import global_pool_nlc
-
-    if model.attn_pool is not None or model.dynamic_img_size:
-        what = "pools by attention" if model.attn_pool is not None else "takes images of any size"
-        raise ValueError(
-            f"model.name: this VisionTransformer {what}, which its chain of layers does not "
-            "know; use one that does not, such as model.name=vit_tiny_patch16_224"
-        )
-    pool = partial(
-        global_pool_nlc,
-        pool_type=model.global_pool,
-        num_prefix_tokens=model.num_prefix_tokens,
-        reduce_include_prefix=model.pool_include_prefix,
-    )
-    return {
-        "stem": TokenStem(model),
-        **_blocks(model, "blocks"),
-        "head": Piece(model, "norm", "pool", "fc_norm", "head_drop", "head", pool=Pool(pool)),
-    }
-
-
-def _mixer(model: Any) -> Layers:
-    pool = Pool(partial(torch.mean, dim=1)) if model.global_pool == "avg" else nn.Identity()
-    return {
-        "stem": Piece(model, "stem"),
-        **_blocks(model, "blocks"),
-        "head": Piece(model, "norm", "pool", "head_drop", "head", pool=pool),
-    }
-
-
-def _efficientnet(model: Any) -> Layers:
-    return _mobile(model, "conv_head", "bn2", "global_pool", "dropout", "classifier")
-
-
-def _mobilenet_v3(model: Any) -> Layers:
-    return _mobile(model, "global_pool", "conv_head", "norm_head", "act2", "flatten", "dropout", "classifier")
-
-
-def _mobile(model: Any, *head: str) -> Layers:
-    return {
-        "stem": Piece(model, "conv_stem", "bn1"),
-        **_blocks(model, *_children(model, "blocks")),
-        "head": Piece(model, *head, dropout=nn.Dropout(model.drop_rate)),
-    }
-
-
-def _regnet(model: Any) -> Layers:
-    return {
-        "stem": Piece(model, "stem"),
-        **_blocks(model, "s1", "s2", "s3", "s4"),
-        "head": Piece(model, "final_conv", "head"),
-    }
-
-
-def _vgg(model: Any) -> Layers:
-    """A layer begins with each convolution: the ReLU behind it works in place and must not meet another layer's
-    result."""
-    layers: dict[str, list[str]] = {}
-    name = ""
-    for path in _children(model, "features"):
-        if isinstance(model.get_submodule(path), nn.Conv2d):
-            name = path
-        layers.setdefault(name, []).append(path)
-    pieces: Layers = {name: Piece(model, *paths) for name, paths in layers.items()}
-    return {**pieces, "head": Piece(model, "pre_logits", "head")}
+        return global_pool_nlc(x, self.kind, self.prefix_tokens, self.include_prefix)

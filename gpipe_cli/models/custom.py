@@ -54,12 +54,10 @@ def _find(target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise _RefusedError(
-                f"there is no module {error.name}, neither in {here} nor installed; "
-                "run the command where the module is, or install it"
-            ) from error
-        raise _RefusedError(f"{module_name} imports {error.name}, which is not installed; install it") from error
+        raise _RefusedError(
+            f"there is no module {error.name}, neither in {here} nor installed; "
+            "run the command where the module is, or install it"
+        ) from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         raise _RefusedError(
             f"{module_name} cannot be imported ({type(error).__name__}: {one_line(error)}); "
@@ -79,10 +77,7 @@ def _find(target: str) -> Any:
 
 def _check_arguments(function: Any, arguments: Mapping[str, object]) -> None:
     """Before the call, whose own TypeError could come from within the function."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have none
-        return
+    signature = inspect.signature(function)
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -10,7 +10,6 @@ parameters can fill them in alone: that is what `reset_parameters` does here.
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -101,20 +100,19 @@ class Pool(nn.Module):
     the extra pixel of an odd padding.
     """
 
-    def __init__(self, kind: Literal["max", "average"], kernel: int, stride: int) -> None:
+    def __init__(self, name: str, stride: int) -> None:
         super().__init__()
-        assert kernel % 2 == 1 or stride == kernel, "the last window would have to start outside"
-        self.kind = kind
-        self.kernel = kernel
+        self.average, self.kernel = {"max_pool_2x2": (False, 2), "max_pool_3x3": (False, 3), "avg_pool_3x3": (True, 3)}[
+            name
+        ]
         self.stride = stride
+        assert self.kernel % 2 == 1 or stride == self.kernel, "the last window would have to start outside"
 
     def forward(self, x: Tensor) -> Tensor:
-        top, _ = same_padding(x.shape[2], self.kernel, self.stride)
-        left, _ = same_padding(x.shape[3], self.kernel, self.stride)
-        padding = (top, left)
-        if self.kind == "max":
-            return F.max_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True)
-        return F.avg_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True, count_include_pad=False)
+        padding = [same_padding(length, self.kernel, self.stride)[0] for length in x.shape[2:]]
+        if self.average:
+            return F.avg_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True, count_include_pad=False)
+        return F.max_pool2d(x, self.kernel, self.stride, padding, ceil_mode=True)
 
 
 class FactorizedReduction(nn.Module):
@@ -156,25 +154,11 @@ def convolution(in_channels: int, out_channels: int, norm: Norm, stride: int = 1
 def _bottleneck(in_channels: int, out_channels: int, stride: int, norm: Norm, *, seven: bool) -> AfterRelu:
     """(ReLU,) 1x1 to a quarter of the channels, 3x3 or 1x7 and 7x1 there, 1x1 back; batch norm and ReLU between."""
     inner = out_channels // 4
-    if seven:
-        kernels = [
-            SameConvolution(inner, inner, (1, 7), (1, stride)),
-            norm(inner),
-            relu_after_norm(),
-            SameConvolution(inner, inner, (7, 1), (stride, 1)),
-        ]
-    else:
-        kernels = [SameConvolution(inner, inner, (3, 3), (stride, stride))]
-    return AfterRelu(
-        Convolution(in_channels, inner),
-        norm(inner),
-        relu_after_norm(),
-        *kernels,
-        norm(inner),
-        relu_after_norm(),
-        Convolution(inner, out_channels),
-        norm(out_channels),
-    )
+    kernels = [((1, 7), (1, stride)), ((7, 1), (stride, 1))] if seven else [((3, 3), (stride, stride))]
+    layers: list[nn.Module] = [Convolution(in_channels, inner)]
+    for kernel, strides in kernels:
+        layers += [norm(inner), relu_after_norm(), SameConvolution(inner, inner, kernel, strides)]
+    return AfterRelu(*layers, norm(inner), relu_after_norm(), Convolution(inner, out_channels), norm(out_channels))
 
 
 def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, kernel: int) -> AfterRelu:
@@ -200,21 +184,11 @@ def operation(name: str, in_channels: int, out_channels: int, stride: int, norm:
             return nn.Identity()
         case "identity" | "1x1":
             return convolution(in_channels, out_channels, norm, stride)
-        case "3x3":
-            return _bottleneck(in_channels, out_channels, stride, norm, seven=False)
-        case "1x7_7x1":
-            return _bottleneck(in_channels, out_channels, stride, norm, seven=True)
-        case "separable_3x3_2":
-            return _separable(in_channels, out_channels, stride, norm, kernel=3)
-        case "separable_5x5_2":
-            return _separable(in_channels, out_channels, stride, norm, kernel=5)
-        case "max_pool_2x2":
-            pool = Pool("max", 2, stride)
-        case "max_pool_3x3":
-            pool = Pool("max", 3, stride)
-        case _:
-            assert name == "avg_pool_3x3", name
-            pool = Pool("average", 3, stride)
+        case "3x3" | "1x7_7x1":
+            return _bottleneck(in_channels, out_channels, stride, norm, seven=name == "1x7_7x1")
+        case "separable_3x3_2" | "separable_5x5_2":
+            return _separable(in_channels, out_channels, stride, norm, kernel=3 if "3x3" in name else 5)
+    pool = Pool(name, stride)
     if in_channels == out_channels:
         return pool
     return nn.Sequential(pool, Convolution(in_channels, out_channels), norm(out_channels))  # no ReLU

@@ -45,9 +45,20 @@ def build_timm(
         ValueError: an unknown name, a family without a chain, a setting that the model does not have, or weights that
             do not fit or cannot be had.
     """
+    import timm
+
     _check_name(name)
     settings = _settings(name, num_classes, image_size, dropout, drop_path)
-    model = _create(name, settings, pretrained=pretrained and weights is None)
+    fetch = pretrained and weights is None
+    try:
+        model = timm.create_model(name, pretrained=fetch, **settings)
+    except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
+        if not fetch:
+            raise
+        raise ValueError(
+            f"model.pretrained=true: the weights of {name} cannot be had here ({_reason(error)}); "
+            "give model.weights=FILE or use model.pretrained=false"
+        ) from error
     if weights is not None:
         _load(model, Path(weights))
     return chain(model)
@@ -99,29 +110,12 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
     return settings
 
 
-def _create(name: str, settings: dict[str, Any], *, pretrained: bool) -> nn.Module:
-    """timm's model. Raises ValueError if it shall have weights that do not exist or cannot be reached."""
-    import timm
-
-    if not pretrained:
-        return timm.create_model(name, **settings)
-    try:
-        return timm.create_model(name, pretrained=True, **settings)
-    except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
-        raise ValueError(
-            f"model.pretrained=true: the weights of {name} cannot be had here ({type(error).__name__}: "
-            f"{one_line(error).partition('; ')[0]}); "
-            "give model.weights=FILE or use model.pretrained=false"
-        ) from error
-
-
 def _load(model: Any, file: Path) -> None:
     """Fill `model` with the tensors of `file`; a classifier for another number of classes is left out.
 
     Raises ValueError for a file that cannot be read or whose tensors are not those of the model.
     """
-    tensors, own = _read(file), model.state_dict()
-    _fit_positions(model, tensors)
+    tensors, own = _read(model, file), model.state_dict()
     # A classifier is left out whole: one tensor for another number of classes tells that all are.
     classifier = f"{model.pretrained_cfg['classifier']}."
     shared = [name for name in own if name.startswith(classifier) and name in tensors]
@@ -142,18 +136,23 @@ def _load(model: Any, file: Path) -> None:
     model.load_state_dict(tensors, strict=False)
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors in `file`, read without running code. Raises ValueError if that is not possible."""
-    from timm.models import load_state_dict
+def _read(model: Any, file: Path) -> dict[str, Tensor]:
+    """The tensors in `file`, read without running code; a vision Transformer's positions are stretched to its images.
+
+    Raises ValueError if that is not possible.
+    """
+    from timm.models import VisionTransformer, load_state_dict
+    from timm.models.vision_transformer import checkpoint_filter_fn
 
     if not file.is_file():
         raise ValueError(f"model.weights={file}: there is no such file")
     try:
         tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
+        if isinstance(model, VisionTransformer):
+            tensors = checkpoint_filter_fn(tensors, model)
     except Exception as error:  # two formats, each with exceptions of its own
         raise ValueError(
-            f"model.weights={file}: cannot be read as weights ({type(error).__name__}: "
-            f"{one_line(error).partition('; ')[0]}); "
+            f"model.weights={file}: cannot be read as weights ({_reason(error)}); "
             "use a .safetensors file or a dictionary of tensors that torch.save wrote"
         ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
@@ -161,16 +160,5 @@ def _read(file: Path) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def _fit_positions(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Stretch the positions of a vision Transformer that were learned on images of another size, in timm's way."""
-    from timm.layers import resample_abs_pos_embed
-
-    own, loaded = getattr(model, "pos_embed", None), tensors.get("pos_embed")
-    if own is None or loaded is None or loaded.shape == own.shape or loaded.dim() != 3:
-        return
-    prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-    side = round(max(loaded.shape[1] - prefix, 0) ** 0.5)
-    if side * side + prefix == loaded.shape[1]:
-        tensors["pos_embed"] = resample_abs_pos_embed(
-            loaded, list(model.patch_embed.grid_size), num_prefix_tokens=prefix
-        )
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error).partition('; ')[0]}"

@@ -24,22 +24,16 @@ from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Self
 
 
 class SourceEmbedding(Embedding):
-    """Takes (source (N, S), target (N, T)) and embeds the source; the target stays as it is."""
+    """Takes (source (N, S), target (N, T)) and embeds the source and, if `shared`, the target, too."""
 
-    def __init__(self, vocabulary: int, width: int, length: int, pad: int) -> None:
+    def __init__(self, vocabulary: int, width: int, length: int, pad: int, *, shared: bool) -> None:
         super().__init__(vocabulary, width, length)
-        self.pad = pad
+        self.pad, self.shared = pad, shared
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
         source, target = inputs
-        return super().forward(source), source != self.pad, target
-
-
-class SharedEmbedding(SourceEmbedding):
-    """Takes (source (N, S), target (N, T)) and embeds both with one matrix."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
-        source, target = inputs
+        if not self.shared:
+            return super().forward(source), source != self.pad, target
         # One look-up for both: two would each bring a gradient as large as the matrix.
         vectors = nn.Embedding.forward(self, torch.cat([source, target], dim=1))
         source_vectors, target_vectors = vectors.split([source.shape[1], target.shape[1]], dim=1)
@@ -128,16 +122,9 @@ def transformer_nmt(
 
     Logits at t are for the target's token behind the given tokens 0 to t. S and T are at most `length`.
 
-    Args:
+    Args as those of `transformer_lm` (hidden is H, heads is A), and:
         layers: L, of the encoder and again of the decoder.
-        hidden: H, entries between the two maps of a feed-forward part.
-        heads: A, attention heads.
-        width: entries of a token's vector.
         head_width: channels of one attention head.
-        vocabulary: tokens are 0 to vocabulary - 1, the same ones in both languages.
-        length: the longest sequence, tokens.
-        dropout: probability to drop an entry of what a part of a layer adds.
-        attention_dropout: probability to drop an attention weight.
         depth_scaled: whether the initial weights of all feed-forward parts are divided by L (the paper's first remedy
             against divergence, after Fixup).
         logit_clip: the largest magnitude of a logit (its second remedy; Lingvo's `logits_abs_max`); 0 is off.
@@ -150,8 +137,7 @@ def transformer_nmt(
     scale = 1 / layers if depth_scaled else 1.0
     sizes = (width, hidden, heads, head_width, dropout, attention_dropout)
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
-    embedding = SharedEmbedding if shared_embedding else SourceEmbedding
-    sequence["embedding"] = embedding(vocabulary, width, length, pad)
+    sequence["embedding"] = SourceEmbedding(vocabulary, width, length, pad, shared=shared_embedding)
     for index in range(layers):
         sequence[f"encoder_{index:02d}"] = EncoderLayer(*sizes, causal=False, feed_forward_scale=scale)
     sequence["encoder_norm"] = EncoderNorm(width)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.models.cell import GENOTYPES, Cell, CellGenotype, FeatureMap, Variant
+from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, CellGenotype, FeatureMap, Variant
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.models.operations import AfterRelu, FactorizedReduction
 
@@ -55,8 +55,7 @@ def by_hand(cell: Cell, current: Tensor, previous: Tensor, wiring: list[tuple[in
 def test_wiring(
     variant: Variant, stride: int, wiring: list[tuple[int, int]], output: list[int], previous: FeatureMap
 ) -> None:
-    cells = GENOTYPES[variant]
-    genotype = cells.normal if stride == 1 else cells.reduction
+    genotype = (NORMAL if stride == 1 else REDUCTION)[variant]
     assert ", ".join(" ".join(name for name, _ in pair) for pair in genotype.pairs) == OPERATIONS[variant, stride]
     assert [tuple(state for _, state in pair) for pair in genotype.pairs] == wiring
     cell = build(genotype, stride, previous)
@@ -72,7 +71,7 @@ def test_wiring(
 
 def test_one_state_is_rectified_once() -> None:
     """D reads the rectified state 0 in three operations; autograd keeps one tensor for them."""
-    cell = build(GENOTYPES["d"].normal, 1)
+    cell = build(NORMAL["d"], 1)
     seen: list[int] = []
     for apply in cell.operations:
         if isinstance(apply, AfterRelu):
@@ -86,7 +85,7 @@ def test_one_state_is_rectified_once() -> None:
 
 
 def test_predecessor() -> None:
-    kind = GENOTYPES["d"].normal
+    kind = NORMAL["d"]
     assert isinstance(build(kind, 1, PREVIOUS).previous, nn.Identity)
     assert isinstance(build(kind, 1, FeatureMap(8, 14)).previous, FactorizedReduction)
     projection = build(kind, 1, FeatureMap(6, 7)).previous
@@ -95,7 +94,7 @@ def test_predecessor() -> None:
 
 
 def test_first_cell_reads_the_stem_unprojected() -> None:
-    cell = build(GENOTYPES["d"].reduction, 2, previous=None)
+    cell = build(REDUCTION["d"], 2, previous=None)
     x = torch.randn(2, 12, 7, 7)
     result, current = cell(x)
     assert current is x
@@ -106,7 +105,7 @@ def test_first_cell_reads_the_stem_unprojected() -> None:
 
 
 def test_drop_path_spares_identities_only() -> None:
-    kind = GENOTYPES["b"].normal
+    kind = NORMAL["b"]
     cell = build(kind, 1, drop_path=0.5)
     set_progress(cell, 1.0)
     dropped: list[Tensor] = []

@@ -96,7 +96,7 @@ def test_the_own_directory_comes_first(tmp_path: Path) -> None:
         ("zoo_for_tests.nets.build", {}, "not of the form package.module:function"),
         ("zoo_for_tests.nets:build(3)", {}, "not of the form"),
         ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
-        ("lacking_for_tests:build", {}, "lacking_for_tests imports a_module_that_nobody_has, which is not installed"),
+        ("lacking_for_tests:build", {}, "there is no module a_module_that_nobody_has, "),
         ("leaving_for_tests:build", {}, r"cannot be imported \(SystemExit: 7\)"),
         ("raising_for_tests:build", {}, r"cannot be imported \(RuntimeError: two; lines\)"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no bild"),
