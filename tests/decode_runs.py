@@ -49,7 +49,7 @@ class Case:
 
     @property
     def search(self) -> Search:
-        return Search(self.beam, self.length_penalty, self.batch_sentences)
+        return Search(self.beam, self.length_penalty, self.batch_sentences, self.micro_batches, self.limit)
 
 
 @lru_cache
@@ -136,8 +136,7 @@ def decode_here(
     engine = engine_of(plan_of(case), watch)
     prepare(engine)
     with engine.evaluating(averages=False):
-        group = ControlGroup(0, 1)
-        return decode(engine, group, case.search, case.micro_batches, case.limit, tiny_split(), case.indices)
+        return decode(engine, ControlGroup(0, 1), case.search, tiny_split(), case.indices)
 
 
 @lru_cache

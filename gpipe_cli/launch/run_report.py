@@ -42,7 +42,7 @@ from gpipe_cli.reporting.run.tensorboard_hparams import settings_of
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training.checkpoint.store import remove_drafts
-from gpipe_cli.training.data_feed import refuse_short_last, training_batches
+from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
 from gpipe_cli.training.events import (
     CheckpointWritten,
     DataFacts,
@@ -251,7 +251,7 @@ def _data_of_dry_run(config: TrainConfig) -> tuple[DataFacts, int | None]:
         train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
     except ValueError as error:
         return DataFacts(notes=(("not read", one_line(error)),)), None
-    batches = training_batches(config, train.catalogue)
+    batches = mini_batches(config, train.catalogue, training=True)
     refuse_short_last(config, batches)
     return DataFacts(len(train), len(test)), batches.steps_per_epoch
 

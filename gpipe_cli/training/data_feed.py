@@ -4,7 +4,6 @@ A catalogue has how many samples a split has and how long they are. From it, the
 makes the same mini-batches, so that their sizes need not be sent.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +55,7 @@ class Reading:
 
 
 class Data:
-    """What a process has opened before the processes are connected, and the two readings that it has afterwards."""
+    """What a process has opened before the processes are connected, and what it reads afterwards."""
 
     def __init__(
         self, config: TrainConfig, placement: Placement, process: int, start: Progress | None, source: Path | None
@@ -69,39 +68,34 @@ class Data:
         stages = placement.stages_of(process)
         self._config, self._first = config, 0 in stages
         self._splits: tuple[Split, Split] | None = None
-        self._readings: list[Reading | None] = [None, None]
+        self._readings: dict[
+            bool, Reading
+        ] = {}  # of the training set (True) and the test set, where the first stage is
         if self._first or placement.partitions - 1 in stages:  # stages in between never see a sample
             self._splits = open_data(config, _saved_vocabulary(config, source))
-        if self._splits is not None and self._first:
-            train, test = self._splits
-            workers = workers_of(config)
-            pin = config.device != "cpu" and torch.cuda.device_count() > 0
-            if start is not None:
-                batches = training_batches(config, train.catalogue)
+        if self._splits is None or not self._first:
+            return
+        pin = config.device != "cpu" and torch.cuda.device_count() > 0
+        for training, split in zip((True, False), self._splits, strict=True):
+            if training and start is None:
+                continue
+            batches = mini_batches(config, split.catalogue, training=training)
+            span = 0, 0, 1 if start is None else config.epochs + 1
+            if training and start is not None:
                 check_epochs(config, start, batches.steps_per_epoch)  # before loading begins at a place there is not
-                begin = start.epoch, start.position, config.epochs
-                loaded = LoadedBatches(train, batches, *begin, workers, pin)
-                self._readings[0] = Reading(train, batches, loaded)
-            evaluations = 1 if start is None else config.epochs + 1
-            batches = test_batches(config, test.catalogue)
-            loaded = LoadedBatches(test, batches, 0, 0, evaluations, workers, pin)
-            self._readings[1] = Reading(test, batches, loaded)
+                span = start.epoch, start.position, config.epochs
+            loaded = LoadedBatches(split, batches, *span, workers_of(config), pin)
+            self._readings[training] = Reading(split, batches, loaded)
 
-    def training_set(self, control: ControlGroup) -> Reading:
-        """Called in every process, once they are connected: those without samples are sent the catalogue."""
-        return self._share(control, 0, training_batches)
-
-    def test_set(self, control: ControlGroup) -> Reading:
-        """As `training_set`."""
-        return self._share(control, 1, test_batches)
-
-    def _share(
-        self, control: ControlGroup, which: int, make: Callable[[TrainConfig, Catalogue], MiniBatches]
-    ) -> Reading:
-        split = None if self._splits is None else self._splits[which]
+    def reading(self, control: ControlGroup, *, training: bool) -> Reading:
+        """Of the training set or the test set. Called in every process, once they are connected: those without samples
+        are sent the catalogue."""
+        split = None if self._splits is None else self._splits[0 if training else 1]
         known = split.catalogue if split is not None and self._first else None
         catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
-        return self._readings[which] or Reading(split, make(self._config, catalogue), None)
+        if training in self._readings:
+            return self._readings[training]
+        return Reading(split, mini_batches(self._config, catalogue, training=training), None)
 
     def facts(self) -> DataFacts:
         """What the banner says of the data; called where the first stage is."""
@@ -144,30 +138,24 @@ def check_epochs(config: TrainConfig, start: Progress, steps_per_epoch: int) -> 
         )
 
 
-def training_batches(config: TrainConfig, catalogue: Catalogue) -> MiniBatches:
-    """The mini-batches of a training set. Raises ValueError if it is smaller than one."""
-    if config.batch_size is not None and config.batch_size > catalogue.samples:
+def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool) -> MiniBatches:
+    """Of a training set; or of a test set, every sample once and in the same order each time.
+
+    Raises ValueError for a training set that is smaller than one mini-batch.
+    """
+    if training and config.batch_size is not None and config.batch_size > catalogue.samples:
         raise ValueError(
             f"batch_size={config.batch_size}: the training set has only {catalogue.samples} samples; "
             f"use {catalogue.samples} or fewer"
         )
-    return _batches(config, catalogue, shuffle=True)
-
-
-def test_batches(config: TrainConfig, catalogue: Catalogue) -> MiniBatches:
-    """The mini-batches of a test set: every sample once, in the same order each time."""
-    return _batches(config, catalogue, shuffle=False)
-
-
-def _batches(config: TrainConfig, catalogue: Catalogue, *, shuffle: bool) -> MiniBatches:
     return MiniBatches(
         catalogue,
         batch_size=config.batch_size,
         batch_tokens=config.batch_tokens,
         seed=config.seed,
-        shuffle=shuffle,
-        temperature=getattr(config.dataset, "temperature", None) if shuffle else None,
-        drop_last=config.dataset.drop_last and shuffle,  # a test set is seen whole
+        shuffle=training,
+        temperature=getattr(config.dataset, "temperature", None) if training else None,
+        drop_last=config.dataset.drop_last and training,
     )
 
 

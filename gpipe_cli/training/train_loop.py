@@ -74,7 +74,7 @@ def train(
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
     _refuse_other_cuts(control, placement)
-    training, test = data.training_set(control), data.test_set(control)
+    training, test = (data.reading(control, training=which) for which in (True, False))
     if only_steps:
         test.close()  # what loads it would take time from the steps
     batches = training.batches
@@ -169,7 +169,7 @@ def evaluate_checkpoint(
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
     data = Data(config, placement, process.number, None, checkpoint.parent.parent)
     control, groups = process.connect()
-    test = data.test_set(control)
+    test = data.reading(control, training=False)
     model = build_model(config)
     engine = build_engine(config, placement, process.number, groups, model, process.watch, pretrained=False)
     restore(engine, checkpoint, optimizer=False)

@@ -76,7 +76,7 @@ def check(
     placement = placements[max(placements)]
     data = Data(replace(config, data_workers=0), placement, process.number, starting_point(config, None), run)
     control, groups = process.connect()
-    runs = _Runs(config, placements, process, control, groups, data.training_set(control), folder, source)
+    runs = _Runs(config, placements, process, control, groups, data.reading(control, training=True), folder, source)
     if not earlier:
         process.report(runs.watch_layers(variants[0]))
     references = dict(earlier)

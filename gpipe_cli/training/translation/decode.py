@@ -27,16 +27,19 @@ from gpipe_cli.training.step import evaluation_schedule
 @dataclass(frozen=True)
 class Search:
     """How to decode: `beam` hypotheses of a sentence grow at a time, 1 is greedy; `batch_sentences` sentences share a
-    mini-batch.
+    mini-batch, which is cut into `micro_batches`.
 
-    Of what has ended, the best one by log-probability / ((5 + length) / 6) ** length_penalty is taken, where the length
-    counts the end (Wu et al. 2016, equation 14, without their penalty for coverage). 0 compares log-probabilities, more
-    favours long ones.
+    A translation has at most min(limit, 2 * source + 10) tokens, the end included, where `source` counts all of the
+    source's tokens. Of what has ended, the best one by log-probability / ((5 + length) / 6) ** length_penalty is taken,
+    where the length counts the end (Wu et al. 2016, equation 14, without their penalty for coverage). 0 compares
+    log-probabilities, more favours long ones.
     """
 
     beam: int
     length_penalty: float
     batch_sentences: int
+    micro_batches: int
+    limit: int
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,6 @@ def decode(
     engine: Engine,
     control: ControlGroup,
     search: Search,
-    micro_batches: int,
-    limit: int,
     split: PairSplit | None,
     indices: Sequence[int],
     on_decoded: Callable[[int], None] = lambda done: None,
@@ -161,9 +162,7 @@ def decode(
     end.
 
     Called in every process of the run, inside `engine.evaluating`; `on_decoded` is called with how many sentences are
-    done. `split` is needed where the first or the last stage lives. A translation has at most min(limit, 2 * source +
-    10) tokens, the end included, where `source` counts all of the source's tokens and `limit` is the model's length.
-    Raises as the executor does.
+    done. `split` is needed where the first or the last stage lives. Raises as the executor does.
     """
     if not indices:
         return []
@@ -183,12 +182,12 @@ def decode(
             assert split is not None
             where = torch.tensor([indices[at] for at in chosen])
             sources = split.sources.padded(where, lengths[chosen[0]], PAD).to(engine.first_device)
-        beams = [Beam(search, min(limit, 2 * lengths[at] + 10)) for at in chosen]
+        beams = [Beam(search, min(search.limit, 2 * lengths[at] + 10)) for at in chosen]
         while growing := [at for at, beam in enumerate(beams) if not beam.over]:
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
-            _run(engine, rows, longest, sources, objective, micro_batches)
+            _run(engine, rows, longest, sources, objective, search.micro_batches)
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64) if objective is None else objective.table()
             # processes are in the order of the stages: the last one has seen the logits

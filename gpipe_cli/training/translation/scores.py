@@ -12,6 +12,7 @@ from gpipe_cli.assembly.build import greatest_lengths
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Translation, TranslationScores
@@ -40,88 +41,43 @@ def translated_test_set(
     on_decoded: Callable[[int, int], None],
 ) -> TranslationScores | None:
     """The scores of `gpipe evaluate`; None where there is nothing to translate, and in all processes but the first.
-    Called in every process, inside `engine.evaluating`; `on_decoded` is called with
-    how many sentences of how many are done."""
-    indices = _to_decode(config, test, settings.sentences)
-    if not indices:
-        return None
-    search = Search(settings.beam, settings.length_penalty, _batch_sentences(config))
-    split, limit = _pairs(test), _limit(config)
-    return translate(
-        engine,
-        control,
-        search,
-        config.micro_batches,
-        limit,
-        split,
-        indices,
-        lambda done: on_decoded(done, len(indices)),
-    )
+
+    Called in every process, inside `engine.evaluating`; `on_decoded` is called with how many sentences of how many are
+    done.
+    """
+    began = time.perf_counter()
+    rows = _translated(config, settings, engine, control, test, on_decoded)
+    seconds = time.perf_counter() - began
+    return score_translations(rows, of=test.batches.samples, beam=settings.beam, seconds=seconds) if rows else None
 
 
 def translated_examples(
     config: TrainConfig, engine: Engine, control: ControlGroup, test: Reading
 ) -> tuple[Translation, ...]:
-    """A few sentences, the same at each evaluation, decoded greedily; none in all processes
-    but the first. Called in every process, inside `engine.evaluating`."""
-    indices = _to_decode(config, test, WATCHED)
-    if not indices:
-        return ()
-    search = Search(1, 0.0, _batch_sentences(config))
-    split = _pairs(test)
-    decoded = decode(engine, control, search, config.micro_batches, _limit(config), split, indices)
-    if not control.leads:
-        return ()
-    assert split is not None, "process 0 has the first stage"
-    return tuple(shown(split, indices, decoded))
+    """A few sentences, the same at each evaluation, decoded greedily; none in all processes but the first. Called in
+    every process, inside `engine.evaluating`."""
+    return tuple(_translated(config, DecodeConfig(1, WATCHED, 0.0), engine, control, test))
 
 
-def _to_decode(config: TrainConfig, test: Reading, wanted: int | None) -> list[int]:
-    """Every process comes to the same answer; those in the middle have no sentences, but know how many there are."""
-    if config.task != "translation" or config.dataset.name == "synthetic_text" or wanted == 0:
-        return []
-    samples = test.batches.samples
-    return choose(samples, samples if wanted is None else wanted)
-
-
-def _pairs(test: Reading) -> PairSplit | None:
-    assert test.split is None or isinstance(test.split, PairSplit)
-    return test.split
-
-
-def _limit(config: TrainConfig) -> int:
-    return greatest_lengths(config)[-1]
-
-
-def _batch_sentences(config: TrainConfig) -> int:
-    """As many sentences as a mini-batch of the longest has."""
-    if config.batch_size is not None:
-        return config.batch_size
-    assert config.batch_tokens is not None
-    return max(1, config.batch_tokens // _limit(config))
-
-
-def translate(
+def _translated(
+    config: TrainConfig,
+    settings: DecodeConfig,
     engine: Engine,
     control: ControlGroup,
-    search: Search,
-    micro_batches: int,
-    limit: int,
-    split: PairSplit | None,
-    indices: Sequence[int],
-    on_decoded: Callable[[int], None] = lambda done: None,
-) -> TranslationScores | None:
-    """Decode the pairs `indices` (at least one) and score them; None in all processes but the first.
-
-    Called as `decode` is, and raises as it does.
-    """
-    began = time.perf_counter()
-    decoded = decode(engine, control, search, micro_batches, limit, split, indices, on_decoded)
-    if not control.leads:
-        return None
-    assert split is not None, "process 0 has the first stage"
-    seconds = time.perf_counter() - began
-    return score_translations(shown(split, indices, decoded), of=len(split), beam=search.beam, seconds=seconds)
+    test: Reading,
+    on_decoded: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Translation]:
+    """Some sentences of the test set, or all; none in all processes but the first."""
+    if config.task != "translation" or config.dataset.name == "synthetic_text":
+        return []
+    samples, split, length = test.batches.samples, test.split, greatest_lengths(config)[-1]
+    assert split is None or isinstance(split, PairSplit)
+    # as many sentences share a mini-batch as a mini-batch of the longest has
+    sentences = mini_batch_samples(config, (length,))
+    search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
+    indices = choose(samples, samples if settings.sentences is None else settings.sentences)
+    decoded = decode(engine, control, search, split, indices, lambda done: on_decoded(done, len(indices)))
+    return [] if split is None or not control.leads else shown(split, indices, decoded)
 
 
 def score_translations(

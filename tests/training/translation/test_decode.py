@@ -22,7 +22,7 @@ from decode_runs import (
 from gpipe_cli.data.vocabulary import END
 from gpipe_cli.pipeline.schedule.schedules import Action
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.translation.decode import Beam, Candidates, Search
+from gpipe_cli.training.translation.decode import Beam, Candidates
 
 ALL = tuple(range(len(SOURCES)))
 
@@ -144,7 +144,7 @@ def test_a_model_that_returns_no_numbers_translates_nothing() -> None:
             engine.parameters[0]["softmax.logits.bias"].fill_(math.nan)
 
     assert decode_here(Case(beam=2), prepare=spoil) == [[]] * len(SOURCES)
-    beam = Beam(Search(2, 0.0, 1), 9)
+    beam = Beam(Case(beam=2, length_penalty=0.0).search, 9)
     beam.advance([[(END, math.nan), (5, math.nan), (6, -math.inf)]])
     assert not beam.growing
     assert beam.over
@@ -154,7 +154,7 @@ def test_a_model_that_returns_no_numbers_translates_nothing() -> None:
 
 
 def test_equal_candidates_go_to_the_lower_hypothesis_and_then_to_the_lower_token() -> None:
-    beam = Beam(Search(2, 0.0, 1), 9)
+    beam = Beam(Case(beam=2, length_penalty=0.0).search, 9)
     beam.advance([[(END, -9.0), (6, -1.0), (5, -1.0), (7, -1.0)]])
     assert [hypothesis.tokens for hypothesis in beam.growing] == [(5,), (6,)]
     beam.advance([[(END, -9.0), (7, -1.0)], [(END, -9.0), (5, -1.0), (6, -1.0)]])
@@ -164,7 +164,7 @@ def test_equal_candidates_go_to_the_lower_hypothesis_and_then_to_the_lower_token
 @pytest.mark.parametrize(("penalty", "grows"), [(1.0, -2.4), (-1.0, -0.9), (0.0, -1.0)])
 def test_a_search_is_over_once_nothing_can_beat_the_best(penalty: float, grows: float) -> None:
     """-2.4 is at best -1.03 after nine tokens; -0.9 is at best -1.05 after two; what is equal comes too late."""
-    beam = Beam(Search(2, penalty, 1), 9)
+    beam = Beam(Case(beam=2, length_penalty=penalty).search, 9)
     beam.advance([[(END, -1.0), (5, grows), (6, -99.0)]])
     assert beam.growing
     assert beam.over

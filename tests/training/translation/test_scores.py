@@ -1,21 +1,21 @@
 """Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
 
 import pytest
-from decode_runs import SOURCES, Case, engine_of, plan_of, tiny_split
+from decode_runs import SOURCES, Case, decode_here, engine_of, plan_of, tiny_split
 
 from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.pairs import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.training.data_feed import Reading, mini_batches
 from gpipe_cli.training.events import Translation
-from gpipe_cli.training.translation.decode import decode
 from gpipe_cli.training.translation.scores import (
-    EXAMPLES,
     choose,
     score_translations,
     shown,
-    translate,
+    translated_test_set,
 )
 
 TRAIN = [
@@ -97,15 +97,19 @@ def test_scores_are_those_of_the_library() -> None:
     assert found.chrf_signature == f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|{version}"
 
 
-def test_translate_decodes_and_scores() -> None:
-    case, split = Case(beam=3, seed=11, length_penalty=2.0), tiny_split()
-    engine, control, indices = engine_of(plan_of(case)), ControlGroup(0, 1), choose(len(SOURCES), 5)
+def test_the_test_set_is_decoded_and_scored() -> None:
+    case, split = Case(beam=3, seed=11, length_penalty=2.0, indices=(0, 2, 4, 7, 9)), tiny_split()
+    config, placement = plan_of(case)
+    engine, done = engine_of((config, placement)), []
+    test = Reading(split, mini_batches(config, split.catalogue, training=False), None)
+    settings = DecodeConfig(case.beam, len(case.indices), case.length_penalty)
     with engine.evaluating(averages=False):
-        result = translate(engine, control, case.search, 2, case.limit, split, indices)
-        decoded = decode(engine, control, case.search, 2, case.limit, split, indices)
+        result = translated_test_set(
+            config, settings, engine, ControlGroup(0, 1), test, lambda *counts: done.append(counts)
+        )
     assert result is not None
     assert result.seconds > 0
-    rows = shown(split, indices, decoded)
+    assert done == [(5, 5)]
+    rows = shown(split, case.indices, decode_here(case))
     assert result == score_translations(rows, of=len(split), beam=3, seconds=result.seconds)
-    assert [row.source for row in result.examples] == [SOURCES[index] for index in indices]
-    assert len(indices) == 5 <= EXAMPLES
+    assert [row.source for row in result.examples] == [SOURCES[index] for index in case.indices]
