@@ -20,7 +20,6 @@ from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
 
 
@@ -88,14 +87,8 @@ class Engine:
         for stage in self.stages.values():
             stage.set_training(training)
         if self.links is not None:
-            placement, stage_index = self.placement, next(iter(self.stages))
-            boundaries = placement.training_boundaries if training else placement.evaluation_boundaries
-            crossing = {}
-            if stage_index > 0:
-                crossing[Kind.F] = boundaries[stage_index - 1]
-            if stage_index < placement.partitions - 1:
-                crossing[Kind.B] = boundaries[stage_index]
-            self.links.describe(crossing)
+            placement = self.placement
+            self.links.describe(placement.training_boundaries if training else placement.evaluation_boundaries)
 
 
 def build_engine(

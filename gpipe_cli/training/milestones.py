@@ -36,48 +36,47 @@ def starting_point(config: TrainConfig, source: Path | None) -> Progress:
 
 @dataclass(frozen=True)
 class Milestones:
-    """What is due after which step; `step` counts those that are done, since the beginning of the first run."""
+    """What is due after which step; steps count those that are done, since the beginning of the first run.
 
+    With `only_steps` nothing is evaluated or saved, not even at the end.
+    """
+
+    config: TrainConfig
     steps_per_epoch: int
-    total_steps: int  # of all epochs: the learning rate is made for them
-    end_step: int  # the last one
-    evaluate_every_epochs: int  # 0, as of the next ones: never
-    save_every_epochs: int
-    save_every_steps: int
-    only_steps: bool  # not even at the end anything is evaluated or saved
+    only_steps: bool = False
 
-    @classmethod
-    def of(cls, config: TrainConfig, steps_per_epoch: int, *, only_steps: bool) -> "Milestones":
-        total_steps = config.epochs * steps_per_epoch
-        return cls(
-            steps_per_epoch,
-            total_steps,
-            min(total_steps, config.max_steps or total_steps),
-            config.evaluate_every_epochs,
-            config.checkpoint.every_epochs or 0,
-            config.checkpoint.every_steps or 0,
-            only_steps,
-        )
+    @property
+    def total_steps(self) -> int:
+        """Of all epochs: the learning rate is made for them."""
+        return self.config.epochs * self.steps_per_epoch
 
-    def refuse_finished(self, config: TrainConfig, step: int) -> None:
+    @property
+    def end_step(self) -> int:
+        """The last one."""
+        return min(self.total_steps, self.config.max_steps or self.total_steps)
+
+    def refuse_finished(self, step: int) -> None:
         """Raises ValueError if a run that is resumed has done all its steps."""
         if step < self.end_step:
             return
-        limit, more = ("max_steps", step + 1) if self.end_step < self.total_steps else ("epochs", config.epochs + 1)
+        epochs, ended = self.config.epochs, self.end_step == self.total_steps
+        limit, more = ("epochs", epochs + 1) if ended else ("max_steps", step + 1)
         raise ValueError(
-            f"resume={config.resume}: that run has done {step} steps, and {limit} allows {self.end_step}; "
+            f"resume={self.config.resume}: that run has done {step} steps, and {limit} allows {self.end_step}; "
             f"nothing is left to do, use {limit}={more} or more"
         )
 
     def evaluates_after(self, step: int) -> bool:
-        return not self.only_steps and (step == self.end_step or self._epochs_end(step, self.evaluate_every_epochs))
+        return not self.only_steps and (
+            step == self.end_step or self._epochs_end(step, self.config.evaluate_every_epochs)
+        )
 
     def saves_after(self, step: int) -> bool:
-        if self.only_steps:
-            return False
-        every = self.save_every_steps
-        return (
-            step == self.end_step or self._epochs_end(step, self.save_every_epochs) or (every > 0 and step % every == 0)
+        every = self.config.checkpoint
+        return not self.only_steps and (
+            step == self.end_step
+            or self._epochs_end(step, every.every_epochs or 0)
+            or (bool(every.every_steps) and step % every.every_steps == 0)
         )
 
     def _epochs_end(self, step: int, epochs: int) -> bool:

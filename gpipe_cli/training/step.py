@@ -6,7 +6,9 @@ comes with the one gather of a step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -18,18 +20,13 @@ from gpipe_cli.distributed.control_group import ControlGroup, Gathered
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import Recording
-from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
+from gpipe_cli.pipeline.schedule.schedules import forward_only
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.step_metrics import StageMetrics, StepMetrics
-
-
-@lru_cache
-def evaluation_schedule(partitions: int, micro_batches: int) -> Schedule:
-    return forward_only(partitions, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def train_step(
         config.micro_batches,
         totals=None if objective is None else objective.totals(),
         stages=stages,
-        norms=torch.cat(_stacked(torch._foreach_norm(gradients))) if gradients else None,
+        norms=_norms(gradients) if gradients else None,
         before=before,
         clock_offset_seconds=control.clock_offset_seconds,
     )
@@ -152,7 +149,7 @@ def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: R
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(data.batches.steps_per_epoch):
         sizes = micro_batch_sizes(data.batches.size(0, position), config.micro_batches)
-        schedule = evaluation_schedule(engine.placement.partitions, len(sizes))
+        schedule = forward_only(engine.placement.partitions, len(sizes))
         targets = data.targets(0, position) if engine.has_last else None
         objective = objective_of(config, targets, sizes, 0.0, engine.last_device)
         lengths = data.batches.lengths(0, position)
@@ -197,11 +194,7 @@ def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
     )
 
 
-def _stacked(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms in float64 on the CPU, with one read per device instead of one per parameter."""
-    by_device: list[list[torch.Tensor]] = []
-    for norm in norms:
-        if not by_device or by_device[-1][0].device != norm.device:
-            by_device.append([])
-        by_device[-1].append(norm)
-    return [torch.stack(part).double().cpu() for part in by_device]
+def _norms(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of each gradient, in float64 on the CPU, with one read per device instead of one per parameter."""
+    by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
+    return torch.cat([torch.stack(list(norms)).double().cpu() for _, norms in by_device])

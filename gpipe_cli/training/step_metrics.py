@@ -34,15 +34,12 @@ class StageMetrics:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What all processes know of a step together; lists have an entry for each stage."""
+    """What all processes know of a step together."""
 
     totals: Totals  # over the mini-batch
     gradient_norm: float  # global
-    memory_bytes: tuple[int, ...]
-    activation_bytes: tuple[int, ...]
-    library_bytes: tuple[int, ...]
-    without_core: tuple[float, ...]
-    seconds_before: list[list[float]]  # of the step before, as `Recording.seconds` gives them; [] if there was none
+    stages: tuple[StageMetrics, ...]
+    seconds_before: list[list[float]]  # of the step before: of each stage, what `Recording.seconds` gives; [] if none
 
     @staticmethod
     def pack(
@@ -75,7 +72,7 @@ class StepMetrics:
         """From the vectors of all processes, in order; `before` is the schedule of the step before."""
         parts = [_split(placement, vector) for vector in vectors]
         elements, *sums = torch.stack([sums for sums, _, _, _ in parts]).sum(dim=0).tolist()
-        memory, activations, libraries, without_core = torch.stack([stages for _, stages, _, _ in parts]).sum(dim=0).T
+        stages = torch.stack([stages for _, stages, _, _ in parts]).sum(dim=0).tolist()
         seconds: list[list[float]] = []
         if before is not None:
             for process, (_, _, _, recording) in enumerate(parts):
@@ -87,10 +84,7 @@ class StepMetrics:
         return StepMetrics(
             Totals(int(elements), *sums),
             gradient_norm([norms for _, _, norms, _ in parts]),
-            tuple(map(int, memory.tolist())),
-            tuple(map(int, activations.tolist())),
-            tuple(map(int, libraries.tolist())),
-            tuple(without_core.tolist()),
+            tuple(StageMetrics(*numbers) for numbers in stages),
             seconds,
         )
 

@@ -1,7 +1,7 @@
 """A training as each of its processes runs it, from top to bottom: data, pipeline, steps, evaluations, checkpoints.
 
 Every process runs the same lines. Decisions (which mini-batch, is it the best, is it over) follow from numbers that all
-processes have; see `policies`.
+processes have; see `milestones.py`.
 """
 
 import time
@@ -80,7 +80,7 @@ def train(
     batches = training.batches
     check_epochs(config, start, batches.steps_per_epoch)
     refuse_short_last(config, batches)
-    milestones = Milestones.of(config, batches.steps_per_epoch, only_steps=only_steps)
+    milestones = Milestones(config, batches.steps_per_epoch, only_steps)
 
     # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
     model = build_model(config)
@@ -91,7 +91,7 @@ def train(
         restore(engine, resume_from, optimizer=True)
     notes = fine_tune(config, engine, model, source)
     progress = replace(start, steps_per_epoch=batches.steps_per_epoch)
-    milestones.refuse_finished(config, progress.step)
+    milestones.refuse_finished(progress.step)
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
         notes = (*notes, _check_layers(config, engine, control, training, progress))
 
@@ -223,10 +223,10 @@ def _step_done(
         top5=None if text else top5,
         learning_rate=rate,
         gradient_norm=metrics.gradient_norm,
-        memory_bytes=metrics.memory_bytes,
-        without_core=metrics.without_core,
-        activation_bytes=metrics.activation_bytes if counted else None,
-        library_bytes=metrics.library_bytes if counted else None,
+        memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
+        without_core=tuple(stage.without_core for stage in metrics.stages),
+        activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages) if counted else None,
+        library_bytes=tuple(int(stage.library_bytes) for stage in metrics.stages) if counted else None,
     )
 
 

@@ -12,11 +12,11 @@ STEPS = range(1, 13)
 
 def test_what_is_due_after_which_step() -> None:
     settings = [*TINY, "epochs=4", "max_steps=11", "evaluate_every_epochs=2", "checkpoint.every_steps=4"]
-    found = Milestones.of(configure(*settings, "checkpoint.every_epochs=1"), 3, only_steps=False)
+    found = Milestones(configure(*settings, "checkpoint.every_epochs=1"), 3)
     assert (found.total_steps, found.end_step) == (12, 11)
     assert [step for step in STEPS if found.evaluates_after(step)] == [6, 11, 12]
     assert [step for step in STEPS if found.saves_after(step)] == [3, 4, 6, 8, 9, 11, 12]
-    never = Milestones.of(configure(*settings, "checkpoint.every_epochs=0"), 3, only_steps=True)
+    never = Milestones(configure(*settings, "checkpoint.every_epochs=0"), 3, only_steps=True)
     assert not any(never.evaluates_after(step) or never.saves_after(step) for step in STEPS)
 
 

@@ -39,9 +39,6 @@ class Saved:
         return self.base_bytes + self.per_sample_bytes * samples
 
 
-NOTHING_SAVED = Saved()
-
-
 class OperationKind(StrEnum):
     """Kernels by what their speed depends on: a device has a rate for each."""
 
@@ -55,7 +52,7 @@ class OperationKind(StrEnum):
     ELEMENTWISE = "elementwise"  # all others
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operations:
     """Kernels of one kind: `count` for a micro-batch of any size, `flops * n` and `bytes * n + fixed_bytes` for one of
     n samples. A multiplication and an addition count as two; weights are fixed bytes."""
@@ -78,9 +75,6 @@ class Work:
         return sum(each.flops for each in self.by_kind.values())
 
 
-NO_WORK = Work()
-
-
 @dataclass(frozen=True)
 class LayerCost:
     """One layer. `trained` is how many of the parameters are; `saved` says what autograd keeps between forward and
@@ -92,7 +86,7 @@ class LayerCost:
     backward: Work
     outputs: Boundary
     trained: int = 0
-    saved: Saved = NOTHING_SAVED
+    saved: Saved = field(default_factory=Saved)
 
     @property
     def flops(self) -> float:

@@ -6,7 +6,6 @@ what is computed or kept for the backward, the choice is made here as a CPU make
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,20 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind
-
-
-@dataclass
-class Counted:
-    """Operations of one kind."""
-
-    count: int = 0
-    flops: float = 0.0
-    bytes: float = 0.0
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
 
 
 class OperationCounter(TorchDispatchMode):
-    """FLOPs by torch's registry of formulas, the bytes that every operation reads and writes, and how many there are.
+    """FLOPs by torch's registry of formulas, the bytes that every operation reads and writes, and how many there are:
+    of the whole micro-batch, weights included.
 
     Torch's own `FlopCounterMode` also takes every other operation apart, slowly. Views are no operations: they move
     nothing and take no kernel.
@@ -38,7 +29,7 @@ class OperationCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_kind: dict[OperationKind, Counted] = defaultdict(Counted)
+        self.by_kind: dict[OperationKind, Operations] = defaultdict(Operations)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -8,14 +8,15 @@ any other size follows. Of layers that are equal and get equal inputs one is tra
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, OperationKind, Operations, SameMemory, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, SameMemory, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
-from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.profile.operation_counter import KernelsOfCpu, OperationCounter
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.frozen import set_training
@@ -51,29 +52,17 @@ def trace_layers(
     and ChangedInputError if in training it changes its input in place.
     """
     layers = _described(model.to(memory_format=memory_format), training)
-    first, second = _TRACED_SIZES
+    trace = partial(_trace, layers, inputs, memory_format)
+    first = _TRACED_SIZES[0]
     with deferring(model):
-        small = _trace(layers, inputs, first, lengths, training, loss, memory_format)
-        large = _trace(layers, inputs, second, lengths, training, loss, memory_format)
-        gradients, gradients_of_large = (
-            _trace_backward(runs) if training else [((False,) * len(run.outputs), _Backward()) for run in runs]
-            for runs in (small, large)
-        )
-        shorter = [
-            _trace(layers, inputs, first, [n - (i == at) for i, n in enumerate(lengths)], False, None, memory_format)
-            for at in range(len(lengths))
-        ]
-    counted: dict[Hashable, LayerCost] = {}
-    costs = []
-    for at, layer in enumerate(layers):
-        run, others = small[at], [large[at], *(traced[at] for traced in shorter)]
-        returning, backward = gradients[at]
-        key = (id(run), *map(id, others), returning)
-        if key not in counted:
-            both = backward, gradients_of_large[at][1]
-            counted[key] = _cost(layer, run, others, lengths, returning, both)
-        costs.append(_named(counted[key], layer.name))
-    return tuple(costs)
+        small, large = (trace(samples, lengths, training, loss) for samples in _TRACED_SIZES)
+        shorter = [trace(first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))]
+        backward, backward_of_large = _trace_backward(small), _trace_backward(large)
+    return tuple(
+        _cost(layer, small[at], [large[at], *(runs[at] for runs in shorter)], lengths, backward[at],
+              backward_of_large[at])
+        for at, layer in enumerate(layers)
+    )  # fmt: skip
 
 
 def run_shapes(
@@ -88,7 +77,7 @@ def run_shapes(
     """
     layers = _described(model, True)
     with deferring(model):
-        _trace(layers, inputs, 1, lengths, False, None, memory_format)
+        _trace(layers, inputs, memory_format, 1, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +91,9 @@ class _Layer:
 class _Backward:
     """Of one layer, for one choice of outputs that gradients come back for."""
 
-    wanted: tuple[bool, ...] = ()  # the inputs that gradients go on to
-    by_kind: Mapping[OperationKind, Counted] = field(default_factory=dict)
+    returning: tuple[bool, ...]  # these outputs
+    wanted: tuple[bool, ...]  # the inputs that gradients go on to
+    by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -115,11 +105,8 @@ class _Run:
     outputs: Tensors
     in_tuple: bool  # the outputs
     loss: torch.Tensor | None
-    counter: OperationCounter
-    saved_inputs: tuple[int, ...]
-    saved_outputs: tuple[int, ...]
-    inside_bytes: int
-    same_memory: tuple[SameMemory | None, ...]
+    by_kind: Mapping[OperationKind, Operations]
+    saved: Saved  # its bytes are those of this run
     backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
 
 
@@ -134,11 +121,11 @@ def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
 def _trace(
     layers: Sequence[_Layer],
     inputs: Boundary,
+    memory_format: torch.memory_format,
     samples: int,
     lengths: Sequence[int],
-    graph: bool,
-    loss: Loss | None,
-    memory_format: torch.memory_format,
+    graph: bool = False,
+    loss: Loss | None = None,
 ) -> list[_Run]:
     """The forward of every layer, with its graph or without; equal ones share a run."""
     made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs)
@@ -198,31 +185,26 @@ def _run(
     across.add([*(inputs[i] for i in saved_inputs), *(outputs[p] for p in saved_outputs)])
     if closed is not None:
         saved.add((closed,))  # a stage holds it until the backward
-    inside = max(0, saved.bytes - across.bytes)
-    alone = isinstance(returned, torch.Tensor)
     return _Run(
         layer.module,
         inputs,
         outputs,
-        not alone,
-        closed,
-        counter,
-        saved_inputs,
-        saved_outputs,
-        inside,
-        tuple(same_memory),
+        in_tuple=not isinstance(returned, torch.Tensor),
+        loss=closed,
+        by_kind=counter.by_kind,
+        saved=Saved(saved_inputs, saved_outputs, max(0, saved.bytes - across.bytes), same_memory=tuple(same_memory)),
     )
 
 
-def _trace_backward(runs: Sequence[_Run]) -> list[tuple[tuple[bool, ...], _Backward]]:
-    """For each layer, which of its outputs get a gradient, and the backward that follows."""
+def _trace_backward(runs: Sequence[_Run]) -> list[_Backward]:
+    """The backward of each layer, from the last one's outputs on: none where nothing was recorded or is trained."""
     returning = tuple(output.requires_grad for output in runs[-1].outputs)
     found = []
     for run in reversed(runs):
         if returning not in run.backwards:
             run.backwards[returning] = _backward(run, returning)
-        found.append((returning, run.backwards[returning]))
-        returning = run.backwards[returning].wanted
+        found.append(run.backwards[returning])
+        returning = found[-1].wanted
     return found[::-1]
 
 
@@ -235,7 +217,7 @@ def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
     wanted = [tensor for tensor in run.inputs if tensor.requires_grad]
     weights = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     if not roots or not (wanted or weights):
-        return _Backward((False,) * len(run.inputs))
+        return _Backward(returning, (False,) * len(run.inputs))
     with OperationCounter() as counter:
         results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
     got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
@@ -244,7 +226,7 @@ def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
     added = counter.by_kind[OperationKind.ELEMENTWISE]
     added.count += len(weights)
     added.bytes += 3 * sum(weight.nbytes for weight in weights)
-    return _Backward(reached, counter.by_kind)
+    return _Backward(returning, reached, counter.by_kind)
 
 
 def _cost(
@@ -252,36 +234,30 @@ def _cost(
     run: _Run,
     others: Sequence[_Run],
     lengths: Sequence[int],
-    returning: Sequence[bool],
-    backwards: tuple[_Backward, _Backward],
+    backward: _Backward,
+    backward_of_large: _Backward,
 ) -> LayerCost:
     """From runs of the first size, of the second, and of the first with one of each length less."""
     first, second = _TRACED_SIZES
-    per_sample_bytes = (others[0].inside_bytes - run.inside_bytes) // (second - first)
+    saved = run.saved
+    per_sample_bytes = (others[0].saved.base_bytes - saved.base_bytes) // (second - first)
+    outputs = [
+        _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
+        for position, tensor in enumerate(run.outputs)
+    ]
+    parameters = list(layer.module.parameters())
     return LayerCost(
         layer.name,
-        sum(parameter.numel() for parameter in layer.module.parameters()),
-        forward=_work(run.counter.by_kind, others[0].counter.by_kind),
-        backward=_work(backwards[0].by_kind, backwards[1].by_kind),
-        outputs=tuple(
-            replace(
-                _affine(tensor, [other.outputs[position] for other in others], lengths, returning[position]),
-                in_tuple=run.in_tuple,
-            )
-            for position, tensor in enumerate(run.outputs)
-        ),
-        trained=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
-        saved=Saved(
-            run.saved_inputs,
-            run.saved_outputs,
-            run.inside_bytes - per_sample_bytes * first,
-            per_sample_bytes,
-            run.same_memory,
-        ),
+        sum(parameter.numel() for parameter in parameters),
+        forward=_work(run.by_kind, others[0].by_kind),
+        backward=_work(backward.by_kind, backward_of_large.by_kind),
+        outputs=tuple(replace(described, in_tuple=run.in_tuple) for described in outputs),
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        saved=replace(saved, base_bytes=saved.base_bytes - per_sample_bytes * first, per_sample_bytes=per_sample_bytes),
     )
 
 
-def _work(small: Mapping[OperationKind, Counted], large: Mapping[OperationKind, Counted]) -> Work:
+def _work(small: Mapping[OperationKind, Operations], large: Mapping[OperationKind, Operations]) -> Work:
     """From what was counted at the first size and at the second: the bytes that do not grow are those of weights."""
     first, second = _TRACED_SIZES
     by_kind = {}
@@ -290,11 +266,7 @@ def _work(small: Mapping[OperationKind, Counted], large: Mapping[OperationKind, 
         per_sample = min(grown, counted.bytes / first)
         fixed = counted.bytes - per_sample * first
         by_kind[kind] = Operations(counted.count, counted.flops / first, per_sample, fixed)
-    return Work(by_kind) if by_kind else NO_WORK
-
-
-def _named(cost: LayerCost, name: str) -> LayerCost:
-    return cost if cost.name == name else replace(cost, name=name)
+    return Work(by_kind)
 
 
 def _affine(

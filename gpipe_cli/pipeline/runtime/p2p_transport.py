@@ -7,7 +7,7 @@ from the tensor, in a thread of their own, while the stage computes on.
 
 import datetime
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,21 +64,21 @@ class P2PTransport:
         self._groups = {Kind.F: forward, Kind.B: backward}
         # activations are received from the stage before, gradients from the stage after
         neighbours = {Kind.F: stage - 1, Kind.B: stage + 1}
+        self._edges = {Kind.F: stage - 1, Kind.B: stage}
         self._buffers = {
             kind: ReceiveBuffers(ranks[other], self._groups[kind], device, memory_format)
             for kind, other in neighbours.items()
             if 0 <= other <= len(boundaries)
         }
-        self.describe({kind: boundaries[min(stage, neighbours[kind])] for kind in self._buffers})
+        self.describe(boundaries)
         self._connect()
 
-    def describe(self, boundaries: Mapping[Kind, Boundary]) -> None:
-        """What crosses the boundary to the stage before (F) and to the stage after (B) from now on: in
-        evaluation a model may hand on fewer tensors."""
+    def describe(self, boundaries: Sequence[Boundary]) -> None:
+        """What crosses each edge from now on: in evaluation a model may hand on fewer tensors."""
         self.settle()
-        self._boundaries = boundaries
+        self._boundaries = {kind: boundaries[self._edges[kind]] for kind in self._buffers}
         for kind, buffers in self._buffers.items():
-            buffers.described = tuple(t for t in boundaries[kind] if kind is Kind.F or t.has_gradient)
+            buffers.described = tuple(t for t in self._boundaries[kind] if kind is Kind.F or t.has_gradient)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()

@@ -14,6 +14,7 @@ Communication is not written down, it follows: an ``F`` receives from the stage 
 
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -93,6 +94,7 @@ def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) 
     return tuple(schedule)
 
 
+@lru_cache(maxsize=16)
 def forward_only(partitions: int, micro_batches: int) -> Schedule:
     """The forwards alone, for evaluation; nothing is kept."""
     return tuple(map(tuple, _passes(Kind.F, partitions, micro_batches)))

@@ -20,8 +20,8 @@ from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.schedule.schedules import forward_only
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.step import evaluation_schedule
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _run(
     """One step: every row is a sentence of `sources` (n, S), of which `longest` tokens are needed, and what has been
     chosen for it."""
     sizes = micro_batch_sizes(len(rows), micro_batches)
-    schedule = evaluation_schedule(engine.placement.partitions, len(sizes))
+    schedule = forward_only(engine.placement.partitions, len(sizes))
     inputs = None
     if sources is not None:
         where = torch.tensor([at for at, _ in rows], device=sources.device)

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import torch
 
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import NO_WORK, LayerCost, SameMemory, Saved
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, SameMemory, Saved, Work
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 
@@ -15,7 +15,7 @@ def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
 
 
 def layer(outputs: Boundary, saved: Saved, trained: int = 1) -> LayerCost:
-    return LayerCost("layer", 1, NO_WORK, NO_WORK, outputs, trained=trained, saved=saved)
+    return LayerCost("layer", 1, Work(), Work(), outputs, trained=trained, saved=saved)
 
 
 def counted(costs: list[LayerCost], inputs: Boundary, samples: int, first: int, end: int) -> int:

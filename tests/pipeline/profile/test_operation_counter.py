@@ -3,8 +3,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind
-from gpipe_cli.pipeline.profile.operation_counter import Counted, KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
+from gpipe_cli.pipeline.profile.operation_counter import KernelsOfCpu, OperationCounter
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved
 
 
@@ -15,8 +15,8 @@ def test_views_are_no_operations() -> None:
         torch.empty_like(y)
     # each reads and writes: the product 12 + 12 and 16, the relu and the sum 14 and 14
     assert counter.by_kind == {
-        OperationKind.PRODUCT: Counted(1, 2 * 4 * 3 * 4, 4 * (12 + 12 + 16)),
-        OperationKind.ELEMENTWISE: Counted(2, 0, 4 * (14 + 14 + 14 + 14)),
+        OperationKind.PRODUCT: Operations(1, 2 * 4 * 3 * 4, 4 * (12 + 12 + 16)),
+        OperationKind.ELEMENTWISE: Operations(2, 0, 4 * (14 + 14 + 14 + 14)),
     }
 
 
