@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import temporary_folder
-from gpipe_cli.launch.job import Checking, Reason
-from gpipe_cli.launch.supervisor import OnMessage, run_task
+from gpipe_cli.launch.job import Failure, Reason
+from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
@@ -27,7 +28,7 @@ from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
-from gpipe_cli.system.interrupts import Interrupt, interruptible
+from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
@@ -42,6 +43,7 @@ from gpipe_cli.verify.differences import (
     Variant,
     Verdict,
 )
+from gpipe_cli.verify.variants import check
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -77,8 +79,11 @@ def run_check(config: TrainConfig, folder: Path) -> int:
         for placements, variants in checked.runs:
             waiting = checked.worth_running(variants)
             if waiting:
-                task = Checking(placements, tuple(waiting), checked.references, Path(gradients), source)
-                checked.run(task, on_message, interrupt)
+                task = partial(check, config, placements, variants=waiting, earlier=checked.references,
+                               folder=Path(gradients), source=source)  # fmt: skip
+                placement = placements[max(placements)]
+                failure = run_task(task, placement, config.timeout_seconds, on_message, interrupt)
+                checked.end(waiting, failure, alone=placement.processes == 1)
     report = checked.report()
     try:
         write_check(folder, report)
@@ -178,17 +183,18 @@ class _Checked:
                 worth.append(variant)
         return worth
 
-    def run(self, task: Checking, on_message: OnMessage, interrupt: Interrupt) -> None:
-        """Have workers run variants, in order; what they do not come to is left out."""
-        placement = task.placements[max(task.placements)]
-        failure = run_task(self._config, placement, task, on_message, interrupt)
+    def end(self, variants: Sequence[Variant], failure: Failure | None, *, alone: bool) -> None:
+        """Workers, or one that was `alone`, have run these variants, or failed; what they did not come to is left out.
+
+        Raises ValueError for what the user can mend.
+        """
         if failure is None:
             return
         if failure.reason is Reason.USER and not self.rows:
             raise ValueError(failure.text)
-        done = [self.rows[variant].verdict for variant in task.variants if variant in self.rows]
-        missing = [variant for variant in task.variants if variant not in self.rows]
-        if missing and (placement.processes == 1 or "fails" not in done):
+        missing = [variant for variant in variants if variant not in self.rows]
+        told = any(self.rows[variant].verdict == "fails" for variant in variants if variant in self.rows)
+        if missing and (alone or not told):
             self._add(missing.pop(0), "fails", failure.text)  # it was killed, or could not report it itself
         for variant in missing:
             self._add(variant, "left out", "not run: processes that work together ended with the failure before")

@@ -1,14 +1,13 @@
 """What a parent sends to its workers, and their last messages; light, so that a start costs no imports."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe_cli.config.settings import DecodeConfig, TrainConfig
     from gpipe_cli.planner.placement import Placement
-    from gpipe_cli.verify.differences import ReferenceDone, Variant
+    from gpipe_cli.training.engine import WorkerProcess
 
 
 @dataclass(frozen=True)
@@ -20,61 +19,18 @@ class Bench:
     steps: int
 
 
-@dataclass(frozen=True)
-class Training:
-    """Train from the first step to the last, or from the checkpoint `source` on, or with its weights."""
-
-    config_yaml: str
-    folder: Path
-    bench: Bench | None = None
-    source: Path | None = None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Score the test set with a checkpoint."""
-
-    checkpoint: Path
-    decode: "DecodeConfig"
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """Time the layers for a micro-batch of `samples`, in `segments` that fit a device one after another, each for about
-    so many `seconds`."""
-
-    segments: "Placement"
-    samples: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Checking:
-    """Run one mini-batch in each of the variants and compare it with what `references` left, by schedule.
-
-    Gradients are left in `folder`, as they are too large for messages; weights are taken from the checkpoint `source`,
-    if there is one.
-    """
-
-    placements: "dict[int, Placement]"  # by partitions
-    variants: "tuple[Variant, ...]"
-    references: "dict[str, ReferenceDone]"
-    folder: Path
-    source: Path | None
-
-
-Task = Training | Evaluation | Measuring | Checking
+Task = Callable[["WorkerProcess"], None]  # a function of a module, or a `partial` of one: it is pickled
 
 
 @dataclass(frozen=True)
 class Job:
     """What a worker is sent: the task, which is the same for all of them, and its number."""
 
-    config: "TrainConfig"
-    placement: "Placement"
     task: Task
+    placement: "Placement"
     process: int
     rendezvous: str  # a file for those of this machine; under torchrun, the name of this start
+    timeout_seconds: float
 
 
 @dataclass(frozen=True)
@@ -83,15 +39,11 @@ class Done:
 
 
 class Reason(StrEnum):
-    """Why a process ended before its task was done."""
+    """Why a process ended before its task was done, as far as it matters."""
 
-    KILLED = "killed"
-    SILENT = "silent"
     USER = "user"  # other settings would mend it
-    DIVERGED = "diverged"
-    UNWRITTEN = "unwritten"  # a checkpoint
-    ERROR = "error"
     PEER = "peer"  # another process of the run has ended
+    OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -99,10 +51,10 @@ class Failure:
     """Why a process ended; a worker's last message, or what its parent has seen."""
 
     process: int
-    reason: Reason
     text: str  # one line
-    details: str  # the traceback
     seconds: float  # time.time() of it
+    reason: Reason = Reason.OTHER
+    traceback: str = ""  # where the line does not tell enough
 
     @property
     def rank(self) -> tuple[bool, float]:

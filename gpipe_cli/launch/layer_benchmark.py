@@ -8,8 +8,9 @@ alone, and by all of them at the same time.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -18,11 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model
-from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
@@ -30,7 +29,8 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.engine import build_stage
+from gpipe_cli.training.engine import WorkerProcess, build_stage
+from gpipe_cli.training.step import objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
 _LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
@@ -43,25 +43,22 @@ def measure(
     segments: Placement,
     samples: int,
     seconds: float,
-    process: int,
-    join: Callable[[], tuple[ControlGroup, ProcessGroups | None]],
-    report: Callable[[object], None],
+    process: WorkerProcess,
 ) -> None:
-    """Time every layer for a micro-batch of `samples`, as process number `process` of those that `placement` has.
+    """Time every layer for a micro-batch of `samples`, as one process of those that `placement` has.
 
     Process 0 reports what was measured (LayerTimes). `segments` cuts the model into parts that fit the device one after
     another; each is timed for about `seconds`.
     """
-    control, groups = join()
-    segments = replace(segments, devices=(placement.devices[process],) * segments.partitions)  # each on its own
-    model = build_model(config)
+    control, groups = process.connect()
+    segments = replace(segments, devices=(placement.devices[process.number],) * segments.partitions)  # each on its own
     whole = real_model(config, pretrained=False)
     alone: Pass = []
     together: Pass = []
     updates: list[float] = []
     set_up, spread, share = 0.0, 0.0, 1.0
     for index in range(segments.partitions):
-        stage = build_stage(config, segments, index, model, whole)
+        stage = build_stage(config, segments, index, build_model(config), whole)
         timer = _Timer(config, segments, stage, samples, seconds)
         if control.leads:
             alone += timer.passes()
@@ -73,20 +70,9 @@ def measure(
             set_up += timer.set_up()
             spread, share = max(spread, timer.spread), min(share, timer.share_of_core)
         control.barrier()
-        model = build_model(config) if index + 1 < segments.partitions else model  # the stage has taken its layers
-    link = _time_link(placement, process, groups) if groups is not None else None
+    link = _time_link(placement, process.number, groups) if groups is not None else None
     if control.leads:
-        report(
-            LayerTimes(
-                alone=alone,
-                together=together or None,
-                updates=updates,
-                set_up=set_up,
-                link=link,
-                spread=spread,
-                share_of_core=share,
-            )
-        )
+        process.report(LayerTimes(alone, together or None, updates, set_up, link, spread, share))
     control.barrier()
 
 
@@ -97,7 +83,6 @@ class _Timer:
         self._config, self._stage, self._seconds = config, stage, seconds
         self.spread, self.share_of_core = 0.0, 1.0  # the worst of all that was timed
         self._layers = list(stage.module.children())
-        self._last = stage.index == placement.partitions - 1
         device = stage.device
         recorder = Recorder({stage.index: device})
         self._clock: Clock = recorder.clocks[stage.index]
@@ -118,34 +103,30 @@ class _Timer:
         outputs = outputs_of(config)
         self._inputs = drawn(described, outputs)
         self._gradients: Sequence[torch.Tensor | None] = ()
-        if not self._last:
+        self._targets: torch.Tensor | None = None  # where the last layer is
+        if stage.index == placement.partitions - 1:
+            self._targets = torch.randint(outputs, (samples, *placement.lengths[-1:]), generator=generator)
+        else:
             boundary = placement.training_boundaries[stage.index]
             gradients = drawn(boundary, 1)
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
-        self._targets = torch.randint(outputs, (samples, *placement.lengths[-1:]), generator=generator)
         self._samples = samples
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         for number, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(self._on_layer)
-            layer.register_forward_hook(self._gradient_hook(number))
+            layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._clock.now()))
+            layer.register_forward_hook(partial(self._await_gradient, number))
 
-    def _on_layer(self, layer: nn.Module, inputs: Any) -> None:
-        self._forward.append(self._clock.now())
-
-    def _gradient_hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         def gradient_is_there(gradient: torch.Tensor) -> None:
             self._backward[number] = self._clock.now()
 
-        def hook(layer: nn.Module, inputs: Any, outputs: Any) -> None:
-            given = [tensor for value in inputs for tensor in as_tuple(value)]
-            for tensor in as_tuple(outputs):
-                # an input that is passed on has its gradient only when other layers have run backward too
-                if tensor.requires_grad and not any(tensor is other for other in given):
-                    tensor.register_hook(gradient_is_there)
-
-        return hook
+        given = [tensor for value in inputs for tensor in as_tuple(value)]
+        for tensor in as_tuple(outputs):
+            # an input that is passed on has its gradient only when other layers have run backward too
+            if tensor.requires_grad and not any(tensor is other for other in given):
+                tensor.register_hook(gradient_is_there)
 
     def passes(self) -> Pass:
         """The median seconds of each layer over as many passes as there is time for."""
@@ -167,15 +148,8 @@ class _Timer:
 
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock
-        objective = None
-        if self._last:
-            objective = CrossEntropy(
-                self._targets,
-                [self._samples],
-                label_smoothing=self._config.label_smoothing,
-                auxiliary_weight=getattr(self._config.model, "auxiliary_weight", 0.0),
-                device=stage.device,
-            )
+        sizes, smoothing = [self._samples], self._config.label_smoothing
+        objective = objective_of(self._config, self._targets, sizes, smoothing, stage.device)
         stage.begin_step(0, objective)
         clock.begin_step()
         reader = clock.reader()
@@ -273,18 +247,3 @@ def _time_link(placement: Placement, process: int, groups: ProcessGroups) -> tup
     small, large = _LINK_BYTES
     per_byte = max((seconds[1] - seconds[0]) / (large - small), 1e-13)
     return max(0.0, seconds[0] - small * per_byte), 1.0 / per_byte
-
-
-def segment_layers(bytes_of: Sequence[int], limit_bytes: int) -> tuple[int, ...]:
-    """Layers of consecutive segments, each of at most `limit_bytes` or of one layer."""
-
-    def segments() -> Iterator[int]:
-        count, total = 0, 0
-        for size in bytes_of:
-            if count and total + size > limit_bytes:
-                yield count
-                count, total = 0, 0
-            count, total = count + 1, total + size
-        yield count
-
-    return tuple(segments())

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import metadata
 from math import ceil
 from pathlib import Path
@@ -29,8 +29,7 @@ from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch import reference_layers
-from gpipe_cli.launch.job import Measuring
-from gpipe_cli.launch.layer_benchmark import segment_layers
+from gpipe_cli.launch.layer_benchmark import measure
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
@@ -59,42 +58,40 @@ _DAY = 86400
 _OWN_SHARE = 0.9  # of a core: with less the machine is busy, and what was timed is not remembered
 
 
-def step_costs(config: TrainConfig, profile: ModelProfile, log: Log = lambda line: None) -> StepCosts:
+def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCosts:
     """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so.
 
     `log` gets a line before seconds go by. Raises ValueError for what cannot be placed, or measured.
     """
     if config.cost == "figures":
         return predicted_costs(config, profile, None if config.dry_run else machine_rates(config, log))
+    if torchrun() is not None:
+        raise ValueError(
+            f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
+            "use cost=figures, or partition.balance=[...] as gpipe plan finds it"
+        )
     _, mean = micro_batches_of(config, profile.lengths)
     samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
     placement = make_placement(_without_limit(config), profile)
     file = _file("costs", _layer_facts(config, placement, profile, samples))
-    alone = torchrun() is None
-    found = _remembered(file) if config.cost == "measured" and alone else None
-    if found is not None:
-        times = LayerTimes(**found)
-    else:
-        if not alone:
-            raise ValueError(
-                f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the "
-                "same cut; use cost=figures, or partition.balance=[...] as gpipe plan finds it"
-            )
+    found = _remembered(file) if config.cost == "measured" else None
+    if found is None:
         log(f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost}) ...")
         try:
-            times = _measure(config, profile, placement, samples, _LAYER_SECONDS)
+            found = asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS))
         except ValueError as error:
             raise ValueError(
                 f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
                 "micro_batches"
             ) from None
-        _remember(file, asdict(times), _busy(times.share_of_core, placement.processes_here, placement.threads), log)
+        _remember(file, found, _busy(found["share_of_core"], placement.processes_here, placement.threads), log)
+    times = LayerTimes(**found)
     in_process = None if placement.distributed else place(config).at_once
     return measured_costs(profile, mean, placement.processes_here, times, in_process=in_process)
 
 
-def machine_rates(config: TrainConfig, log: Log = lambda line: None) -> DeviceRates | None:
+def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
     """How fast the processes of `config` compute on this machine; None where `hardware` says it, or a data sheet.
 
     Departs from the paper: its estimate of a layer is FLOPs alone.
@@ -245,23 +242,29 @@ def _measure(
         assert isinstance(message, LayerTimes), message
         found.append(message)
 
+    task = partial(measure, config, placement, segments, samples, seconds)
     with interruptible() as interrupt:
-        failure = run_task(config, placement, Measuring(segments, samples, seconds), on_message, interrupt)
+        failure = run_task(task, placement, config.timeout_seconds, on_message, interrupt)
     if failure is not None:
         raise ValueError(failure.text)
     return found[0]
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
-    """Layers that one device can hold at a time: half of it, as more than one process may measure."""
+    """Numbers of consecutive layers that a device can hold at a time, each with at least one layer: they get half of
+    it, as more than one process may measure."""
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
-    needed = [
-        memory.graph_bytes(at, at + 1) + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
-        for at, w in enumerate(profile.weights)
-    ]
     limit = resolved(config.hardware, placement.devices[0]).memory_gib
     available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.processes_here
-    return segment_layers(needed, available // 2)
+    segments, held = [0], 0
+    for at, w in enumerate(profile.weights):
+        needed = memory.graph_bytes(at, at + 1) + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
+        if segments[-1] and held + needed > available // 2:
+            segments.append(0)
+            held = 0
+        segments[-1] += 1
+        held += needed
+    return tuple(segments)
 
 
 def _without_limit(config: TrainConfig) -> TrainConfig:

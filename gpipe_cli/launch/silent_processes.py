@@ -21,10 +21,6 @@ class SilenceTimer:
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
-    def reset(self, process: int) -> None:
-        """It has sent a message."""
-        self._seconds[process] = 0.0
-
     def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
         """The process that holds up the run, and its seconds, if one has been silent for too long; `stopped` are those
         that were stopped by a signal.

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 
-from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
-from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
+from gpipe_cli.launch.job import Done, Failure, Job, Task
 from gpipe_cli.launch.silent_processes import SilenceTimer
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
@@ -30,18 +29,23 @@ _PATIENCE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 
 
 def run_task(
-    config: TrainConfig, placement: Placement, task: Task, on_message: OnMessage, interrupt: Interrupt, start: str = ""
+    task: Task,
+    placement: Placement,
+    timeout_seconds: float,
+    on_message: OnMessage,
+    interrupt: Interrupt,
+    start: str = "",
 ) -> Failure | None:
     """Start as many workers as the placement has processes, and wait until they have done the task; returns why they
     failed, None if they did not.
 
-    `on_message` is called with every message of theirs; `start` is the name of this start, under torchrun. However this
-    ends, by Ctrl-C too, no worker is left.
+    `on_message` is called with every message of theirs; one that is silent for `timeout_seconds` fails; `start` is the
+    name of this start, under torchrun. However this ends, by Ctrl-C too, no worker is left.
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-        supervisor = Supervisor(config, placement)
+        supervisor = Supervisor(placement, timeout_seconds)
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
             return supervisor.watch(on_message, interrupt)
@@ -55,8 +59,8 @@ def run_task(
 class Supervisor:
     """The workers of this parent."""
 
-    def __init__(self, config: TrainConfig, placement: Placement) -> None:
-        self._config, self._placement = config, placement
+    def __init__(self, placement: Placement, timeout_seconds: float) -> None:
+        self._placement, self._timeout_seconds = placement, timeout_seconds
         self._connections: dict[int, Connection] = {}  # those that are open
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # those that may still send something
@@ -71,7 +75,7 @@ class Supervisor:
         for process in range(self._placement.processes) if started is None else (started.rank,):
             ours, theirs = Pipe()
             with theirs:
-                job = Job(self._config, self._placement, task, process, rendezvous)
+                job = Job(task, self._placement, process, rendezvous, self._timeout_seconds)
                 self._workers[process] = fork_server.fork(job, theirs, self._activity_file)
             self._connections[process] = ours
             interrupt.check()
@@ -80,10 +84,10 @@ class Supervisor:
     def watch(self, on_message: OnMessage, interrupt: Interrupt) -> Failure | None:
         """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
         deadline = float("inf")
-        silence = SilenceTimer(self._config.timeout_seconds, whole=torchrun() is None)
+        silence = SilenceTimer(self._timeout_seconds, whole=torchrun() is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
-            self._receive(min(1.0, max(0.0, deadline - time.monotonic())), silence, on_message)
+            self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
             self._note_ended()
             if not self._failures:
                 doing = {process: self._doing(process) for process in self._running}
@@ -94,7 +98,7 @@ class Supervisor:
                 deadline = time.monotonic() + _GRACE_SECONDS
         return min(self._failures, key=lambda failure: failure.rank) if self._failures else None
 
-    def _receive(self, timeout: float, silence: SilenceTimer, on_message: OnMessage) -> None:
+    def _receive(self, timeout: float, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""
         statuses = {worker.status: worker for worker in self._running.values() if worker.exit_code is None}
         ready = wait([*self._connections.values(), *statuses], timeout)
@@ -109,7 +113,6 @@ class Supervisor:
             except (EOFError, ConnectionError):
                 del self._connections[process]
                 continue
-            silence.reset(process)
             match message:
                 case Failure():
                     self._failures.append(message)
@@ -149,19 +152,17 @@ class Supervisor:
 
     def _silent(self, process: int, seconds: float) -> Failure:
         """The failure of a process that does nothing any more."""
-        limit = f"longer than timeout_seconds={self._config.timeout_seconds:g}"
+        limit = f"longer than timeout_seconds={self._timeout_seconds:g}; if it is only slow, use a larger one"
         text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
-        text += "; if it is only slow, use a larger one"
-        return Failure(process, Reason.SILENT, text, "", time.time())
+        return Failure(process, text, time.time())
 
     def _killed(self, process: int, code: int) -> Failure:
         """The failure of a process that ended without sending one."""
         how = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with code {code}"
-        hint = (
-            "; the machine may be out of memory: more micro_batches or recompute=always need less" if code == -9 else ""
-        )
-        text = f"{self._who(process)} {how} {self._where(process)}{hint}"
-        return Failure(process, Reason.KILLED, text, "", time.time())
+        text = f"{self._who(process)} {how} {self._where(process)}"
+        if code == -signal.SIGKILL:
+            text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
+        return Failure(process, text, time.time())
 
     def _who(self, process: int) -> str:
         stages = self._placement.stages_of(process)

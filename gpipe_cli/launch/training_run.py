@@ -13,7 +13,7 @@ from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, load, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.launch.job import Bench, Evaluation, Reason, Task, Training
+from gpipe_cli.launch.job import Bench, Reason, Task
 from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.launch.run_report import EvaluationReport, NoReport, RunReport, show_dry_run
 from gpipe_cli.launch.supervisor import run_task
@@ -26,6 +26,7 @@ from gpipe_cli.training.checkpoint.restore import check_restorable, refuse_other
 from gpipe_cli.training.checkpoint.same_model import Comparison
 from gpipe_cli.training.checkpoint.store import find_checkpoint
 from gpipe_cli.training.fine_tuning import find_weights
+from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 
 
 def launch(
@@ -44,7 +45,7 @@ def launch(
         find = partial(_find, training, placement, folder, config.checkpoint, "run", optimizer=False)
         decision = agree(lambda: Decision(folder, None, find()))
         assert decision.source is not None
-        task = Evaluation(decision.source, config.decode)
+        task = partial(evaluate_checkpoint, training, config.decode, decision.source, placement)
         show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
     else:
         prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
@@ -56,9 +57,11 @@ def launch(
             return 0
         decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
         training = replace(training, resume=decision.resume)
-        task = Training(text, decision.folder, bench, decision.source)
+        task = partial(
+            train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
+        )
         show = RunReport(prepared, text, folder, bench) if leads() else NoReport()
-    return _run(training, placement, task, show, folder, decision.start)
+    return _run(task, placement, training.timeout_seconds, show, folder, decision.start)
 
 
 def find_source(config: TrainConfig, placement: Placement) -> Path | None:
@@ -92,16 +95,16 @@ def _evaluated(config: TrainConfig) -> TrainConfig:
 
 
 def _run(
-    config: TrainConfig,
-    placement: Placement,
     task: Task,
+    placement: Placement,
+    timeout_seconds: float,
     show: RunReport | EvaluationReport | NoReport,
     folder: Path,
     start: str,
 ) -> int:
     with interruptible() as interrupt:
         try:
-            failure = run_task(config, placement, task, show.on_message, interrupt, start)
+            failure = run_task(task, placement, timeout_seconds, show.on_message, interrupt, start)
         except KeyboardInterrupt:
             if not show.started:
                 raise
@@ -121,9 +124,9 @@ def _run(
     if failure.reason is Reason.USER and not show.started:
         raise ValueError(failure.text)
     text, details = failure.text, folder / "failure.txt"
-    if failure.reason is Reason.ERROR:
+    if failure.traceback:
         with suppress(OSError):  # no folder, no room: more important is why the run failed
-            write_whole(details, failure.details)
+            write_whole(details, failure.traceback)
             text += f" (traceback in {details})"
     show.finish("failed", text)
     return 2 if failure.reason is Reason.USER else 1

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
-from gpipe_cli.launch.job import Checking, Done, Evaluation, Failure, Job, Measuring, Reason, Training
+from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
@@ -25,7 +25,6 @@ from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.store import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
-from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
@@ -51,12 +50,15 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         device = torch.device(job.placement.devices[job.process])
-        timeout_seconds = job.config.timeout_seconds
-        return connect_processes(job.process, job.placement.processes, device, job.rendezvous, timeout_seconds, waits)
+        processes = job.placement.processes
+        return connect_processes(job.process, processes, device, job.rendezvous, job.timeout_seconds, waits)
 
-    process = WorkerProcess(job.process, connect, connection.send, watch)
+    def report(message: object) -> None:
+        connection.send(message)
+        activity[base] += 1
+
     try:
-        _do(job, process)
+        job.task(WorkerProcess(job.process, connect, report, watch))
     except Exception as error:
         with contextlib.suppress(OSError):  # the parent has ended
             connection.send(_failure(job.process, error))
@@ -68,41 +70,22 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     connection.send(Done())
 
 
-def _do(job: Job, process: WorkerProcess) -> None:
-    config, placement = job.config, job.placement
-    match job.task:
-        case Training(text, folder, bench, source):
-            train(config, text, placement, folder, process, source=source, only_steps=bench is not None)
-        case Evaluation(checkpoint, decode):
-            evaluate_checkpoint(config, decode, checkpoint, placement, process)
-        case Measuring(segments, samples, seconds):
-            from gpipe_cli.launch.layer_benchmark import measure
-
-            measure(config, placement, segments, samples, seconds, process.number, process.connect, process.report)
-        case Checking(placements, variants, references, folder, source):
-            from gpipe_cli.verify.variants import check
-
-            check(config, placements, process, variants=variants, earlier=references, folder=folder, source=source)
-
-
 def _failure(process: int, error: Exception) -> Failure:
-    text = str(error)
+    reason, text, trace = Reason.OTHER, str(error), ""
     match error:
         case PeerLostError():
             reason = Reason.PEER
         case ValueError():
             reason = Reason.USER
-        case DivergedError():
-            reason = Reason.DIVERGED
-        case CheckpointError():
-            reason = Reason.UNWRITTEN
+        case DivergedError() | CheckpointError():
+            pass
         case ActionFailedError():
-            reason = Reason.ERROR
+            trace = traceback.format_exc()
         case _:
-            reason, text = Reason.ERROR, f"{type(error).__name__}: {error}"
+            text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
         text += "; use more micro_batches, recompute=always or more partitions"
-    return Failure(process, reason, text, traceback.format_exc(), time.time())
+    return Failure(process, text, time.time(), reason, trace)
 
 
 def _set_up(placement: Placement) -> None:

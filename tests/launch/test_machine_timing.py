@@ -12,12 +12,9 @@ from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.launch import machine_timing as timing
-from gpipe_cli.launch.layer_benchmark import segment_layers
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.reporting.tables.plan import plan_json
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +89,12 @@ def test_without_a_home_folder_nothing_is_remembered(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("share_of_core", "processes", "threads", "busy"),
     [
-        (0.95, 2, 1, False), (0.5, 2, 1, True),
-        (0.95, 1, 2, False), (0.5, 1, 2, True),
-        (0.48, 4, 1, False), (0.3, 4, 1, True),  # four take turns on two cores: half a core is all that each can have
-        (0.24, 4, 2, False),
+        (0.95, 2, 1, False),
+        (0.5, 1, 2, True),
+        (0.48, 4, 1, False),  # four take turns on two cores: half a core is all that each can have
+        (0.3, 4, 1, True),
     ],
-)  # fmt: skip
+)
 def test_a_machine_is_busy_if_processes_have_less_than_their_share(
     share_of_core: float, processes: int, threads: int, busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,18 +107,11 @@ def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypa
     config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
     placement = timing.make_placement(replace(config, cost="figures"), profile)
-    assert len(timing._segments(config, profile, 3, placement)) > 1
+    segments = timing._segments(config, profile, 3, placement)
+    assert (len(segments) > 1, sum(segments)) == (True, len(profile.costs))
     costs, _ = timed(config, profile)
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit", "segments"),
-    [((1, 1, 1), 9, (3,)), ((5, 5, 5), 10, (2, 1)), ((20, 1, 20), 10, (1, 1, 1)), ((3,), 1, (1,))],
-)
-def test_segments_hold_what_fits(sizes: tuple[int, ...], limit: int, segments: tuple[int, ...]) -> None:
-    assert segment_layers(sizes, limit) == segments
 
 
 def test_text_is_timed_too() -> None:
@@ -139,7 +129,7 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     config = configure(*TINY, "cost=measured", "partitions=2")
     with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
-        step_costs(config, traced(*TINY))
+        timed(config, traced(*TINY))
 
 
 def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +143,6 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     assert costs.basis == "timed_machine"
     assert len(lines) == len(list(remembered.iterdir())) == 1
     assert timed(replace(config, micro_batches=1), profile)[1] == []
-    plan = make_plan(config, profile, costs, None)
-    hardware = plan_json(config, "model", profile, plan, (), {})["hardware"]
-    assert hardware["flops_per_second"] is None, "no data sheet is behind it"
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     monkeypatch.setattr(timing, "_PROBES_APART_SECONDS", 0)
     assert len(timed(config, profile)[1]) == 1, "it has become slower"

@@ -55,10 +55,6 @@ def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[flo
     clock[0] += 3600  # Ctrl-Z, and fg an hour later
     assert watched.find({0: WORKS}, []) is None
     clock[0] += 1.9
-    watched.reset(0)
-    clock[0] += 1.9
     assert watched.find({0: WORKS}, []) is None
-    clock[0] += 1.9
-    watched.find({0: WORKS}, [])
     clock[0] += 1.9
     assert watched.find({0: WORKS}, []) == (0, pytest.approx(5.8))
