@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from gpipe_cli.reporting.plots.picture import write_picture
-from gpipe_cli.reporting.plots.shares import draw_shares
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
@@ -68,6 +66,9 @@ def reproduce(what: Breakdown, runner: Runner) -> Findings:
     )
     stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"
     table = Table.of_rows(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns, rows)
+    from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
+    from gpipe_cli.reporting.plots.shares import draw_shares
+
     picture = runner.folder / _PICTURE
     write_picture(
         picture,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_names import labels
-from gpipe_cli.reporting.plots.curves import run_colour
 from gpipe_cli.reporting.plots.page_style import STYLE
+from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural

@@ -7,19 +7,14 @@ measured is drawn.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
 
 from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_names import labels
-from gpipe_cli.reporting.plots.curves import run_colour
-from gpipe_cli.reporting.plots.palette import INK, PALE_INK
-from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure, pixels
+from gpipe_cli.reporting.plots.palette import INK, PALE_INK, run_colour
+from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, new_figure, pixels
 from gpipe_cli.reporting.tables.table import Column
-
-if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
-    import numpy as np
-    from matplotlib.axes import Axes
-    from numpy.typing import NDArray
 
 # Columns of the comparison, and what a panel calls them.
 PANELS = {
@@ -37,7 +32,7 @@ GAP_INCHES = 0.3
 SHARED_HATCH = "////"
 
 
-def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
+def draw_bars(comparison: Comparison) -> Picture | None:
     """Bars as an image of shape (height, width, 3); None if no run has anything to draw."""
     drawn = [column for column in comparison.columns if column.key in PANELS and column.printed]
     if not drawn:
@@ -63,7 +58,7 @@ def draw_bars(comparison: Comparison) -> "NDArray[np.uint8] | None":
     return pixels(figure)
 
 
-def _panel(axes: "Axes", column: Column, hatched: Sequence[bool]) -> None:
+def _panel(axes: Axes, column: Column, hatched: Sequence[bool]) -> None:
     """One number of all runs, with its value behind each bar."""
     rows = len(column.cells)
     values = [v if isinstance(v, int | float) and math.isfinite(v) else 0.0 for v in column.plain_values]

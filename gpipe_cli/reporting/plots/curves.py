@@ -8,20 +8,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from gpipe_cli.reporting.compare.run_curves import SPEEDS, compared_curve, same_curves
 from gpipe_cli.reporting.compare.run_names import labels, referred
 from gpipe_cli.reporting.compare.run_record import RunRecord
-from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.palette import INK, PALE_INK
-from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, add_legend, new_figure, pixels
-
-if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
-    import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
+from gpipe_cli.reporting.plots.palette import INK, PALE_INK, run_colour
+from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, add_legend, new_figure, pixels
 
 PANEL_INCHES, TITLE_INCHES, AXIS_INCHES = 2.6, 0.42, 0.36
 LEFT_INCHES, RIGHT_INCHES, LINE_INCHES = 0.85, 0.25, 0.24
@@ -46,7 +43,7 @@ class Style:
     order: int  # the higher, the nearer to the eye
 
 
-def draw_curves(runs: Sequence[RunRecord], tags: Sequence[str]) -> "NDArray[np.uint8]":
+def draw_curves(runs: Sequence[RunRecord], tags: Sequence[str]) -> Picture:
     """A panel for each tag, under each other, every run in each; an image of shape (height, width, 3).
 
     Nothing is smoothed but speeds of long runs, whose panel then has a note.
@@ -70,20 +67,13 @@ def styles(count: int, groups: Sequence[Sequence[int]]) -> list[Style]:
     return made
 
 
-def run_colour(position: int, count: int, lightness: float = 0.58) -> str:
-    """The colour of a run among ``count``: from blue over red to yellow, as micro-batches have them."""
-    share = position / max(1, count - 1)
-    hue = palette.FIRST_HUE + share * (palette.LAST_HUE - palette.FIRST_HUE)
-    return palette.oklch(lightness, 0.15 if lightness < 0.7 else 0.1, hue)
-
-
 def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[float]:
     """The median of ``width`` values around each, of fewer at both ends."""
     half = width // 2
     return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
-def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> "Figure":
+def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> Figure:
     known = labels(runs)
     shown = known[:MOST_ENTRIES] + ([f"and {len(runs) - MOST_ENTRIES} more"] if len(runs) > MOST_ENTRIES else [])
     room = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
@@ -100,7 +90,7 @@ def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> "Figure":
     return figure
 
 
-def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lowest: bool) -> None:
+def _panel(axes: Axes, runs: Sequence[RunRecord], tag: str, last_step: int, lowest: bool) -> None:
     groups = same_curves(runs, tag)
     smoothed = False
     highest, least = -math.inf, math.inf
@@ -133,7 +123,7 @@ def _panel(axes: "Axes", runs: Sequence[RunRecord], tag: str, last_step: int, lo
     _frame(axes, tag, remarks, [referred(runs, group) for group in groups], last_step, lowest)
 
 
-def _frame(axes: "Axes", tag: str, remarks: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:
+def _frame(axes: Axes, tag: str, remarks: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:
     """Everything around the curves."""
     axes.set_xlim(0, last_step * 1.01)
     axes.grid(color="#e3e4e9", linewidth=0.6)
@@ -152,9 +142,7 @@ def _frame(axes: "Axes", tag: str, remarks: Sequence[str], groups: Sequence[str]
         axes.set_title(text, loc="right", fontsize=8.5, color=PALE_INK, pad=7)
 
 
-def _legend(figure: "Figure", shown: Sequence[str], made: Sequence[Style], across: int) -> None:
-    from matplotlib.lines import Line2D
-
+def _legend(figure: Figure, shown: Sequence[str], made: Sequence[Style], across: int) -> None:
     handles = [
         Line2D([], [], color=one.colour, linewidth=min(one.width, 6), linestyle=one.dashes)
         for one in made[:MOST_ENTRIES]

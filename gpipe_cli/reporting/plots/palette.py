@@ -19,6 +19,7 @@ _LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13
 INK, PALE_INK, GRID = "#25262c", "#71737d", "#d5d6dc"
 IDLE, IDLE_LINE = "#f0f0f2", "#d0d0d6"  # and its hatching
 WAITING, TRANSFER, UPDATE = "#e0e0e5", "#8a8c96", "#3e404a"
+_WITHOUT_HUE = {"waiting": WAITING, "transfer": TRANSFER, "update": UPDATE}
 WORDS = {
     "F": "forward",
     "R": "recompute",
@@ -32,15 +33,18 @@ OTHERWISE_IDLE = "otherwise idle"  # where a timeline has no bar
 
 def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour:
     """Of a bar; ``micro_batches`` is M."""
-    match what:
-        case "waiting":
-            return WAITING
-        case "transfer":
-            return TRANSFER
-        case "update":
-            return UPDATE
-    lightness, chroma = _LIGHTNESS_AND_CHROMA[what]
-    share = (micro_batch or 0) / max(1, micro_batches - 1)
+    if what in _WITHOUT_HUE:
+        return _WITHOUT_HUE[what]
+    return _blue_to_yellow(*_LIGHTNESS_AND_CHROMA[what], micro_batch or 0, micro_batches)
+
+
+def run_colour(position: int, count: int, lightness: float = 0.58) -> Colour:
+    """The colour of a run among ``count``, as micro-batches have them."""
+    return _blue_to_yellow(lightness, 0.15 if lightness < 0.7 else 0.1, position, count)
+
+
+def _blue_to_yellow(lightness: float, chroma: float, position: int, count: int) -> Colour:
+    share = position / max(1, count - 1)
     return oklch(lightness, chroma, FIRST_HUE + share * (LAST_HUE - FIRST_HUE))
 
 

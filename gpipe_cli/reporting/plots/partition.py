@@ -6,7 +6,11 @@ of all (section 2.2), so the mean of the stages is drawn as what no cut can beat
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
@@ -14,6 +18,7 @@ from gpipe_cli.reporting.plots.picture import (
     BAR_HEIGHT,
     DPI,
     WIDTH_INCHES,
+    Picture,
     add_axes,
     add_bars,
     add_colour_table,
@@ -25,12 +30,6 @@ from gpipe_cli.reporting.plots.picture import (
 from gpipe_cli.reporting.plots.timeline_values import BarKind, axis_ticks, axis_unit
 from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
 from gpipe_cli.units import count, duration, percent, plural, size
-
-if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
-    import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 LEFT_INCHES, RIGHT_INCHES = 0.78, 2.3  # at the right stand parameters and memory of each stage
 TITLE_INCHES, HEADING_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.24, 0.5, 0.46
@@ -49,7 +48,7 @@ def known(run: RunDescription) -> bool:
     return _end(run.partitions) > 0
 
 
-def draw(run: RunDescription) -> "NDArray[np.uint8]":
+def draw(run: RunDescription) -> Picture:
     """The cut as an image of shape (height, width, 3)."""
     assert known(run), "nothing is known of the layers"
     partitions = run.partitions
@@ -69,7 +68,7 @@ def draw(run: RunDescription) -> "NDArray[np.uint8]":
     return pixels(figure)
 
 
-def _frame(axes: "Axes", run: RunDescription, end: float, mean: float) -> range:
+def _frame(axes: Axes, run: RunDescription, end: float, mean: float) -> range:
     """Everything around the bars: stages, the axis, the mean; returns the stages that are named."""
     shown = name_stages(axes, len(run.partitions))
     axes.set_xlim(0, end * MARGIN)
@@ -87,7 +86,7 @@ def _frame(axes: "Axes", run: RunDescription, end: float, mean: float) -> range:
     return shown
 
 
-def _layers(axes: "Axes", partitions: Sequence[PartitionDescription], scale: float, inches: float, row: float) -> None:
+def _layers(axes: Axes, partitions: Sequence[PartitionDescription], scale: float, inches: float, row: float) -> None:
     """Every layer, forward before backward; ``inches`` of one unit of the axis, and of a ``row``'s height."""
     total = sum(len(partition.layers) for partition in partitions)
     parts: list[tuple[int, float, float]] = []
@@ -111,7 +110,7 @@ def _layers(axes: "Axes", partitions: Sequence[PartitionDescription], scale: flo
     add_bars(axes, layers, facecolors="none", edgecolors="white", linewidths=lines)
 
 
-def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: float, colours: tuple[str, str]) -> None:
+def _name(axes: Axes, name: str, x: float, stage: int, width: float, row: float, colours: tuple[str, str]) -> None:
     """The name of a layer, across or upwards, where there is room for it, above the line of the mean; sizes in inches,
     colours of the name and of its bar."""
     needed, height = CHARACTER_INCHES * len(name), BAR_HEIGHT * row
@@ -124,7 +123,7 @@ def _name(axes: "Axes", name: str, x: float, stage: int, width: float, row: floa
         axes.text(x, stage, name, va="center", fontsize=min(FONT, upwards), rotation=90, **style)
 
 
-def _numbers(axes: "Axes", run: RunDescription, shown: Sequence[int], width: float, panel: float) -> None:
+def _numbers(axes: Axes, run: RunDescription, shown: Sequence[int], width: float, panel: float) -> None:
     """Beside each bar: the parameters of the stage, and the memory that it is predicted to need, without libraries."""
     columns = [("parameters", PARAMETERS_AT, [count(partition.parameters) for partition in run.partitions])]
     if run.prediction is not None:
@@ -137,7 +136,7 @@ def _numbers(axes: "Axes", run: RunDescription, shown: Sequence[int], width: flo
             axes.text(x, stage, numbers[stage], va="center_baseline", fontsize=9, color=INK, **place)
 
 
-def _title(axes: "Axes", run: RunDescription, width: float, panel: float) -> None:
+def _title(axes: Axes, run: RunDescription, width: float, panel: float) -> None:
     stages = [_seconds(partition) for partition in run.partitions]
     layers = sum(len(partition.layers) for partition in run.partitions)
     longest = duration(max(stages)) if run.prediction is not None else percent(max(stages) / sum(stages))
@@ -151,10 +150,8 @@ def _title(axes: "Axes", run: RunDescription, width: float, panel: float) -> Non
     axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **words)
 
 
-def _legend(figure: "Figure", run: RunDescription) -> None:
+def _legend(figure: Figure, run: RunDescription) -> None:
     """The layers across, forward above backward; then the mean."""
-    from matplotlib.lines import Line2D
-
     layers = min(64, sum(len(partition.layers) for partition in run.partitions))
     rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
     axes = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)

@@ -1,19 +1,26 @@
-"""What all pictures share: size and ink, axes placed in inches, bars of stages, and how a figure becomes pixels."""
+"""What all pictures share: size and ink, axes placed in inches, bars of stages, and how a figure becomes pixels.
+
+matplotlib takes half a second to import: who draws only sometimes imports the modules that draw where they are used.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from numpy.typing import NDArray
 
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK, Colour, rgb
 from gpipe_cli.system.files import write_whole
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
-    import numpy as np
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
+Picture = NDArray[np.uint8]  # of shape (height, width, 3)
 
 DPI = 160
 WIDTH_INCHES = 11.0
@@ -22,14 +29,12 @@ BAR_HEIGHT = 0.86  # of a row
 LEGEND_LINE_INCHES = 0.16
 
 
-def new_figure(height_inches: float) -> "Figure":
+def new_figure(height_inches: float) -> Figure:
     """An empty picture as wide as all are."""
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, facecolor="white")
 
 
-def add_axes(figure: "Figure", left: float, bottom: float, width: float, height: float) -> "Axes":
+def add_axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
     """Axes without a frame, placed in inches."""
     across, up = figure.get_size_inches()
     axes = figure.add_axes((left / across, bottom / up, width / across, height / up))
@@ -40,7 +45,7 @@ def add_axes(figure: "Figure", left: float, bottom: float, width: float, height:
     return axes
 
 
-def name_stages(axes: "Axes", stages: int) -> range:
+def name_stages(axes: Axes, stages: int) -> range:
     """A row for each stage, the first at the top; returns those that are named."""
     step = next(n for n in (1, 2, 4, 8, 16, 32, 64, stages) if stages / n <= SHOWN_STAGES)
     shown = range(0, stages, step)
@@ -49,10 +54,8 @@ def name_stages(axes: "Axes", stages: int) -> range:
     return shown
 
 
-def add_bars(axes: "Axes", bars: Sequence[tuple[int, float, float]], **look: Any) -> None:
+def add_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], **look: Any) -> None:
     """Bars of one look, from a start to an end in the row of a stage; ``look`` is that of a PolyCollection."""
-    from matplotlib.collections import PolyCollection
-
     half = BAR_HEIGHT / 2
     corners = [
         ((start, row - half), (end, row - half), (end, row + half), (start, row + half)) for row, start, end in bars
@@ -61,11 +64,9 @@ def add_bars(axes: "Axes", bars: Sequence[tuple[int, float, float]], **look: Any
 
 
 def add_colour_table(
-    figure: "Figure", rows: Mapping[str, Sequence[Colour]], left: float, top: float, width: float
-) -> "Axes":
+    figure: Figure, rows: Mapping[str, Sequence[Colour]], left: float, top: float, width: float
+) -> Axes:
     """Colours side by side in rows, whose names stand left of them; places in inches."""
-    import numpy as np
-
     height = LEGEND_LINE_INCHES * len(rows)
     axes = add_axes(figure, left, top - height, width, height)
     table = [[rgb(colour) for colour in colours] for colours in rows.values()]
@@ -75,7 +76,7 @@ def add_colour_table(
     return axes
 
 
-def add_legend(figure: "Figure", handles: Sequence["Artist"], left: float, bottom: float, **look: Any) -> None:
+def add_legend(figure: Figure, handles: Sequence[Artist], left: float, bottom: float, **look: Any) -> None:
     """Labelled patches or lines beside each other, at a place in inches."""
     across, up = figure.get_size_inches()
     figure.legend(
@@ -84,25 +85,20 @@ def add_legend(figure: "Figure", handles: Sequence["Artist"], left: float, botto
     )  # fmt: skip
 
 
-def pixels(figure: "Figure") -> "NDArray[np.uint8]":
+def pixels(figure: Figure) -> Picture:
     """The picture, of shape (height, width, 3)."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def png(picture: "NDArray[np.uint8]") -> bytes:
+def png(picture: Picture) -> bytes:
     """A picture as the content of a PNG file."""
-    from matplotlib.image import imsave
-
     content = io.BytesIO()
     imsave(content, picture, format="png", dpi=DPI)
     return content.getvalue()
 
 
-def write_picture(path: Path, picture: "NDArray[np.uint8]") -> None:
+def write_picture(path: Path, picture: Picture) -> None:
     """Writes a picture as a PNG file, whole or not at all."""
     write_whole(path, png(picture))

@@ -4,16 +4,11 @@ Slices of several pies are hard to compare; bars on one axis are not.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from gpipe_cli.reporting.plots.palette import INK, oklch
-from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, new_figure, pixels
+from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, new_figure, pixels
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.step_breakdown import share_word
-
-if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
-    import numpy as np
-    from numpy.typing import NDArray
 
 ROW_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.55, 0.45, 0.6
 LEFT_INCHES, RIGHT_INCHES = 2.3, 0.25
@@ -30,7 +25,7 @@ COLOURS = {
 }
 
 
-def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> "NDArray[np.uint8]":
+def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
     """A bar for each (name, shares that add up to 1), as an image of shape (height, width, 3).
 
     Shares are named as in SHARES; one that is missing is none.

@@ -6,13 +6,19 @@ micro-batches have 196,608) would take minutes; they are sampled into an image, 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
 from gpipe_cli.reporting.plots.picture import (
     DPI,
     WIDTH_INCHES,
+    Picture,
     add_axes,
     add_bars,
     add_colour_table,
@@ -24,12 +30,6 @@ from gpipe_cli.reporting.plots.picture import (
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit, in_percent
 from gpipe_cli.units import duration
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import: functions that draw import it
-    import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
 MOST_BARS = 3000  # of all panels, drawn one by one
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
@@ -40,7 +40,7 @@ HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "
 CHARACTER_INCHES = 0.068  # of a bar's name
 
 
-def draw(views: Sequence[TimelineView]) -> "NDArray[np.uint8]":
+def draw(views: Sequence[TimelineView]) -> Picture:
     """The timelines under each other on one time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
@@ -62,7 +62,7 @@ def draw(views: Sequence[TimelineView]) -> "NDArray[np.uint8]":
     return pixels(figure)
 
 
-def _frame(axes: "Axes", view: TimelineView, end: float, last: bool) -> None:
+def _frame(axes: Axes, view: TimelineView, end: float, last: bool) -> None:
     """Everything around the bars: title, stages, time."""
     name_stages(axes, len(view.stages))
     axes.set_xlim(0, end * MARGIN)
@@ -80,7 +80,7 @@ def _frame(axes: "Axes", view: TimelineView, end: float, last: bool) -> None:
     axes.set_title(f"step {duration(view.step_seconds)}   {idle}", loc="right", **title)
 
 
-def _bars(axes: "Axes", view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
+def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
     """Every bar by itself; ``inches`` of a second, and of a ``row``'s height."""
     placed = [(stage, bar) for stage, bars in enumerate(view.stages) for bar in bars]
     groups: dict[tuple[BarKind, int | None], list[tuple[int, float, float]]] = {}
@@ -115,10 +115,8 @@ def _bars(axes: "Axes", view: TimelineView, micro_batches: int, inches: float, r
             label.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 0.8})
 
 
-def _sampled(axes: "Axes", view: TimelineView, micro_batches: int, end: float, width: int, height: int) -> None:
+def _sampled(axes: Axes, view: TimelineView, micro_batches: int, end: float, width: int, height: int) -> None:
     """All bars as an image of ``width`` x ``height`` pixels."""
-    import numpy as np
-
     seconds = (np.arange(width * SAMPLES) + 0.5) * (end * MARGIN / (width * SAMPLES))
     background = np.where((seconds < view.step_seconds)[:, None], palette.rgb(palette.IDLE), 255).astype(np.float32)
     rows = np.empty((len(view.stages), width, 3), np.float32)
@@ -143,10 +141,8 @@ def _sampled(axes: "Axes", view: TimelineView, micro_batches: int, end: float, w
     axes.imshow(image.round().astype(np.uint8), extent=extent, aspect="auto", interpolation="nearest", zorder=2)
 
 
-def _legend(figure: "Figure", micro_batches: int, seen: set[BarKind], hatched: bool) -> None:
+def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool) -> None:
     """Micro-batches across, kinds of actions down; beside it what has no micro-batch."""
-    from matplotlib.patches import Patch
-
     left = LEFT_INCHES
     rows = {
         f"{what}  {palette.WORDS[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]

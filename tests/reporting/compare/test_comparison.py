@@ -21,7 +21,8 @@ from gpipe_cli.reporting.compare.run_curves import compared_curve, compared_tags
 from gpipe_cli.reporting.compare.run_names import differing, labels, names, referred
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run
 from gpipe_cli.reporting.plots.bars import draw_bars
-from gpipe_cli.reporting.plots.curves import draw_curves, run_colour, running_median, styles
+from gpipe_cli.reporting.plots.curves import draw_curves, running_median, styles
+from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result, write_result
 
