@@ -1,74 +1,84 @@
 """Runs to report, for the tests of `gpipe_cli.reporting`."""
 
 import io
+from collections.abc import Sequence
+from dataclasses import fields
 from math import log as log_of
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from training_runs import configure
 
+from gpipe_cli.pipeline.schedule.breakdown import Breakdown
+from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.model_flops import StepFlops
+from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
-from gpipe_cli.reporting.run.description import PartitionDescription, Prediction, RunDescription
-from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, Translation
 
+MIB = 2**20
 STEPS_PER_EPOCH = 4
-# What is different in the descriptions of text.
-LANGUAGE_MODEL: dict[str, Any] = {
-    "task": "language_model",
-    "model_name": "transformer_lm",
-    "dataset_name": "python_docs",
-    "train_samples": 412,
-    "test_samples": 46,
-    "vocabulary": 2000,
-    "length": 128,
-    "unigram_perplexity": 312.0,
-}
-TRANSLATION: dict[str, Any] = {
-    "task": "translation",
-    "model_name": "transformer_nmt",
-    "dataset_name": "cldr",
-    "train_samples": 160_123,
-    "test_samples": 8_123,
-    "vocabulary": 8000,
-    "languages": 214,
-    "length": 64,
-    "unigram_perplexity": 312.0,
-    "micro_batch_sizes": (),
-    "micro_batches": 4,
-    "batch_tokens": 4096,
-}
+SETTINGS = ("epochs=3", "partitions=2", "micro_batches=4", "batch_size=32", "recompute=except_last", "threads=1")
+LANGUAGE_MODEL = ("model=transformer_lm", "dataset=python_docs")
+TRANSLATION = ("model=transformer_nmt", "dataset=cldr", "batch_size=null", "batch_tokens=4096")
 TRANSLATIONS = (
     Translation("de-en", "Österreich", "Austria", "Austria"),
     Translation("ru-en", "Россия | РФ", "Russia", "a|b <2en> *c* _d_ `e` \\| [f]"),
 )
 
 
-def description(**changes: Any) -> RunDescription:
-    """Two partitions, four micro-batches of eight samples, three epochs of four steps."""
+def description(*settings: str, **changes: Any) -> RunDescription:
+    """Two partitions on two GPUs, four micro-batches of eight samples, three epochs of four steps, no prediction."""
+    config = configure(*SETTINGS, *settings)
+    data = {
+        "classification": DataFacts(1437, 360),
+        "language_model": DataFacts(412, 46, 2000, unigram_perplexity=312.0),
+        "translation": DataFacts(160_123, 8_123, 8000, 214, 312.0),
+    }
     values: dict[str, Any] = {
-        "model_name": "amoebanet-d",
-        "dataset_name": "digits",
-        "train_samples": 1437,
-        "test_samples": 360,
-        "partitions": (
-            PartitionDescription(("stem", "normal_1", "normal_2"), 432_100, 0.512, "cpu"),
-            PartitionDescription(("normal_3", "classifier"), 812_300, 0.488, "cpu"),
-        ),
-        "micro_batch_sizes": (8, 8, 8, 8),
-        "schedule": "gpipe",
-        "recompute": "except_last",
-        "executor": "distributed",
-        "ideal_bubble": 0.2,
-        "epochs": 3,
-        "steps_per_epoch": STEPS_PER_EPOCH,
-        "learning_rate": 0.04,
-        "warm_up": None,
-        "config": {"partitions": 2, "model": {"filters": 16}},
+        "config": config,
         "config_yaml": "partitions: 2\nmodel:\n  filters: 16\n",
-        "speed_kind": "measured",
-        "threads": 1,
+        "plan": plan("other_device"),
+        "placement": placement(lengths=() if config.task == "classification" else (128,)),
+        "flops": StepFlops(1e9, 32, None if config.task == "classification" else 4096, None, "the peak is not known"),
+        "data": data[config.task],
+        "notes": (),
+        "steps_per_epoch": STEPS_PER_EPOCH,
     }
     return RunDescription(**(values | changes))
+
+
+def placement(**changes: Any) -> Placement:
+    """Two stages of three and two layers, in a process each."""
+    unread = dict.fromkeys((field.name for field in fields(Placement)), None)
+    values: dict[str, Any] = {
+        "layer_names": (("stem", "normal_1", "normal_2"), ("normal_3", "classifier")),
+        "parameters": (432_100, 812_300),
+        "cost": (0.512, 0.488),
+        "lengths": (),
+        "devices": ("cuda:0", "cuda:1"),
+        "distributed": True,
+        "threads": 1,
+    }
+    return Placement(**(unread | values | changes))
+
+
+def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((0, 0),) * 5, **changes: Any) -> Plan:
+    """Of 60 ms a step, with these seconds of the forward and the backward of each layer."""
+    seconds = tuple(LayerSeconds(forward, forward, backward) for forward, backward in layers)
+    unread = dict.fromkeys((field.name for field in fields(Plan)), None)
+    values: dict[str, Any] = {
+        "balance": (3, 2),
+        "costs": StepCosts("measured layers", basis, seconds, (), (), ()),
+        "step_seconds": 0.06,
+        "breakdown": Breakdown(**shares(0.12)),
+        "memory": (StageMemory(MIB, MIB, MIB, 2 * MIB, 0), StageMemory(0, 0, 0, 3 * MIB, 2**29 - 3 * MIB)),
+    }
+    return Plan(**(unread | values | changes))
 
 
 def step(number: int, **changes: Any) -> StepDone:
@@ -104,19 +114,6 @@ def shares(bubble: float) -> dict[str, float]:
 def recorded(number: int, bubble: float = 0.1) -> tuple[int, dict[str, float]]:
     """What was recorded of a step."""
     return number, shares(bubble)
-
-
-def prediction(**changes: Any) -> Prediction:
-    """Of 60 ms a step."""
-    values: dict[str, Any] = {
-        "source": "measured layers",
-        "measured": True,
-        "step_seconds": 0.06,
-        "breakdown": shares(0.12),
-        "memory_bytes": (5 * 2**20, 2**29),
-        "activation_bytes": (2 * 2**20, 3 * 2**20),
-    }
-    return Prediction(**(values | changes))
 
 
 def evaluation(number: int, **changes: Any) -> Evaluated:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import pytest
-from reporting_runs import description, evaluation, log, prediction, recorded, step
+from reporting_runs import description, evaluation, log, plan, recorded, step
 
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
@@ -38,8 +38,7 @@ pytestmark = [
 
 def write_run(folder: Path, micro_batches: int) -> None:
     """A training of four steps, as the reporter hears of it."""
-    config = {"partitions": 2, "micro_batches": micro_batches, "max_steps": None, "model": {"filters": 16}}
-    reporter = Reporter(folder, description(config=config, prediction=prediction()), log()[0])
+    reporter = Reporter(folder, description(f"micro_batches={micro_batches}", plan=plan()), log()[0])
     for number in range(1, 5):
         reporter.step(step(number))
         reporter.recorded(*recorded(number))
@@ -102,9 +101,9 @@ def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> N
 
 def picture(partitions: int) -> StepPicture:
     """A step, measured and predicted. It begins at 100 s; all stages but the first have waited for it since 99.9 s."""
-    plan = build("gpipe", partitions, 4, "except_last")
+    schedule = build("gpipe", partitions, 4, "except_last")
     simulated = simulate(
-        plan, [StageCost(0.01, 0.01, 0.02, 0.005)] * partitions, [EdgeCost(1e-3, 1e-3)] * (partitions - 1)
+        schedule, [StageCost(0.01, 0.01, 0.02, 0.005)] * partitions, [EdgeCost(1e-3, 1e-3)] * (partitions - 1)
     )
     numbers: list[list[float]] = []
     for k, spans in enumerate(simulated.stages):
@@ -115,7 +114,7 @@ def picture(partitions: int) -> StepPicture:
             numbers[k] += [free, start, end, end]
             free = end
         numbers[k] += [free, free + 0.005]
-    measured = measured_timeline(plan, numbers, began_seconds=100.0)
+    measured = measured_timeline(schedule, numbers, began_seconds=100.0)
     views = [
         timeline_view("step 5", kind, of, breakdown(of, 4, seconds), seconds, begin)
         for kind, of, seconds, begin in (("measured", measured, 0.25, 100.0), ("predicted", simulated, 0.2, 0.0))

@@ -11,7 +11,6 @@ from rich.console import Console
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.launch.run_report import model_name
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.largest_model import solve_max_model
@@ -19,6 +18,7 @@ from gpipe_cli.planner.plan import Plan
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
+from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.system.files import write_whole

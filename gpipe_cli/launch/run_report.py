@@ -9,16 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.assembly.build import open_data
-from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.config.dataset import ImagesConfig
-from gpipe_cli.config.model import (
-    AmoebaNetConfig,
-    CustomConfig,
-    ResNetConfig,
-    TimmConfig,
-    TransformerLMConfig,
-    TransformerNMTConfig,
-)
 from gpipe_cli.config.settings import CONFIG, TrainConfig
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.launch.job import Bench
@@ -26,19 +17,16 @@ from gpipe_cli.launch.prepare import Prepared
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
-from gpipe_cli.reporting.run.description import WARM_UP_STEPS, PartitionDescription, Prediction, RunDescription
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
-from gpipe_cli.reporting.run.tensorboard_hparams import settings_of
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training.checkpoint.store import remove_drafts
@@ -124,19 +112,11 @@ class RunReport:
         write_whole(self._folder / CONFIG, self._text)
         # a step past the warm-up; not the last one of an epoch, which may be short
         self._shown_position = min(_SHOWN_POSITION, max(1, ready.steps_per_epoch - 1))
-        self._reporter = Reporter(
-            self._folder,
-            describe(
-                self._prepared,
-                self._text,
-                ready.data,
-                notes=(*ready.data.notes, *ready.notes, *self._prepared.notes),
-                first_step=ready.first_step,
-                steps_per_epoch=ready.steps_per_epoch,
-                gpu_names=ready.gpu_names,
-                bench=self._bench,
-            ),
-        )
+        run = describe(self._prepared, self._text, ready.data, ready.notes, ready.steps_per_epoch)
+        run = replace(run, first_step=ready.first_step, gpu_names=ready.gpu_names)
+        if self._bench is not None:
+            run = replace(run, bench=True, warm_up_steps=self._bench.warm_up_steps)
+        self._reporter = Reporter(self._folder, run)
         self._reporter.banner()
         if (lost := lost_output()) is not None:  # the training could not be followed
             raise lost
@@ -236,8 +216,8 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
     """
     data, steps_per_epoch = _data_of_dry_run(prepared.config)
     write_whole(folder / CONFIG, text)
-    notes = (*data.notes, *frozen_facts(prepared.placement), *prepared.notes)
-    reporter = Reporter(folder, describe(prepared, text, data, notes=notes, steps_per_epoch=steps_per_epoch))
+    run = describe(prepared, text, data, frozen_facts(prepared.placement), steps_per_epoch)
+    reporter = Reporter(folder, run)
     reporter.banner()
     reporter.finish("dry_run")
 
@@ -257,105 +237,17 @@ def _data_of_dry_run(config: TrainConfig) -> tuple[DataFacts, int | None]:
 
 
 def describe(
-    prepared: Prepared,
-    text: str,
-    data: DataFacts,
-    *,
-    notes: Notes,
-    steps_per_epoch: int | None,
-    first_step: int = 0,
-    gpu_names: tuple[str, ...] = (),
-    bench: Bench | None = None,
+    prepared: Prepared, text: str, data: DataFacts, notes: Notes, steps_per_epoch: int | None
 ) -> RunDescription:
-    """The run as the reports describe it; facts of the data and of GPUs are missing in a dry run."""
+    """A training that begins anew, on CPUs."""
     config, placement = prepared.config, prepared.placement
-    total_steps = config.epochs * (steps_per_epoch or 1)
-
-    def rates(step: int) -> float:
-        return learning_rate(config.learning_rate, step, steps_per_epoch or 1, config.batch_size, total_steps)
-
-    warm_up = warm_up_steps(config.learning_rate, steps_per_epoch) if steps_per_epoch is not None else 0
-    every = sum(placement.cost)
-    partitions = tuple(
-        PartitionDescription(names, parameters, cost / every if every else None, device, layer_seconds, memory)
-        for names, parameters, cost, device, layer_seconds, memory in zip(
-            placement.layer_names,
-            placement.parameters,
-            placement.cost,
-            placement.devices,
-            prepared.plan.layer_seconds,
-            prepared.plan.memory,
-            strict=True,
-        )
-    )
     return RunDescription(
-        model_name=model_name(config),
-        dataset_name=config.dataset.name,
-        train_samples=data.train_samples,
-        test_samples=data.test_samples,
-        partitions=partitions,
-        micro_batch_sizes=micro_batch_sizes(config.batch_size, config.micro_batches) if config.batch_size else (),
-        micro_batches=config.micro_batches,
-        batch_tokens=config.batch_tokens,
-        task=config.task,
-        preset=config.preset,
-        vocabulary=data.vocabulary,
-        languages=data.languages,
-        length=placement.lengths[0] if placement.lengths else None,
-        unigram_perplexity=data.unigram_perplexity,
-        notes=notes,
-        schedule=config.schedule,
-        recompute=config.recompute,
-        executor="distributed" if placement.distributed else "in_process",
-        ideal_bubble=ideal_bubble(config.partitions, config.micro_batches),
-        epochs=config.epochs,
-        steps_per_epoch=steps_per_epoch,
-        learning_rate=rates(first_step),
-        warm_up=(warm_up, rates(warm_up - 1)) if first_step < warm_up else None,
-        config=asdict(config),
+        config=config,
         config_yaml=text,
-        settings=settings_of(TrainConfig),
-        speed_kind="measured_one_device" if placement.one_device else "measured",
-        threads=placement.threads,
-        max_steps=config.max_steps,
-        resumed_from=config.resume,
-        first_step=first_step,
-        gpu_names=gpu_names,
-        prediction=_prediction(prepared.plan) if prepared.plan.costs.basis != "other_device" else None,
+        plan=prepared.plan,
+        placement=placement,
         flops=step_flops(config, prepared.profile, placement),
-        command="train" if bench is None else "bench",
-        warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
+        data=data,
+        notes=(*data.notes, *notes, *prepared.notes),
+        steps_per_epoch=steps_per_epoch,
     )
-
-
-def _prediction(plan: Plan) -> Prediction:
-    return Prediction(
-        source=plan.costs.source,
-        measured=plan.costs.basis == "timed_layers",
-        step_seconds=plan.step_seconds,
-        breakdown=asdict(plan.breakdown),
-        memory_bytes=tuple(stage.total_bytes for stage in plan.memory),
-        activation_bytes=plan.saved_bytes,
-    )
-
-
-def model_name(config: TrainConfig) -> str:
-    """As the paper writes it: AmoebaNet-D (18, 256)."""
-    match config.model:
-        case AmoebaNetConfig() as model:
-            return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
-        case ResNetConfig() as model:
-            return f"ResNet-{model.depth}"
-        case TransformerLMConfig() as model:
-            return f"Transformer-{model.layers}" + _width(model.width, 2048)
-        case TransformerNMTConfig() as model:
-            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})" + _width(model.width, 1024)
-        case CustomConfig() as model:
-            return model.target
-        case TimmConfig() as model:
-            return f"{model.name} (timm)"
-
-
-def _width(width: int, papers: int) -> str:
-    """Said where it is not the paper's, and so neither is the size."""
-    return "" if width == papers else f" of width {width}"

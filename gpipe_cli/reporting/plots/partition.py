@@ -28,7 +28,7 @@ from gpipe_cli.reporting.plots.picture import (
     pixels,
 )
 from gpipe_cli.reporting.plots.timeline_values import BarKind, axis_ticks, axis_unit
-from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.units import count, duration, percent, plural, size
 
 LEFT_INCHES, RIGHT_INCHES = 0.78, 2.3  # at the right stand parameters and memory of each stage
@@ -45,23 +45,22 @@ PARAMETERS_AT, MEMORY_AT = 0.85, 2.15  # inches right of the bars, where the num
 
 def known(run: RunDescription) -> bool:
     """Whether there is something to draw: what the layers cost, at least beside each other."""
-    return _end(run.partitions) > 0
+    return max(_seconds(run)) > 0
 
 
 def draw(run: RunDescription) -> Picture:
     """The cut as an image of shape (height, width, 3)."""
     assert known(run), "nothing is known of the layers"
-    partitions = run.partitions
-    panel = min(ROW_INCHES * len(partitions), PANEL_INCHES)
+    stages = _seconds(run)
+    panel = min(ROW_INCHES * len(stages), PANEL_INCHES)
     width = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
     figure = new_figure(TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES)
     axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES + LEGEND_INCHES, width, panel)
     # Without figures of this device seconds mean nothing; the shares of all stages do.
-    whole = sum(map(_seconds, partitions))
-    scale = 1.0 if run.prediction is not None else 1 / whole
-    end = scale * _end(partitions)
-    shown = _frame(axes, run, end, scale * whole / len(partitions))
-    _layers(axes, partitions, scale, width / (end * MARGIN), panel / len(partitions))
+    scale = 1.0 if run.prediction is not None else 1 / sum(stages)
+    end = scale * max(stages)
+    shown = _frame(axes, run, end, scale * sum(stages) / len(stages))
+    _layers(axes, run, scale, width / (end * MARGIN), panel / len(stages))
     _numbers(axes, run, shown, width, panel)
     _legend(figure, run)
     _title(axes, run, width, panel)
@@ -70,33 +69,32 @@ def draw(run: RunDescription) -> Picture:
 
 def _frame(axes: Axes, run: RunDescription, end: float, mean: float) -> range:
     """Everything around the bars: stages, the axis, the mean; returns the stages that are named."""
-    shown = name_stages(axes, len(run.partitions))
+    shown = name_stages(axes, run.placement.partitions)
     axes.set_xlim(0, end * MARGIN)
     if run.prediction is not None:
         name, unit = axis_unit(end)
-        words = f"predicted time of one micro-batch, {name} (from {run.prediction.source})"
+        words = f"predicted time of one micro-batch, {name} (from {run.prediction.costs.source})"
     else:
         unit, words = 0.01, "share of the model's computation, %"
     axes.set_xticks(axis_ticks(end))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_xlabel(words, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
-    if len(run.partitions) > 1:
+    if run.placement.partitions > 1:
         axes.axvline(mean, zorder=3, **MEAN_LINE)
     return shown
 
 
-def _layers(axes: Axes, partitions: Sequence[PartitionDescription], scale: float, inches: float, row: float) -> None:
+def _layers(axes: Axes, run: RunDescription, scale: float, inches: float, row: float) -> None:
     """Every layer, forward before backward; ``inches`` of one unit of the axis, and of a ``row``'s height."""
-    total = sum(len(partition.layers) for partition in partitions)
     parts: list[tuple[int, float, float]] = []
     layers: list[tuple[int, float, float]] = []
     faces, lines = [], []
-    for stage, partition in enumerate(partitions):
+    for stage, (names, seconds) in enumerate(zip(run.placement.layer_names, run.plan.layer_seconds, strict=True)):
         left = 0.0
-        for name, (forward, backward) in zip(partition.layers, partition.layer_seconds, strict=True):
+        for name, (forward, backward) in zip(names, seconds, strict=True):
             middle, right = left + scale * forward, left + scale * (forward + backward)
-            light, dark = (palette.colour(what, len(layers), total) for what in PARTS)
+            light, dark = (palette.colour(what, len(layers), run.layers) for what in PARTS)
             parts += [(stage, left, middle), (stage, middle, right)]
             faces += [light, dark]
             layers.append((stage, left, right))
@@ -125,9 +123,9 @@ def _name(axes: Axes, name: str, x: float, stage: int, width: float, row: float,
 
 def _numbers(axes: Axes, run: RunDescription, shown: Sequence[int], width: float, panel: float) -> None:
     """Beside each bar: the parameters of the stage, and the memory that it is predicted to need, without libraries."""
-    columns = [("parameters", PARAMETERS_AT, [count(partition.parameters) for partition in run.partitions])]
+    columns = [("parameters", PARAMETERS_AT, [count(number) for number in run.placement.parameters])]
     if run.prediction is not None:
-        columns.append(("memory of the model", MEMORY_AT, [size(number) for number in run.prediction.memory_bytes]))
+        columns.append(("memory of the model", MEMORY_AT, [size(stage.total_bytes) for stage in run.prediction.memory]))
     for heading, at, numbers in columns:
         place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right"}  # of the width, and a stage
         x, above = 1 + at / width, -0.5 - 0.1 * len(numbers) / panel
@@ -137,13 +135,12 @@ def _numbers(axes: Axes, run: RunDescription, shown: Sequence[int], width: float
 
 
 def _title(axes: Axes, run: RunDescription, width: float, panel: float) -> None:
-    stages = [_seconds(partition) for partition in run.partitions]
-    layers = sum(len(partition.layers) for partition in run.partitions)
+    stages = _seconds(run)
     longest = duration(max(stages)) if run.prediction is not None else percent(max(stages) / sum(stages))
     if len(stages) > 1:
         over = max(stages) * len(stages) / sum(stages) - 1
         longest = f"slowest stage {longest} ({percent(over)} over the mean)"
-    title = f"{run.model_name}  ·  {layers:,} layers on {plural(len(stages), 'stage')}"
+    title = f"{run.model_name}  ·  {run.layers:,} layers on {plural(len(stages), 'stage')}"
     words: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
     y = 1 + (TITLE_INCHES - 0.27 + HEADING_INCHES) / panel
     axes.text(0, y, title, fontweight="bold", **words)
@@ -152,19 +149,16 @@ def _title(axes: Axes, run: RunDescription, width: float, panel: float) -> None:
 
 def _legend(figure: Figure, run: RunDescription) -> None:
     """The layers across, forward above backward; then the mean."""
-    layers = min(64, sum(len(partition.layers) for partition in run.partitions))
+    layers = min(64, run.layers)
     rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
     axes = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
     beside: dict[str, Any] = {"transform": axes.transAxes, "va": "center_baseline", "fontsize": FONT, "color": INK}
     axes.text(1.06, 0.5, "first to last layer", **beside)
-    if len(run.partitions) > 1:
+    if run.placement.partitions > 1:
         mean = Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE)
         add_legend(figure, [mean], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
 
 
-def _seconds(partition: PartitionDescription) -> float:
-    return sum(forward + backward for forward, backward in partition.layer_seconds)
-
-
-def _end(partitions: Sequence[PartitionDescription]) -> float:
-    return max(map(_seconds, partitions))
+def _seconds(run: RunDescription) -> list[float]:
+    """Of one micro-batch on each stage, forward and backward."""
+    return [sum(forward + backward for forward, backward in layers) for layers in run.plan.layer_seconds]

@@ -1,27 +1,30 @@
 """The banner before a run: what the paper calls a run by, K, M, partitions and the ideal bubble (section 2.3)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
+from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.run.task_words import words_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.units import count, learning_rate, percent, plural
+from gpipe_cli.units import count, percent, plural
+from gpipe_cli.units import learning_rate as shown_rate
 
 
-def show_banner(console: Console, description: RunDescription, folder: Path) -> None:
+def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     """Shows what a run is: facts, then its partitions."""
-    show_facts(console, _banner(description, folder))
-    stages = description.partitions
+    show_facts(console, _banner(run, folder))
+    stages = run.placement
     columns = (
-        Column("stage", cells=[str(stage) for stage in range(len(stages))], number=True),
-        Column("device", cells=[partition.device for partition in stages]),
-        Column("layers", cells=[_layers(partition) for partition in stages]),
-        Column("parameters", cells=[count(partition.parameters) for partition in stages], number=True),
-        Column("cost", cells=[percent(partition.cost_share) for partition in stages], number=True),
+        Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
+        Column("device", cells=stages.devices),
+        Column("layers", cells=[_layers(names) for names in stages.layer_names]),
+        Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),
+        Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
     )
     console.print()
     show_table(console, Table("", columns), gap=3)
@@ -29,75 +32,79 @@ def show_banner(console: Console, description: RunDescription, folder: Path) -> 
 
 
 def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
-    layers = sum(len(partition.layers) for partition in run.partitions)
-    partitions, micro_batches = len(run.partitions), plural(run.micro_batch_count, "micro-batch")
-    yield "model", f"{run.model_name}: {plural(layers, 'layer')}, {count(run.parameters)} parameters"
-    yield "dataset", run.dataset_name + _samples_of_data(run)
-    if run.vocabulary is not None:
-        yield "vocabulary", plural(run.vocabulary, "token")
-    if run.preset is not None:
-        yield "preset", f"{run.preset}: settings that suit this model and data set; what is given wins"
-    yield "pipeline", f"K = {plural(partitions, 'partition')}, M = {micro_batches}"
-    yield "schedule", f"{run.schedule}, recompute {run.recompute}"
-    yield "executor", f"{run.executor}, {plural(run.threads, 'thread')} for each process"
+    config, placement = run.config, run.placement
+    micro_batches = plural(config.micro_batches, "micro-batch")
+    parameters = count(sum(placement.parameters))
+    yield "model", f"{run.model_name}: {plural(run.layers, 'layer')}, {parameters} parameters"
+    yield "dataset", config.dataset.name + _samples_of_data(run)
+    if run.data.vocabulary is not None:
+        yield "vocabulary", plural(run.data.vocabulary, "token")
+    if config.preset is not None:
+        yield "preset", f"{config.preset}: settings that suit this model and data set; what is given wins"
+    yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}"
+    yield "schedule", f"{config.schedule}, recompute {config.recompute}"
+    yield "executor", f"{run.executor}, {plural(placement.threads, 'thread')} for each process"
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the stages' time"
     yield "mini-batch", _global_batch(run, micro_batches)
-    if run.command == "bench":
-        assert run.max_steps is not None
-        yield "measuring", f"{plural(run.max_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
+    if run.bench:
+        yield "measuring", f"{plural(run.total_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
     else:
         yield "training", _training(run)
         yield "", f"learning rate {_learning_rate(run)}"
     yield from run.notes
     yield "run folder", str(folder)
-    if run.resumed_from is not None:
-        yield "resumed from", f"{run.resumed_from}, {plural(run.first_step, 'step')} done"
+    if config.resume is not None:
+        yield "resumed from", f"{config.resume}, {plural(run.first_step, 'step')} done"
 
 
 def _training(run: RunDescription) -> str:
-    training = plural(run.epochs, "epoch")
+    training = plural(run.config.epochs, "epoch")
     if run.steps_per_epoch is not None:
         training += f" of {plural(run.steps_per_epoch, 'step')}"
-    if run.max_steps is not None and run.steps_per_epoch is not None:
-        training += f", stopping after {plural(run.total_steps, 'step')}"
+        if run.config.max_steps is not None:
+            training += f", stopping after {plural(run.total_steps, 'step')}"
     return training
 
 
 def _learning_rate(run: RunDescription) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
-    if run.warm_up is None:
-        return learning_rate(run.learning_rate)
-    steps, rate = run.warm_up
-    return f"{learning_rate(rate)}, after a warm-up of {plural(steps, 'step')} from {learning_rate(run.learning_rate)}"
+    config, epoch = run.config, run.steps_per_epoch or 1
+    warm_up = warm_up_steps(config.learning_rate, epoch) if run.steps_per_epoch is not None else 0
+
+    def rate(step: int) -> str:
+        return shown_rate(
+            learning_rate(config.learning_rate, step, epoch, config.batch_size, total_steps=config.epochs * epoch)
+        )
+
+    if run.first_step >= warm_up:
+        return rate(run.first_step)
+    return f"{rate(warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {rate(run.first_step)}"
 
 
 def _samples_of_data(run: RunDescription) -> str:
     """`: 412 training and 46 test sequences of 128 tokens`; nothing in a dry run."""
-    if not run.train_samples:
+    data, task = run.data, run.config.task
+    if not data.train_samples:
         return ""
-    samples = f": {run.train_samples:,} training and {run.test_samples:,} test {words_of(run.task).sample}s"
-    if run.task == "language_model" and run.length is not None:
-        samples += f" of {plural(run.length, 'token')}"
-    return samples if run.languages is None else f"{samples}, {plural(run.languages, 'language')}"
+    samples = f": {data.train_samples:,} training and {data.test_samples:,} test {words_of(task).sample}s"
+    if task == "language_model":
+        samples += f" of {plural(run.placement.lengths[0], 'token')}"
+    return samples if data.languages is None else f"{samples}, {plural(data.languages, 'language')}"
 
 
 def _global_batch(run: RunDescription, micro_batches: str) -> str:
-    """`32 = 1 replica x 4 micro-batches x 8 samples`, or `4,096 tokens = 1 replica x 4 micro-batches`."""
-    factors = f"1 replica x {micro_batches}"
-    if run.global_batch is None:
-        return f"{run.global_batch_tokens:,} tokens = {factors}"
-    return f"{run.global_batch:,} = {factors} x {_micro_batch(run)}"
+    """`32 = 1 replica x 4 micro-batches x 8 samples`, `x 6 or 5 samples` where they are uneven, or
+    `4,096 tokens = 1 replica x 4 micro-batches`."""
+    factors, batch_size = f"1 replica x {micro_batches}", run.config.batch_size
+    if batch_size is None:
+        return f"{run.config.batch_tokens:,} tokens = {factors}"
+    sizes = sorted(set(micro_batch_sizes(batch_size, run.config.micro_batches)), reverse=True)
+    sample = words_of(run.config.task).sample
+    each = " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
+    return f"{batch_size:,} = {factors} x {each}"
 
 
-def _micro_batch(run: RunDescription) -> str:
-    """`8 samples`, or `6 or 5 samples` where micro-batches are uneven."""
-    sizes, sample = sorted(set(run.micro_batch_sizes), reverse=True), words_of(run.task).sample
-    return " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
-
-
-def _layers(partition: PartitionDescription) -> str:
+def _layers(names: Sequence[str]) -> str:
     """`8: stem ... normal_5`."""
-    names = partition.layers
-    if len(names) <= 2:
-        return f"{len(names)}: {', '.join(names)}"
-    return f"{len(names)}: {names[0]} ... {names[-1]}"
+    shown = ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
+    return f"{len(names)}: {shown}"

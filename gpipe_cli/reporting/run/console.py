@@ -6,15 +6,12 @@ is minimized contains label smoothing and the auxiliary head, and would not comp
 """
 
 import time
-from collections.abc import Iterable
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS, progress_bar
 from gpipe_cli.reporting.run.task_words import scores_of, words_of
 from gpipe_cli.training.events import Evaluated, StepDone
@@ -26,33 +23,29 @@ LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what 
 class RunConsole:
     """Shows the progress of one run on one console."""
 
-    def __init__(self, console: Console, description: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
+    def __init__(self, console: Console, run: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
         self.console = console
-        self._run = description
-        self._words = words_of(description.task)
+        self._run = run
+        self._words = words_of(run.config.task)
         self._line_seconds = line_seconds
         self._bar: Progress | None = None
         self._epoch = 0  # whose means follow
         self._means = EpochMeans()
         self._speed: float | None = None
-        self._learning_rate = description.learning_rate
+        self._learning_rate: float | None = None
         self._line_waits = False  # the epoch has ended, but its evaluation may still come
         self._header_shown = False
         self._last_line = time.monotonic()
-
-    def banner(self, folder: Path) -> None:
-        """Shows what is about to run."""
-        show_banner(self.console, self._run, folder)
 
     def start(self) -> None:
         """Shows the bar, in a terminal."""
         run = self._run
         by_steps = "step {task.completed:.0f}/{task.total:.0f}"
-        self._bar = progress_bar(self.console, by_steps if run.command == "bench" else "epoch {task.fields[epoch]}")
+        self._bar = progress_bar(self.console, by_steps if run.bench else "epoch {task.fields[epoch]}")
         if self._bar is None:
             return
         assert run.steps_per_epoch is not None
-        epoch = min(run.first_step // run.steps_per_epoch + 1, run.epochs)
+        epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
         self._bar.add_task(
             "",
             total=run.total_steps,
@@ -64,7 +57,7 @@ class RunConsole:
 
     def step(self, message: StepDone, speed: float | None) -> None:
         """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
-        if self._run.command == "bench":
+        if self._run.bench:
             self._measured(message, speed)
             return
         self._turn_to(message.epoch)
@@ -93,10 +86,6 @@ class RunConsole:
         self._line_waits = False
         self._line(self._of_epochs(self._epoch), message)
 
-    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
-        """Shows labelled lines in the middle of a run; a bar stays below them."""
-        show_facts(self.console, facts)
-
     def stop(self) -> None:
         """Takes the bar away and shows the line that still waits; harmless when repeated."""
         if self._bar is not None:
@@ -105,7 +94,7 @@ class RunConsole:
         self._show_waiting()
 
     def _of_epochs(self, epoch: int) -> str:
-        return f"{epoch}/{self._run.epochs}"
+        return f"{epoch}/{self._run.config.epochs}"
 
     def _turn_to(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -128,7 +117,7 @@ class RunConsole:
 
     def _line(self, epoch: str, test: Evaluated | None = None) -> None:
         if not self._header_shown:
-            show_line(self.console, self._columns(*(heading for heading, _ in self._words.columns)), "bold")
+            show_line(self.console, self._columns(*self._words.headings), "bold")
             self._header_shown = True
         line = self._columns(
             epoch,
@@ -142,14 +131,12 @@ class RunConsole:
         self._last_line = time.monotonic()
 
     def _tested(self, test: Evaluated) -> tuple[str, str, str]:
-        found = scores_of(self._run.task, test.scores)
-        if self._words.text:
-            return loss(found["loss"]), perplexity(found["perplexity"]), percent(found["token_accuracy"])
-        return loss(found["loss"]), percent(found["top1"]), percent(found["top5"])
+        test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
+        return loss(test_loss), perplexity(second) if self._words.text else percent(second), percent(third)
 
     def _columns(self, *cells: str) -> str:
         """One line; a cell that is too long takes its room from the blanks of the next ones."""
-        ends = [end for _, end in self._words.columns]
+        ends = self._words.ends
         widths = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
         shown = list(range(len(widths)))
         for column in LEFT_OUT:

@@ -7,105 +7,85 @@ import os
 import platform
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.run.description import PartitionDescription, SpeedKind
+from gpipe_cli.reporting.run.description import SpeedKind
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
     from gpipe_cli.planner.model_flops import StepFlops
+    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.stage_memory import StageMemory
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
-# Of each step; without_core: the share of its computing time in which the stage that was worst off had no core, as
-# others had them all.
-Quantity = Literal["step_seconds", "samples_per_second", "tokens_per_second", "without_core"]
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
 
 
-class StepSpeeds:
-    """The speed of a run: medians over its steps, because single steps wait for data, disks and other programs.
+class StepMedians:
+    """Medians over the steps of a run, because single steps wait for data, disks and other programs.
 
     The first ``warm_up_steps`` do not count: they allocate memory and choose algorithms. While there are no others,
-    they are what there is, and ``includes_warm_up`` says so.
+    they are what there is.
     """
 
-    def __init__(self, warm_up_steps: int = 3) -> None:
+    def __init__(self, warm_up_steps: int) -> None:
         self.warm_up_steps = warm_up_steps
-        self._values: dict[Quantity, array[float]] = {name: array("d") for name in get_args(Quantity)}
+        self._values: dict[str, array[float]] = {}
 
-    def add(
-        self, samples: int, seconds: float, tokens: int | None = None, without_core: Sequence[float] = (0.0,)
-    ) -> None:
-        """One step of ``samples`` samples that took ``seconds``; ``tokens`` in every step of a run or in none;
-        ``without_core`` is the share of its computing time in which each stage had no core."""
-        assert samples > 0, samples
-        assert seconds > 0, seconds
-        assert tokens is None or len(self._values["tokens_per_second"]) == self.steps, "some steps had no tokens"
-        self._values["step_seconds"].append(seconds)
-        self._values["samples_per_second"].append(samples / seconds)
-        self._values["without_core"].append(max(without_core))
-        if tokens is not None:
-            self._values["tokens_per_second"].append(tokens / seconds)
+    def add(self, values: Mapping[str, float]) -> None:
+        """Quantities of the next step; a quantity is added in every step, or in none."""
+        for quantity, value in values.items():
+            self._values.setdefault(quantity, array("d")).append(value)
 
-    @property
-    def steps(self) -> int:
-        return len(self._values["step_seconds"])
+    def counted(self, quantity: str) -> Sequence[float]:
+        """The values that medians are over; none of what was never added, as the tokens of images."""
+        values = self._values.get(quantity, array("d"))
+        return values[self.warm_up_steps :] or values
 
-    @property
-    def includes_warm_up(self) -> bool:
-        """Whether the numbers are those of warm-up steps, for want of others."""
-        return 0 < self.steps <= self.warm_up_steps
+    def median(self, quantity: str) -> float | None:
+        values = self.counted(quantity)
+        return median(values) if values else None
 
-    @property
-    def counted_steps(self) -> int:
-        """Steps that the medians are over."""
-        return len(self._counted("step_seconds"))
+    def recent(self, quantity: str, steps: int = 20) -> float | None:
+        """The median over the last few steps that count, for a display."""
+        values = self.counted(quantity)[-steps:]
+        return median(values) if values else None
 
-    def median(self, quantity: Quantity) -> float | None:
-        """Over steps; None without any, as for the tokens of images."""
-        return _median(self._counted(quantity))
-
-    def quartiles(self, quantity: Quantity) -> list[float] | None:
-        """The first and the third over steps; None without any."""
-        values = self._counted(quantity)
+    def quartiles(self, quantity: str) -> list[float] | None:
+        """The first and the third."""
+        values = self.counted(quantity)
         if len(values) < 2:
             return [values[0], values[0]] if values else None
         first, _, third = quantiles(values, n=4, method="inclusive")
         return [first, third]
 
-    def recent(self, quantity: Quantity, steps: int = 20) -> float | None:
-        """Median over the last few steps that count, for a display; None without any."""
-        return _median(self._counted(quantity, steps + self.warm_up_steps)[-steps:])
 
-    def kind(self, expected: SpeedKind) -> SpeedKind | None:
-        """What kind of a number the speed is; ``expected`` if no other program had the cores. None without steps."""
-        share = self.median("without_core")
-        contended = expected == "measured" and share is not None and share > CONTENDED
-        return None if share is None else "measured_contended" if contended else expected
+def kind_of_speed(expected: SpeedKind, without_core: float | None) -> SpeedKind | None:
+    """What kind of a number a speed is; ``expected`` if no other program had the cores.
 
-    def _counted(self, quantity: Quantity, last: int = 0) -> Sequence[float]:
-        values = self._values[quantity][-last:]
-        return values if self.includes_warm_up else values[min(self.warm_up_steps, len(values)) :]
+    ``without_core`` is the share of its computing time in which the stage that was worst off had no core; None without
+    a speed.
+    """
+    if without_core is None:
+        return None
+    return "measured_contended" if expected == "measured" and without_core > CONTENDED else expected
 
 
-def flops_result(flops: "StepFlops | None", speed: StepSpeeds) -> dict[str, Any]:
+def flops_result(
+    flops: "StepFlops", samples_per_second: float | None, tokens_per_second: float | None
+) -> dict[str, float | None]:
     """The entries of result.json that say how much of a device's peak the model's own operations reach.
 
     The share is that of PaLM's authors (model FLOPs utilization, MFU): recomputation does not count as work.
     """
-    per_second = (
-        None
-        if flops is None
-        else flops.per_second(speed.median("samples_per_second"), speed.median("tokens_per_second"))
-    )
-    peak = None if flops is None else flops.peak_per_second
+    per_second, peak = flops.per_second(samples_per_second, tokens_per_second), flops.peak_per_second
     return {
-        "model_flops": None if flops is None else flops.step,
+        "model_flops": flops.step,
         "model_flops_per_second": per_second,
         "peak_flops_per_second": peak,
         "mfu": None if per_second is None or peak is None else per_second / peak,
@@ -113,8 +93,8 @@ def flops_result(flops: "StepFlops | None", speed: StepSpeeds) -> dict[str, Any]
 
 
 def memory_result(
-    partitions: Sequence[PartitionDescription],
-    distributed: bool,
+    placement: "Placement",
+    planned: "Sequence[StageMemory]",
     peaks: Sequence[int],
     counted: Sequence[int] | None,
     libraries: Sequence[int] | None,
@@ -125,24 +105,21 @@ def memory_result(
     ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
 
     Args:
-        distributed: every stage is in a process of its own.
-        peaks: what was measured of each stage.
-        counted: activations of each stage; those that were predicted if they were not counted.
+        planned: of each stage.
+        peaks: what was measured of each stage; () before the first step.
+        counted: activations of each stage; those that were planned if they were not counted.
         libraries: of each stage's process.
     """
-    memory = [partition.memory for partition in partitions]
-    if not peaks or None in memory:
-        return []
-    known = [part for part in memory if part is not None]
-    together = not distributed and {partition.device for partition in partitions} == {"cpu"}
+    together = not placement.distributed and set(placement.devices) == {"cpu"}
     result: list[dict[str, int | None]] = []
-    for stages in [range(len(known))] if together else [range(k, k + 1) for k in range(len(known))]:
+    every = range(len(peaks))
+    for stages in [every] if together and peaks else [range(k, k + 1) for k in every]:
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
-            "weights": sum(known[k].weights_bytes for k in stages),
-            "gradients": sum(known[k].gradients_bytes for k in stages),
-            "optimizer": sum(known[k].optimizer_bytes for k in stages),
-            "activations": sum(counted[k] if counted else known[k].activations_bytes for k in stages),
+            "weights": sum(planned[k].weights_bytes for k in stages),
+            "gradients": sum(planned[k].gradients_bytes for k in stages),
+            "optimizer": sum(planned[k].optimizer_bytes for k in stages),
+            "activations": sum(counted[k] if counted else planned[k].activations_bytes for k in stages),
         }
         peak = peaks[stages[0]]
         alone = stages[0] if len(stages) == 1 else None
@@ -183,7 +160,3 @@ def versions(text: bool = False) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None

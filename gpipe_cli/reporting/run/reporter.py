@@ -8,6 +8,7 @@ import io
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,19 @@ from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import RunDescription, Status
-from gpipe_cli.reporting.run.lines import show_error
+from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.run.measurement import (
-    StepSpeeds,
+    StepMedians,
     flops_result,
     hardware,
+    kind_of_speed,
     memory_result,
     process_seconds,
     versions,
 )
 from gpipe_cli.reporting.run.result import read_result, write_result
-from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, MeasuredShares, comparison, share_result
-from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_measurement, show_summary, speed_kind
+from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
+from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
 from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.training.events import Evaluated, StepDone
@@ -46,19 +48,18 @@ class Reporter:
     was killed leaves what it had. ``finish`` ends the report; calls after it do nothing.
     """
 
-    def __init__(self, folder: Path, description: RunDescription, console: Console | None = None) -> None:
+    def __init__(self, folder: Path, run: RunDescription, console: Console | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._run = description
-        self._text = words_of(description.task).text
+        self._run = run
+        self._text = words_of(run.config.task).text
         self._begin = time.monotonic() - process_seconds()
         self._status: Status = "running"
         self._error: str | None = None
-        self._steps = description.first_step
-        self._memory_bytes: list[int] = []
+        self._steps = run.first_step
+        self._memory_bytes: tuple[int, ...] = ()
         self._checkpoint: str | None = None
-        self._speed = StepSpeeds(description.warm_up_steps)
-        self._shares = MeasuredShares()
+        self._medians = StepMedians(run.warm_up_steps)
         self._activation_bytes: tuple[int, ...] | None = None
         self._library_bytes: tuple[int, ...] | None = None
         self._predicted_activation_bytes: tuple[int, ...] | None = None
@@ -67,20 +68,19 @@ class Reporter:
         self._cut_drawn = False
         self._machine = {
             "versions": versions(self._text),
-            "hardware": hardware(description.gpu_names, description.threads),
+            "hardware": hardware(run.gpu_names, run.placement.threads),
         }
-        self._test, self._best = _earlier(description)
-        self._console = RunConsole(console or Console(), description)
+        self._test, self._best = _earlier(run)
+        self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
         self._write()
-        self._dashboard = Dashboard(folder, description.first_step, description.task)
+        self._dashboard = Dashboard(folder, run.first_step, run.config.task)
         with self.optional():
-            self._dashboard.begin(description)
-            self._dashboard.predict(description.prediction, description.ideal_bubble)
+            self._dashboard.begin(run)
 
     def banner(self) -> None:
         """Shows what is about to run."""
-        self._console.banner(self._folder)
+        show_banner(self._console.console, self._run, self._folder)
         plain = io.StringIO()
         show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
         with self.optional():
@@ -95,26 +95,29 @@ class Reporter:
         if self._status != "running":
             return
         self._steps = message.step
-        self._memory_bytes = list(message.memory_bytes)
-        speed = self._speed
-        tokens = message.tokens if self._text else None
-        speed.add(message.samples, message.seconds, tokens, message.without_core)
+        self._memory_bytes = message.memory_bytes
+        quantities = {
+            "step_seconds": message.seconds,
+            "samples_per_second": message.samples / message.seconds,
+            "without_core": max(message.without_core),  # of the stage that was worst off
+        }
+        if message.tokens is not None:
+            quantities["tokens_per_second"] = message.tokens / message.seconds
+        self._medians.add(quantities)
         if message.activation_bytes is not None:
             self._activation_bytes, self._library_bytes = message.activation_bytes, message.library_bytes
             self._predicted_activation_bytes = predicted_activation_bytes
         with self.optional():
             self._dashboard.step(message)
-        recent = speed.recent("tokens_per_second" if self._text else "samples_per_second")
-        self._console.step(message, recent)
-        if speed.steps >= COMPARED_STEPS:
+        self._console.step(message, self._medians.recent("tokens_per_second" if self._text else "samples_per_second"))
+        if message.step - self._run.first_step >= COMPARED_STEPS:
             self._compare()
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """It is known where the time of a step went: timeline_values.SHARES -> share of stage-time, 0 to 1."""
         if self._status != "running":
             return
-        done = step - self._run.first_step
-        self._shares.add(breakdown, done <= self._speed.warm_up_steps)
+        self._medians.add(breakdown)
         with self.optional():
             self._dashboard.recorded(step, breakdown)
 
@@ -126,7 +129,7 @@ class Reporter:
         from gpipe_cli.reporting.plots.timeline import draw
 
         self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
-        title = f"{self._run.model_name} on {self._run.dataset_name}"
+        title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         views = [picture.measured] if picture.predicted is None else [picture.measured, picture.predicted]
         with self.optional():
             write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
@@ -152,7 +155,7 @@ class Reporter:
         """The test set was seen."""
         if self._status != "running":
             return
-        self._test = _tested(self._run.task, message)
+        self._test = _tested(self._run.config.task, message)
         if message.is_best:
             self._best = self._test
         self._console.evaluated(message)
@@ -198,13 +201,10 @@ class Reporter:
         with self.optional():
             self._dashboard.end(status, self._steps, self._result())
         self._console.stop()
-        if not self._speed.includes_warm_up:
+        if self._steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
-        if self._run.command == "bench":
-            note = "" if self._run.flops is None else self._run.flops.peak_source
-            show_measurement(self._console.console, self._result(), note, self._folder)
-        else:
-            show_summary(self._console.console, self._result(), self._folder, *self._resumable())
+        peak = self._run.flops.peak_source
+        show_summary(self._console.console, self._result(), self._folder, peak, *self._resumable())
         if unwritten is not None:
             raise unwritten
 
@@ -212,85 +212,80 @@ class Reporter:
         """In words, the checkpoint to go on from, and the folder to name then."""
         if self._checkpoint is not None:
             return self._checkpoint, str(self._folder)
-        if self._run.resumed_from is not None:
-            return f"no new one; that of {self._run.resumed_from} is still there", self._run.resumed_from
+        if (source := self._run.config.resume) is not None:
+            return f"no new one; that of {source} is still there", source
         return "none was written yet, there is nothing to resume", None
 
     def _compare(self) -> None:
         """Says once what became of the prediction."""
-        prediction, seconds = self._run.prediction, self._speed.median("step_seconds")
+        prediction, seconds = self._run.prediction, self._medians.median("step_seconds")
         if self._compared or prediction is None or seconds is None:
             return
         self._compared = True
-        self._console.facts(comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
-        kind, share = self._speed.kind(self._run.speed_kind), self._speed.median("without_core")
+        console, share = self._console.console, self._medians.median("without_core")
+        show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
+        kind = kind_of_speed(self._run.speed_kind, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
-            self._console.facts([("", speed_kind(kind, share))])
+            show_facts(console, [("", speed_kind(kind, share))])
 
     def _write(self) -> None:
         write_result(self._folder, self._result())
 
     def _result(self) -> dict[str, Any]:
-        run, speed = self._run, self._speed
-        return {
-            "command": run.command,
+        run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median
+        steps = len(self._medians.counted("step_seconds"))
+        done = self._steps - run.first_step
+        result = {
+            "command": "bench" if run.bench else "train",
             "status": self._status,
             "error": self._error,
-            "task": run.task,
+            "task": config.task,
             "model": run.model_name,
-            "dataset": run.dataset_name,
-            "model_parameters": run.parameters,
-            "epochs": self._steps
-            // (run.steps_per_epoch or 1),  # whole ones done, as are the steps, before a resume included
+            "dataset": config.dataset.name,
+            "model_parameters": sum(placement.parameters),
+            # whole ones done, as are the steps, before a resume included
+            "epochs": self._steps // (run.steps_per_epoch or 1),
             "steps": self._steps,
             "seconds": time.monotonic() - self._begin,  # of this process, from its first moment on
             "test": self._test,
             "best": self._best,
-            "samples_per_second": speed.median("samples_per_second"),
-            "samples_per_second_quartiles": speed.quartiles("samples_per_second"),
-            "samples_per_second_kind": speed.kind(run.speed_kind),
-            "without_core": speed.median("without_core"),
-            "step_seconds": speed.median("step_seconds"),
-            "speed_includes_warm_up": speed.includes_warm_up,
-            "speed_steps": speed.counted_steps,
-            "warm_up_steps": speed.warm_up_steps,
-            **flops_result(run.flops, speed),
+            "samples_per_second": of("samples_per_second"),
+            "samples_per_second_quartiles": self._medians.quartiles("samples_per_second"),
+            "samples_per_second_kind": kind_of_speed(run.speed_kind, of("without_core")),
+            "without_core": of("without_core"),
+            "step_seconds": of("step_seconds"),
+            "speed_includes_warm_up": 0 < done <= run.warm_up_steps,  # for want of other steps
+            "speed_steps": steps,
+            "warm_up_steps": run.warm_up_steps,
+            **flops_result(run.flops, of("samples_per_second"), of("tokens_per_second")),
             "memory_bytes": self._memory_bytes,
             "memory": memory_result(
-                run.partitions,
-                run.executor == "distributed",
-                self._memory_bytes,
-                self._activation_bytes,
-                self._library_bytes,
+                placement, run.plan.memory, self._memory_bytes, self._activation_bytes, self._library_bytes
             ),
-            "global_batch": run.global_batch,
+            "global_batch": config.batch_size,
             "executor": run.executor,
             "ideal_bubble": run.ideal_bubble,
-            **share_result(self._shares, run.prediction, run.ideal_bubble),
+            **share_result(measured_breakdown(self._medians), run.prediction, run.ideal_bubble),
             "activation_bytes": self._activation_bytes,
             "predicted_activation_bytes": self._predicted_activation_bytes,  # of the mini-batch that was counted
             "partitions": [
-                {
-                    "layers": list(partition.layers),
-                    "parameters": partition.parameters,
-                    "cost_share": partition.cost_share,
-                    "device": partition.device,
-                }
-                for partition in run.partitions
+                {"layers": names, "parameters": parameters, "cost_share": share, "device": device}
+                for names, parameters, share, device in zip(
+                    placement.layer_names, placement.parameters, run.cost_shares, placement.devices, strict=True
+                )
             ],
-            "resumed_from": run.resumed_from,
+            "resumed_from": config.resume,
             **self._machine,
-            "config": run.config,
-            **(self._result_of_text() if self._text else {}),
+            "config": asdict(config),
         }
-
-    def _result_of_text(self) -> dict[str, Any]:
-        return {
-            "tokens_per_second": self._speed.median("tokens_per_second"),
-            "tokens_per_second_quartiles": self._speed.quartiles("tokens_per_second"),
-            "unigram_perplexity": self._run.unigram_perplexity,
-            "global_batch_tokens": self._run.global_batch_tokens,
-        }
+        if self._text:
+            result |= {
+                "tokens_per_second": of("tokens_per_second"),
+                "tokens_per_second_quartiles": self._medians.quartiles("tokens_per_second"),
+                "unigram_perplexity": run.data.unigram_perplexity,
+                "global_batch_tokens": config.batch_tokens,
+            }
+        return result
 
 
 def _tested(task: Task, message: Evaluated) -> dict[str, Any]:
@@ -303,7 +298,7 @@ def _tested(task: Task, message: Evaluated) -> dict[str, Any]:
 def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The last and the best test of the run that is resumed, as far as they lie before the point of resumption."""
     try:
-        result = {} if run.resumed_from is None else read_result(Path(run.resumed_from))
+        result = {} if run.config.resume is None else read_result(Path(run.config.resume))
     except (OSError, ValueError):  # it was never written, or is damaged: the run goes on without it
         result = {}
     tests = (result.get("test"), result.get("best"))

@@ -5,70 +5,53 @@ causes: bubble, load imbalance, exposed transfers and set-up. What was measured 
 column.
 """
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, idle, in_percent
-from gpipe_cli.reporting.run.description import Prediction
+from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.units import duration, percent, size
+
+if TYPE_CHECKING:  # it imports torch
+    from gpipe_cli.planner.plan import Plan
 
 STAGES_SHOWN = 4  # of more than these only the fullest one
 COMPARED_STEPS = 20  # done in this process when the prediction is compared
 _LARGE = 2.0  # a difference is written as a factor from here on, and from its inverse down
 
 
-class MeasuredShares:
-    """Medians over the steps of a run; warm-up steps count only while there are no others."""
-
-    def __init__(self) -> None:
-        self._shares = {name: array("d") for name in SHARES}
-        self._warm_up = True  # what is kept is that of warm-up steps
-
-    def add(self, breakdown: Mapping[str, float], warm_up: bool) -> None:
-        """One step, with what was measured of it."""
-        if self._warm_up and not warm_up:
-            for values in self._shares.values():
-                del values[:]
-            self._warm_up = False
-        for name, values in self._shares.items():
-            values.append(breakdown[name])
-
-    @property
-    def breakdown(self) -> dict[str, float] | None:
-        """SHARES, each a median, scaled so that together they are 1 as those of every step are; None without any."""
-        if not self._shares[SHARES[0]]:
-            return None
-        medians = {name: median(values) for name, values in self._shares.items()}
-        total = sum(medians.values())
-        return {name: value / total for name, value in medians.items()} if total > 0 else medians
+def measured_breakdown(medians: StepMedians) -> dict[str, float] | None:
+    """SHARES, each a median, scaled so that together they are 1 as those of every step are; None without any."""
+    found = {name: share for name in SHARES if (share := medians.median(name)) is not None}
+    total = sum(found.values())
+    return {name: share / (total or 1.0) for name, share in found.items()} or None
 
 
-def share_result(measured: MeasuredShares, prediction: Prediction | None, ideal_bubble: float) -> dict[str, Any]:
+def share_result(
+    measured: Mapping[str, float] | None, prediction: "Plan | None", ideal_bubble: float
+) -> dict[str, Any]:
     """The entries of result.json: ``breakdown``, of it ``idle`` and ``bubble``, and ``prediction``."""
-    known = {} if prediction is None else asdict(prediction)
-    kinds = {"measured": measured.breakdown, "predicted": known.pop("breakdown", None)}
+    kinds = {"measured": measured, "predicted": None if prediction is None else asdict(prediction.breakdown)}
+    known = prediction and {
+        "source": prediction.costs.source,
+        "measured": prediction.costs.basis == "timed_layers",
+        "step_seconds": prediction.step_seconds,
+        "memory_bytes": [stage.total_bytes for stage in prediction.memory],
+        "activation_bytes": prediction.saved_bytes,
+    }
     return {
         "breakdown": kinds,
         "idle": {kind: None if shares is None else idle(shares) for kind, shares in kinds.items()},
         "bubble": {kind: None if shares is None else shares["bubble"] for kind, shares in kinds.items()}
         | {"ideal": ideal_bubble},
-        "prediction": known or None,
+        "prediction": known,
     }
 
 
-def share_facts(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Labelled lines of the summary, from the entries of result.json; none where nothing was measured."""
-    breakdown = result.get("breakdown")
-    if breakdown is not None and breakdown["measured"] is not None:
-        yield from share_lines({kind: shares for kind, shares in breakdown.items() if shares is not None})
-        yield ideal_bubble_line(result["bubble"]["ideal"])
-
-
-def share_lines(kinds: Mapping[str, Mapping[str, float]]) -> Iterable[tuple[str, str]]:
-    """A small table: a heading, and a line for each kind of breakdown, `measured` or `predicted`.
+def share_lines(kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> Iterable[tuple[str, str]]:
+    """A small table: a heading, a line for each kind of breakdown that is known, `measured` or `predicted`, and what
+    their bubble is compared with.
 
     % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
     measured        58.0      18.3     2.2    21.5 =    14.2       1.5     2.3    3.5
@@ -82,13 +65,10 @@ def share_lines(kinds: Mapping[str, Mapping[str, float]]) -> Iterable[tuple[str,
 
     yield "% of a step", line([share_word(name) for name in columns])
     for kind, breakdown in kinds.items():
-        shown = in_percent(breakdown)
-        yield kind, line([f"{shown[name]:.1f}" for name in columns])
-
-
-def ideal_bubble_line(ideal_bubble: float) -> tuple[str, str]:
-    """What the measured and the predicted bubble are compared with."""
-    return "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): stages are equal and do nothing but compute"
+        if breakdown is not None:
+            shown = in_percent(breakdown)
+            yield kind, line([f"{shown[name]:.1f}" for name in columns])
+    yield "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): stages are equal and do nothing but compute"
 
 
 def share_names() -> list[str]:
@@ -108,7 +88,7 @@ def share_word(name: str) -> str:
 
 
 def comparison(
-    prediction: Prediction,
+    prediction: "Plan",
     step_seconds: float,
     predicted_bytes: Sequence[int] | None,
     counted_bytes: Sequence[int] | None,
@@ -129,8 +109,8 @@ def comparison(
             predicted, counted = predicted_bytes[stage], counted_bytes[stage]
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
-    if not prediction.measured:
-        yield "", f"from {prediction.source}; cost=measured times the layers themselves"
+    if prediction.costs.basis != "timed_layers":
+        yield "", f"from {prediction.costs.source}; cost=measured times the layers themselves"
 
 
 def difference(predicted: float, found: float, times: str = "as much") -> str:

@@ -5,7 +5,7 @@ Of a measurement it has the numbers of the paper's tables 2 and 3; of the others
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,77 +14,63 @@ from rich.console import Console
 
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_facts
+from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_lines
 from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
-from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded, size
+from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded
 
-MEMORY_PER_LINE = 3
 TIMELINE_PAGE = "timeline.html"
 EVALUATION = "evaluate.json"
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
-def show_summary(console: Console, result: dict[str, Any], folder: Path, checkpoint: str, resume: str | None) -> None:
-    """Shows what became of a run.
+def show_summary(
+    console: Console, result: Mapping[str, Any], folder: Path, peak: str, checkpoint: str, resume: str | None
+) -> None:
+    """Shows what became of a training or of a measurement.
 
     Args:
         result: what result.json holds.
-        checkpoint: where the last checkpoint is; shown where a run was stopped.
+        peak: where the peak that the MFU is a share of comes from, or why it is not known.
+        checkpoint: where the last checkpoint is; shown where a training was stopped.
         resume: the run folder to go on from; None if there is no checkpoint.
     """
-    steps = result["steps"]
-    done = f"{plural(result['epochs'], 'epoch')}, " * (result["epochs"] > 0) + plural(steps, "step")
-    stopped = f"after {duration(result['seconds'])}: {done} done" if steps else "before the first step was done"
-    if result["status"] != "dry_run":  # whose banner ends with an empty line and is all that came before
-        console.print()
-    match result["status"]:
+    status, seconds, bench = result["status"], duration(result["seconds"]), result["command"] == "bench"
+    epochs = f"{plural(result['epochs'], 'epoch')}, " if result["epochs"] and not bench else ""
+    done = epochs + plural(result["steps"], "step")
+    match status:
+        case "completed" if bench:
+            measured = f"measured {plural(result['speed_steps'], 'step')} after {result['warm_up_steps']} of warm-up"
+            line, colour = f"{measured}, in {seconds}", "green"
         case "completed":
-            show_line(console, f"completed in {duration(result['seconds'])}: {done}", "bold green")
+            line, colour = f"completed in {seconds}: {done}", "green"
         case "dry_run":
-            show_line(console, "dry run: cut and placed; nothing was trained", "bold green")
-        case "interrupted":
-            show_line(console, f"interrupted {stopped}", "bold yellow")
-        case status:
-            show_line(console, f"{status} {stopped}", "bold red")
-    show_facts(console, _outcome(result))
+            line, colour = "dry run: cut and placed; nothing was trained", "green"
+        case _:
+            when = f"after {seconds}: {done} done" if result["steps"] else "before the first step was done"
+            line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
+    if status != "dry_run":  # whose banner ends with an empty line and is all that came before
+        console.print()
+    show_line(console, line, f"bold {colour}")
+    if result["error"]:
+        show_facts(console, [("error", result["error"])])
+    show_facts(console, _measured_speed(result) if bench else _outcome(result))
+    if result["breakdown"]["measured"] is not None:
+        show_facts(console, share_lines(result["breakdown"], result["bubble"]["ideal"]))
+    show_facts(console, memory_table(result["memory"]))
+    if bench:
+        show_facts(console, _flops(result, peak))
     show_facts(console, [("run folder", str(folder))])
     if (folder / TIMELINE_PAGE).exists():
         show_facts(console, [("timeline", str(folder / TIMELINE_PAGE))])
-    if result["status"] in ("interrupted", "failed"):
+    if bench:
+        return
+    if status in ("interrupted", "failed"):
         show_facts(console, [("checkpoint", checkpoint)])
         if resume is not None:
             show_facts(console, [("go on with", f"gpipe train {override('resume', resume)}")])
-    if steps:
+    if result["steps"]:
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
-
-
-def show_measurement(console: Console, result: dict[str, Any], flops_note: str, folder: Path) -> None:
-    """Shows what was measured.
-
-    Args:
-        result: what result.json holds.
-        flops_note: where the peak comes from, or why it is not known.
-    """
-    done = f"{plural(result['steps'], 'step')} done"
-    console.print()
-    match result["status"]:
-        case "completed":
-            line = f"measured {plural(result['speed_steps'], 'step')} after {result['warm_up_steps']} of warm-up"
-            show_line(console, f"{line}, in {duration(result['seconds'])}", "bold green")
-        case "interrupted":
-            show_line(console, f"interrupted after {duration(result['seconds'])}: {done}", "bold yellow")
-        case status:
-            show_line(console, f"{status} after {duration(result['seconds'])}: {done}", "bold red")
-    if result["error"]:
-        show_facts(console, [("error", result["error"])])
-    show_facts(console, _measured_speed(result))
-    show_facts(console, share_facts(result))
-    show_facts(console, memory_table(result))
-    show_facts(console, _flops(result, flops_note))
-    show_facts(console, [("run folder", str(folder))])
-    if (folder / TIMELINE_PAGE).exists():
-        show_facts(console, [("timeline", str(folder / TIMELINE_PAGE))])
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
@@ -122,16 +108,17 @@ def outcome_of_test(test: dict[str, Any], unigram_perplexity: float | None = Non
         test: the scores of a task.
         unigram_perplexity: that of a model which knows the frequencies of the tokens only, on the same test set.
     """
-    averaged = " (averaged weights)" if test.get("averaged") else ""
     if "perplexity" in test:
         unigram = "" if unigram_perplexity is None else f" (unigram model {perplexity(unigram_perplexity)})"
-        parts = [f"perplexity {perplexity(test['perplexity'])}{unigram}"]
-        parts += [f"token accuracy {percent(test['token_accuracy'])}", f"loss {loss(test['loss'])} nats per token"]
-        return ", ".join(parts) + averaged
-    parts = [f"top-1 {percent(test['top1'])}", f"top-5 {percent(test['top5'])}", f"loss {loss(test['loss'])}"]
-    if test["top5"] is None:
-        del parts[1]
-    return ", ".join(parts) + averaged
+        scores = [
+            f"perplexity {perplexity(test['perplexity'])}{unigram}",
+            f"token accuracy {percent(test['token_accuracy'])}",
+            f"loss {loss(test['loss'])} nats per token",
+        ]
+    else:
+        top5 = [] if test["top5"] is None else [f"top-5 {percent(test['top5'])}"]
+        scores = [f"top-1 {percent(test['top1'])}", *top5, f"loss {loss(test['loss'])}"]
+    return ", ".join(scores) + (" (averaged weights)" if test["averaged"] else "")
 
 
 def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str, str]]:
@@ -146,10 +133,8 @@ def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str
         yield "  decoded", _one_line(example.translation)
 
 
-def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _outcome(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     test, best = result["test"], result["best"]
-    if result["error"]:
-        yield "error", result["error"]
     if test is not None:
         yield "test", outcome_of_test(test, result.get("unigram_perplexity"))
     if best is not None and best != test:
@@ -160,10 +145,12 @@ def _outcome(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
         steps = f"medians after the first {plural(result['warm_up_steps'], 'step')}"
         if result["speed_includes_warm_up"]:
             steps = f"medians of the first {plural(result['speed_steps'], 'step')}, which are slow"
-        yield "speed", f"{_speed(result)}, {duration(result['step_seconds'])} per step ({steps})"
+        words = words_of(result["task"])
+        speed = f"{rate(result['samples_per_second'])} {words.sample}s/s"
+        if words.text:
+            speed = f"{rate(result['tokens_per_second'])} tokens/s, {speed}"
+        yield "speed", f"{speed}, {duration(result['step_seconds'])} per step ({steps})"
         yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
-    yield from share_facts(result)
-    yield from memory_table(result)
 
 
 def speed_kind(kind: str, without_core: float | None = None) -> str:
@@ -177,12 +164,9 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
     return f"{kind}: every stage had a device or cores of its own"
 
 
-def memory_table(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Parts of each stage's memory and their sum, from the entry of result.json; of many stages the fullest one's. The
-    peaks alone where parts are not known."""
-    stages = result.get("memory")
+def memory_table(stages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+    """Parts of each stage's memory and their sum, from the entry of result.json; of many stages the fullest one's."""
     if not stages:
-        yield from memory_facts("peak memory", result["memory_bytes"])
         return
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
     widths = [max(len(part), len("1,234.5")) for part in parts]
@@ -199,21 +183,7 @@ def memory_table(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield label, line([f"{value:,.1f}" for value in shown.values()], f"{sum(shown.values()):,.1f}")
 
 
-def memory_facts(label: str, sizes: Sequence[int]) -> Iterable[tuple[str, str]]:
-    """Labelled lines: `stage 0 605.2 MiB, stage 1 605.8 MiB`."""
-    memory = [f"stage {stage} {size(peak)}" for stage, peak in enumerate(sizes)]
-    for first in range(0, len(memory), MEMORY_PER_LINE):
-        yield "" if first else label, ", ".join(memory[first : first + MEMORY_PER_LINE])
-
-
-def _speed(result: dict[str, Any]) -> str:
-    """`512.0 samples/s`, or `12,345 tokens/s, 96.4 sentences/s`."""
-    words = words_of(result["task"])
-    samples = f"{rate(result['samples_per_second'])} {words.sample}s/s"
-    return f"{rate(result['tokens_per_second'])} tokens/s, {samples}" if words.text else samples
-
-
-def _measured_speed(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _measured_speed(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if result["samples_per_second"] is None:
         return
     words = words_of(result["task"])
@@ -229,7 +199,7 @@ def _measured_speed(result: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
 
 
-def _flops(result: dict[str, Any], note: str) -> Iterable[tuple[str, str]]:
+def _flops(result: Mapping[str, Any], note: str) -> Iterable[tuple[str, str]]:
     if result["model_flops_per_second"] is None:
         return
     step = f"{operations(result['model_flops'])}FLOP of a full step, recomputation not counted"

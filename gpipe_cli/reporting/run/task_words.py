@@ -6,11 +6,9 @@ the console, the dashboard and result.json need not ask for the task at every tu
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from gpipe_cli.config.settings import Task
 from gpipe_cli.training.events import Scores
-
-Task = Literal["classification", "language_model", "translation"]
 
 
 @dataclass(frozen=True)
@@ -21,47 +19,23 @@ class Words:
     sample: str  # one of what the data set holds
     speed: str  # the unit of the speed in columns and bars
     accuracy: str  # the share of right predictions, in columns and bars
-    columns: tuple[tuple[str, int], ...]  # of an epoch's line: heading, and where it ends
+    scores: tuple[str, str, str]  # of the test set, in columns
+    ends: tuple[int, ...]  # where the columns of an epoch's line end
 
-
-# A line is at most 75 characters long: `best` still fits behind it at 80 columns.
-_IMAGES = Words(
-    text=False,
-    sample="sample",
-    speed="samples/s",
-    accuracy="top-1",
-    columns=(
-        ("epoch", 10),
-        ("train loss", 21),
-        ("top-1", 29),
-        ("test loss", 40),
-        ("top-1", 48),
-        ("top-5", 56),
-        ("samples/s", 66),
-        ("lr", 75),
-    ),
-)
-_TEXT_COLUMNS = (
-    ("epoch", 5),
-    ("train loss", 16),
-    ("token acc", 26),
-    ("test loss", 36),
-    ("perplexity", 47),
-    ("token acc", 57),
-    ("tokens/s", 66),
-    ("lr", 75),
-)
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """Of an epoch's line."""
+        return "epoch", "train loss", self.accuracy, *self.scores, self.speed, "lr"
 
 
 def words_of(task: Task) -> Words:
-    """The words of a task."""
-    match task:
-        case "classification":
-            return _IMAGES
-        case "language_model":
-            return Words(True, "sequence", "tokens/s", "token acc", _TEXT_COLUMNS)
-        case "translation":
-            return Words(True, "sentence", "tokens/s", "token acc", _TEXT_COLUMNS)
+    """The words of a task. Lines are at most 75 characters long: `best` still fits behind them at 80 columns."""
+    if task == "classification":
+        ends = (10, 21, 29, 40, 48, 56, 66, 75)
+        return Words(False, "sample", "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
+    sample = "sequence" if task == "language_model" else "sentence"
+    ends = (5, 16, 26, 36, 47, 57, 66, 75)
+    return Words(True, sample, "tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
 
 
 def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:

@@ -7,12 +7,12 @@ count those done; accuracies are shares, 0 to 1.
 import html
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
-from gpipe_cli.reporting.run.description import Prediction, RunDescription, Status
 from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
 from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard_file import EventFile
@@ -31,6 +31,9 @@ from gpipe_cli.units import duration, size
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from gpipe_cli.planner.plan import Plan
+    from gpipe_cli.reporting.run.description import RunDescription, Status
 
 TRAIN_LOSS = "train/loss"  # what is minimized
 TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
@@ -52,26 +55,10 @@ BUBBLE_MEASURED = "bubble/measured"
 BUBBLE_PREDICTED = "bubble/predicted"
 BUBBLE_IDEAL = "bubble/ideal"  # (K-1)/(M+K-1)
 # What became of a run, once, beside its settings. HParams shows the first five of a task at first, and as parallel
-# coordinates only runs that have all of what is shown.
-FINAL_TOP1 = "final/top1"  # of the test set, as are top-5, loss, perplexity and accuracy
-FINAL_TOP5 = "final/top5"
-FINAL_LOSS = "final/loss"
-FINAL_PERPLEXITY = "final/perplexity"
-FINAL_TOKEN_ACCURACY = "final/token_accuracy"
-FINAL_SAMPLES_PER_SECOND = "final/samples_per_second"
-FINAL_TOKENS_PER_SECOND = "final/tokens_per_second"
-FINAL_STEP_SECONDS = "final/step_seconds"
-FINAL_BUBBLE = "final/bubble"
-FINAL_MEMORY = "final/memory_gib"  # of the fullest stage
-_FINAL_OF_ALL = (FINAL_STEP_SECONDS, FINAL_BUBBLE, FINAL_MEMORY, FINAL_LOSS)
-_FINAL_OF_IMAGES = (FINAL_TOP1, FINAL_SAMPLES_PER_SECOND, *_FINAL_OF_ALL, FINAL_TOP5)
-_FINAL_OF_TEXT = (FINAL_PERPLEXITY, FINAL_TOKENS_PER_SECOND, *_FINAL_OF_ALL, FINAL_TOKEN_ACCURACY)
-TIMELINE = "timeline"  # pictures, one per epoch
-PARTITIONS = "partitions"  # a picture of the cut
-PREDICTION = "prediction"  # in words
-TRANSLATIONS = "translations"
-CONFIG = "config"
-BANNER = "banner"
+# coordinates only runs that have all of what is shown. The memory is that of the fullest stage.
+_OF_ALL = ("step_seconds", "bubble", "memory_gib", "loss")
+FINAL_OF_IMAGES = ("top1", "samples_per_second", *_OF_ALL, "top5")
+FINAL_OF_TEXT = ("perplexity", "tokens_per_second", *_OF_ALL, "token_accuracy")
 
 GIB = 2**30
 
@@ -105,109 +92,102 @@ class Dashboard:
         self._first_step = first_step
         self._task = task
         self._text = words_of(task).text
-        self._constants: tuple[tuple[str, float], ...] = ()
+        self._constants: dict[str, float] = {}  # level lines
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Puts the configuration and the banner beside the curves."""
-        # Four blanks are Markdown for text that stays as it is.
-        for tag, words in ((CONFIG, config_yaml), (BANNER, banner)):
+        for tag, words in (("config", config_yaml), ("banner", banner)):
+            # Four blanks are Markdown for text that stays as it is.
             indented = "\n".join(f"    {line}" for line in words.splitlines())
             self._events.add(self._summary.text(tag, indented), self._first_step)
         self._events.flush()
 
-    def begin(self, run: RunDescription) -> None:
-        """The settings, in the tab HParams from now on: a run that is killed is there with them."""
+    def begin(self, run: "RunDescription") -> None:
+        """The settings, in the tab HParams from now on: a run that is killed is there with them. And what measured
+        curves are compared with: level lines beside them, all of it in words, and charts in the tab Custom Scalars."""
         forget(self._folder)  # those of a run that is resumed into its own folder
-        values = hyperparameters(run.config, run.settings)
-        varied = varied_by(self._folder, values)
-        own, others = (_FINAL_OF_TEXT, _FINAL_OF_IMAGES) if self._text else (_FINAL_OF_IMAGES, _FINAL_OF_TEXT)
-        self._events.add(experiment_summary(values, run.settings, varied, tuple(dict.fromkeys((*own, *others)))))
+        values = hyperparameters(asdict(run.config))
+        own, others = (FINAL_OF_TEXT, FINAL_OF_IMAGES) if self._text else (FINAL_OF_IMAGES, FINAL_OF_TEXT)
+        metrics = [f"final/{name}" for name in dict.fromkeys((*own, *others))]
+        self._events.add(experiment_summary(values, varied_by(self._folder, values), metrics))
         self._events.add(start_summary(values, time.time()))
+        self._constants = {BUBBLE_IDEAL: run.ideal_bubble}
+        if (plan := run.prediction) is not None:
+            shares = asdict(plan.breakdown)
+            self._constants[IDLE_PREDICTED] = idle(shares)
+            self._constants[BUBBLE_PREDICTED] = shares["bubble"]
+            self._constants[PREDICTED_STEP_SECONDS] = plan.step_seconds
+            self._events.add(self._summary.text("prediction", _prediction_table(plan)), self._first_step)
+        self._events.add(self._summary.custom_scalars(_layout(self._text, run.prediction is not None)))
         self._events.flush()
 
-    def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
+    def end(self, status: "Status", step: int, result: Mapping[str, Any]) -> None:
         """What became of the run, beside its settings; ``result`` is that of result.json."""
         self._draw(step, _final(result))
         self._events.add(end_summary(status, time.time()))
         self._events.flush()
 
-    def predict(self, prediction: Prediction | None, ideal_bubble: float) -> None:
-        """What measured curves are compared with: level lines beside them from now on, and all of it in words.
-
-        The tab Custom Scalars of TensorBoard then shows measured, predicted and ideal values in one chart.
-        """
-        self._constants = ((BUBBLE_IDEAL, ideal_bubble),)
-        if prediction is not None:
-            self._constants += (
-                (IDLE_PREDICTED, idle(prediction.breakdown)),
-                (BUBBLE_PREDICTED, prediction.breakdown["bubble"]),
-                (PREDICTED_STEP_SECONDS, prediction.step_seconds),
-            )
-            self._events.add(self._summary.text(PREDICTION, _prediction_table(prediction)), self._first_step)
-        self._events.add(self._summary.custom_scalars(_layout(self._text, prediction is not None)))
-        self._events.flush()
-
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
-        named = scores_of(self._task, scores)
-        shares = ((f"train/{name}", value) for name, value in named.items() if name != "loss")
-        self._draw(message.step, [*_training(message), *shares])
+        named = {f"train/{name}": value for name, value in scores_of(self._task, scores).items()}
+        self._draw(message.step, named | _training(message))
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """Where the time of a step went."""
-        shares = ((share_tag(share), value) for share, value in breakdown.items())
-        measured = ((IDLE_MEASURED, idle(breakdown)), (BUBBLE_MEASURED, breakdown["bubble"]))
-        self._draw(step, [*measured, *shares, *self._constants])
+        shares = {share_tag(share): value for share, value in breakdown.items()}
+        measured = {IDLE_MEASURED: idle(breakdown), BUBBLE_MEASURED: breakdown["bubble"]}
+        self._draw(step, measured | shares | self._constants)
 
     def evaluated(self, message: Evaluated) -> None:
         """The curves of the test set, and what was translated of it."""
         scores = scores_of(self._task, message.scores)
-        self._draw(message.step, ((f"test/{name}", value) for name, value in scores.items()))
+        self._draw(message.step, {f"test/{name}": value for name, value in scores.items()})
         if self._text and message.translations:
-            self._events.add(self._summary.text(TRANSLATIONS, _translation_table(message.translations)), message.step)
+            self._events.add(self._summary.text("translations", _translation_table(message.translations)), message.step)
         self._events.flush()
 
     def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
         """A picture of a step, of shape (height, width, 3)."""
-        self._events.add(self._summary.image(TIMELINE, picture, dataformats="HWC"), step)
+        self._events.add(self._summary.image("timeline", picture, dataformats="HWC"), step)
         self._events.flush()
 
     def partitions(self, picture: "NDArray[np.uint8]") -> None:
         """A picture of the cut, of shape (height, width, 3)."""
-        self._events.add(self._summary.image(PARTITIONS, picture, dataformats="HWC"), self._first_step)
+        self._events.add(self._summary.image("partitions", picture, dataformats="HWC"), self._first_step)
         self._events.flush()
 
     def flush(self) -> None:
         """Writes what waits."""
         self._events.flush()
 
-    def _draw(self, step: int, points: Iterable[tuple[str, float | None]]) -> None:
-        for tag, value in points:
+    def _draw(self, step: int, points: Mapping[str, float | None]) -> None:
+        for tag, value in points.items():
             if value is not None:
                 self._events.add(self._summary.scalar(tag, value), step)
 
 
-def _training(message: StepDone) -> Iterator[tuple[str, float | None]]:
-    yield TRAIN_LOSS, message.loss
-    yield TRAIN_CROSS_ENTROPY, message.cross_entropy
-    yield LEARNING_RATE, message.learning_rate
-    yield GRADIENT_NORM, message.gradient_norm
-    yield SAMPLES_PER_SECOND, message.samples / message.seconds
-    yield TOKENS_PER_SECOND, None if message.tokens is None else message.tokens / message.seconds
-    yield STEP_SECONDS, message.seconds
-    for stage, peak in enumerate(message.memory_bytes):
-        yield memory_tag(stage), peak / GIB
+def _training(message: StepDone) -> dict[str, float | None]:
+    return {
+        TRAIN_LOSS: message.loss,
+        TRAIN_CROSS_ENTROPY: message.cross_entropy,
+        LEARNING_RATE: message.learning_rate,
+        GRADIENT_NORM: message.gradient_norm,
+        SAMPLES_PER_SECOND: message.samples / message.seconds,
+        TOKENS_PER_SECOND: None if message.tokens is None else message.tokens / message.seconds,
+        STEP_SECONDS: message.seconds,
+        **{memory_tag(stage): peak / GIB for stage, peak in enumerate(message.memory_bytes)},
+    }
 
 
-def _final(result: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    for tag in (FINAL_LOSS, FINAL_TOP1, FINAL_TOP5, FINAL_PERPLEXITY, FINAL_TOKEN_ACCURACY):
-        yield tag, (result["test"] or {}).get(tag.removeprefix("final/"))
-    yield FINAL_SAMPLES_PER_SECOND, result["samples_per_second"]
-    yield FINAL_TOKENS_PER_SECOND, result.get("tokens_per_second")
-    yield FINAL_STEP_SECONDS, result["step_seconds"]
-    yield FINAL_BUBBLE, result["bubble"]["measured"]
-    yield FINAL_MEMORY, max(result["memory_bytes"]) / GIB if result["memory_bytes"] else None
+def _final(result: Mapping[str, Any]) -> dict[str, float | None]:
+    found = {
+        **(result["test"] or {}),
+        **result,
+        "bubble": result["bubble"]["measured"],
+        "memory_gib": max(result["memory_bytes"], default=0) / GIB or None,
+    }
+    return {f"final/{name}": found.get(name) for name in (*FINAL_OF_IMAGES, *FINAL_OF_TEXT)}
 
 
 def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
@@ -230,18 +210,19 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     return layout
 
 
-def _prediction_table(prediction: Prediction) -> str:
+def _prediction_table(plan: "Plan") -> str:
     """As Markdown: the shares of a step, then the stages."""
     shares = (
         Column("of a step's stage-time", cells=share_names()),
-        Column("predicted", cells=share_cells(prediction.breakdown), number=True),
+        Column("predicted", cells=share_cells(asdict(plan.breakdown)), number=True),
     )
+    memory = [size(stage.total_bytes) for stage in plan.memory]
     stages = (
-        Column("stage", cells=[str(stage) for stage in range(len(prediction.memory_bytes))]),
-        Column("memory without libraries, predicted", cells=[*map(size, prediction.memory_bytes)], number=True),
-        Column("of it activations", cells=[*map(size, prediction.activation_bytes)], number=True),
+        Column("stage", cells=[str(stage) for stage in range(len(memory))]),
+        Column("memory without libraries, predicted", cells=memory, number=True),
+        Column("of it activations", cells=[*map(size, plan.saved_bytes)], number=True),
     )
-    title = f"Predicted from {prediction.source}: {duration(prediction.step_seconds)} a step"
+    title = f"Predicted from {plan.costs.source}: {duration(plan.step_seconds)} a step"
     return f"{title}\n\n{to_markdown(Table(title, shares))}\n{to_markdown(Table(title, stages))}"
 
 

@@ -8,15 +8,16 @@ of every task. Without such a list TensorBoard would take each curve of a run fo
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
-from gpipe_cli.reporting.run.description import Setting, Status
+from gpipe_cli.reporting.run.description import Status
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.run.tensorboard_file import record
 from gpipe_cli.system.files import write_whole
@@ -29,52 +30,52 @@ Value = bool | float | str
 SHOWN_AT_FIRST = 5  # columns of settings; TensorBoard has boxes to tick for the others
 # What fills them up behind the settings that a sweep varies.
 _USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
+# How TensorBoard calls the types of a Value: of a column, and of a cell.
+_TYPES = {bool: "DATA_TYPE_BOOL", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
+_FIELDS = {bool: "bool_value", float: "number_value", str: "string_value"}
 
 
-def hyperparameters(config: Mapping[str, Any], settings: Sequence[Setting] = ()) -> dict[str, Value]:
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, Value]:
     """The configuration without levels, `model.filters`: numbers and switches as they are, all else as text. What is
-    null is left out: TensorBoard cannot sort a column that has text beside numbers.
-
-    A key in ``settings`` is not taken apart further, as the free arguments of a custom model.
-    """
-    known = flattened(config, whole={setting.key for setting in settings})
+    null is left out: TensorBoard cannot sort a column that has text beside numbers."""
+    known = flattened(config, whole=all_settings())  # the free arguments of a custom model are one setting
     return {key: _plain(value) for key, value in known if value is not None}
 
 
-@lru_cache
-def settings_of(kind: type) -> tuple[Setting, ...]:
-    """Every key that a configuration of the dataclass ``kind`` may have, with those of all its groups' choices."""
+@cache
+def all_settings() -> dict[str, list[Any]]:
+    """Every setting that some run may have, with its types in the choices of its group."""
     found: dict[str, list[Any]] = {}
-    _collect(kind, "", found)
-    return tuple(_setting(key, hints) for key, hints in found.items())
+
+    def collect(kind: type, prefix: str) -> None:
+        for name, hint in get_type_hints(kind).items():
+            for option in get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,):
+                if isinstance(option, type) and is_dataclass(option):
+                    collect(option, f"{prefix}{name}.")
+                else:
+                    found.setdefault(f"{prefix}{name}", []).append(option)
+
+    collect(TrainConfig, "")
+    return found
 
 
-def varied_by(folder: Path, keys: Iterable[str]) -> tuple[str, ...]:
+def varied_by(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
     """The settings that a sweep varies: it names the folders of its runs by them, `micro_batches=4,model=resnet`."""
     named = re.findall(r"(?:^|,)[+~]*([\w.]+)=", folder.name)
-    known = set(keys)
-    return tuple(key for name in named for key in (name, f"{name}.name") if key in known)
+    return tuple(key for name in named for key in (name, f"{name}.name") if key in keys)
 
 
-def experiment_summary(
-    values: Mapping[str, Value], settings: Sequence[Setting], varied: Sequence[str], metrics: Sequence[str]
-) -> "Summary":
-    """The columns of the table: all ``settings``, those of this run, and the tags ``metrics``."""
+def experiment_summary(values: Mapping[str, Value], varied: Sequence[str], metrics: Sequence[str]) -> "Summary":
+    """The columns of the table: all settings, and the tags ``metrics``."""
     from tensorboard.plugins.hparams import api_pb2, metadata
 
-    types = {"number": api_pb2.DATA_TYPE_FLOAT64, "switch": api_pb2.DATA_TYPE_BOOL, "text": api_pb2.DATA_TYPE_STRING}
-    known = {setting.key: setting for setting in settings}
-    known |= {key: Setting(key, _kind_of(value)) for key, value in values.items() if key not in known}
-    first = list(dict.fromkeys((*varied, *(key for key in _USUAL if key in known))))[:SHOWN_AT_FIRST]
+    first = list(dict.fromkeys((*varied, *_USUAL)))[:SHOWN_AT_FIRST]
     experiment = api_pb2.Experiment()
-    for key, setting in known.items():
+    for key, hints in all_settings().items():
         # A number that may be null: where a sweep varies it, its axis is one of numbers.
-        kind = _kind_of(values[key]) if key in varied and key in values else setting.kind
-        info = experiment.hparam_infos.add(name=key, type=types[kind], differs=key in first)
-        if kind == "switch":
-            info.domain_discrete.extend((False, True))
-        elif setting.choices:
-            info.domain_discrete.extend(setting.choices)
+        kind = type(values[key]) if key in varied else _type_of(hints)
+        info = experiment.hparam_infos.add(name=key, type=_TYPES[kind], differs=key in first)
+        info.domain_discrete.extend((False, True) if kind is bool else _choices(hints))
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
     return _summary(metadata.EXPERIMENT_TAG, experiment=experiment)
@@ -85,9 +86,8 @@ def start_summary(values: Mapping[str, Value], at_seconds: float) -> "Summary":
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=at_seconds)
-    fields = {"switch": "bool_value", "text": "string_value", "number": "number_value"}
     for key, value in values.items():
-        setattr(start.hparams[key], fields[_kind_of(value)], value)
+        setattr(start.hparams[key], _FIELDS[type(value)], value)
     return _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
 
@@ -137,27 +137,16 @@ def _plain(value: Any) -> Value:
             return show(value)
 
 
-def _kind_of(value: Value) -> Literal["number", "switch", "text"]:
-    return "switch" if isinstance(value, bool) else "text" if isinstance(value, str) else "number"
-
-
-def _collect(kind: type, prefix: str, found: dict[str, list[Any]]) -> None:
-    """Every key with the types that it has in the choices of its group."""
-    for name, hint in get_type_hints(kind).items():
-        options = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-        for option in options:
-            if isinstance(option, type) and is_dataclass(option):
-                _collect(option, f"{prefix}{name}.", found)
-            else:
-                found.setdefault(f"{prefix}{name}", []).append(option)
-
-
-def _setting(key: str, hints: Sequence[Any]) -> Setting:
+def _type_of(hints: Sequence[Any]) -> type[Value]:
+    """Of a column: text is also what may be null, a list or one of several kinds."""
     if all(hint is bool for hint in hints):
-        return Setting(key, "switch")
-    if all(hint in (int, float) for hint in hints):
-        return Setting(key, "number")
-    if all(get_origin(hint) is Literal or hint is NoneType for hint in hints):
-        words = [word for hint in hints for word in (("null",) if hint is NoneType else get_args(hint))]
-        return Setting(key, "text", tuple(dict.fromkeys(words)))
-    return Setting(key, "text")
+        return bool
+    return float if all(hint in (int, float) for hint in hints) else str
+
+
+def _choices(hints: Sequence[Any]) -> list[str]:
+    """Of a setting that can be nothing else; none of all others."""
+    if any(get_origin(hint) is not Literal and hint is not NoneType for hint in hints):
+        return []
+    words = (word for hint in hints for word in (("null",) if hint is NoneType else get_args(hint)))
+    return list(dict.fromkeys(words))

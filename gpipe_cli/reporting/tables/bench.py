@@ -18,8 +18,9 @@ from rich.text import Text
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.result import flattened, write_result
-from gpipe_cli.reporting.run.step_breakdown import MeasuredShares
+from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.sweep import INTERRUPTED, Run
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_csv
@@ -91,11 +92,11 @@ def _row(cell: Sequence[Run], results: Sequence[Row]) -> dict[str, Any]:
     order = ("failed", "out_of_memory", "impossible", "measured", "interrupted")
     status = next(status for status in order if status in statuses)
     speed = [_rate(result) for result in results]
-    measured = MeasuredShares()
+    measured = StepMedians(warm_up_steps=0)
     for result in results:
         if (breakdown := _part(result, "breakdown", "measured")) is not None:
-            measured.add(breakdown, warm_up=False)
-    shares = measured.breakdown
+            measured.add(breakdown)
+    shares = measured_breakdown(measured)
 
     def middle(key: str) -> float | None:
         return _median(result.get(key) for result in results)

@@ -28,7 +28,7 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.run.step_breakdown import ideal_bubble_line, share_lines
+from gpipe_cli.reporting.run.step_breakdown import share_lines
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
 
@@ -231,8 +231,7 @@ def _outcome(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     held = [stage["memory"]["total_bytes"] for stage in plan["stages"]]
     memory, limit = f"{size(max(held))} on stage {held.index(max(held))}, the fullest", plan["hardware"]["memory_bytes"]
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
-    yield from share_lines({"predicted": plan["breakdown"]})
-    yield ideal_bubble_line(plan["ideal_bubble"])
+    yield from share_lines({"predicted": plan["breakdown"]}, plan["ideal_bubble"])
 
 
 def _show_layers(console: Console, layers: Iterable[Mapping[str, Any]]) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reporting_runs import description, evaluation, log, prediction, recorded, step, text_evaluation, text_step
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    description,
+    evaluation,
+    log,
+    plan,
+    recorded,
+    step,
+    text_evaluation,
+    text_step,
+)
 
 from gpipe_cli.reporting.compare.comparison import Comparison, compare
 from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
@@ -37,7 +47,7 @@ def ran(folder: Path, losses: list[float], status: str = "completed", **changes:
     """A run in `folder` with these training losses, left by a reporter; `changes` are those of its settings."""
     quiet, _ = log()
     config = IMAGES | {"output": str(folder.parent), "run_folder": str(folder)} | changes
-    reporter = Reporter(folder, description(config=config, prediction=prediction()), quiet)
+    reporter = Reporter(folder, description(plan=plan()), quiet)
     (folder / "config.yaml").write_text("", encoding="utf-8")
     for number, loss in enumerate(losses, start=1):
         reporter.step(step(number, loss=loss, seconds=0.0625 * changes.get("partitions", 2)))
@@ -45,6 +55,7 @@ def ran(folder: Path, losses: list[float], status: str = "completed", **changes:
     if losses:
         reporter.evaluated(evaluation(len(losses)))
     reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)  # type: ignore[arg-type]
+    write_result(folder, {**read_result(folder), "config": config})
     return folder
 
 
@@ -64,13 +75,13 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ran(folder / "partitions=4", [*same[:-1], beyond], partitions=4)
     ran(folder / "partitions=16", [3.0], "failed", partitions=16)
     text = folder.parent / "2026-01-31_12-00-00_transformer_lm_python_docs_K2_M4"
-    about: dict[str, Any] = {"task": "language_model", "model_name": "transformer_lm", "dataset_name": "python_docs"}
-    reporter = Reporter(text, description(**about, config=TEXT | {"output": "elsewhere"}), log()[0])
+    reporter = Reporter(text, description(*LANGUAGE_MODEL), log()[0])
     (text / "config.yaml").write_text("", encoding="utf-8")
     for number in range(1, 6):
         reporter.step(text_step(number))
     reporter.evaluated(text_evaluation(5))
     reporter.finish("completed")
+    write_result(text, {**read_result(text), "config": TEXT | {"output": "elsewhere"}})
     return folder
 
 
@@ -237,7 +248,7 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
 
     assert noted(runs[1]) == ""
     assert "different tasks (classification: " in noted(text)
-    assert "different models (amoebanet-d: " in noted(text)
+    assert "different models (AmoebaNet-D (6, 16): " in noted(text)
     hardware = runs[1].result["hardware"]
     changes: dict[str, dict[str, Any]] = {
         r"different data sets \(digits: partitions=1; cifar10: ": {"dataset": "cifar10"},

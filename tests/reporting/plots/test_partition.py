@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from reporting_runs import description, log, prediction
+from reporting_runs import description, log, placement, plan
 
+from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import partition as partition_picture
 from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
-from gpipe_cli.reporting.run.description import PartitionDescription, RunDescription
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
 
 Seconds = tuple[tuple[float, float], ...]
@@ -19,17 +20,19 @@ Seconds = tuple[tuple[float, float], ...]
 
 def cut(*stages: Seconds) -> RunDescription:
     """A run with these seconds of the layers of its stages."""
-    partitions = tuple(
-        PartitionDescription(tuple(f"l{n}" for n in range(len(seconds))), 1000, None, "cpu", seconds)
-        for seconds in stages
-    )
-    memory = prediction(memory_bytes=(2**30,) * len(stages), activation_bytes=(0,) * len(stages))
-    return description(partitions=partitions, prediction=memory)
+    count = len(stages)
+    made = plan(
+        layers=[seconds for stage in stages for seconds in stage], balance=tuple(map(len, stages)),
+        memory=(StageMemory(2**30, 0, 0, 0, 0),) * count,
+    )  # fmt: skip
+    names = tuple(tuple(f"l{n}" for n in range(len(stage))) for stage in stages)
+    devices = {"parameters": (1000,) * count, "cost": (1.0,) * count, "devices": ("cpu",) * count}
+    return description(plan=made, placement=placement(layer_names=names, **devices))
 
 
 def widths(picture: NDArray[np.uint8], run: RunDescription) -> list[tuple[int, int]]:
     """The pixels across that each layer's forward and backward have, in the line where there are most."""
-    layers = sum(len(partition.layers) for partition in run.partitions)
+    layers = run.layers
     bars = picture[: -round(partition_picture.LEGEND_INCHES * DPI)]
 
     def most(colour: palette.Colour) -> int:

@@ -3,6 +3,7 @@ import re
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,20 +13,23 @@ from reporting_runs import (
     description,
     evaluation,
     log,
+    placement,
     step,
     text_evaluation,
     text_step,
 )
 from rich.console import Console
 
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
-from gpipe_cli.reporting.run.description import PartitionDescription
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.progress_bar import following
 from gpipe_cli.reporting.run.summary import show_summary
+from gpipe_cli.training.events import DataFacts
 
 SUMMARY = {
+    "command": "train",
     "status": "completed",
     "error": None,
     "task": "classification",
@@ -41,19 +45,20 @@ SUMMARY = {
     "speed_steps": 9,
     "warm_up_steps": 3,
     "step_seconds": 0.0625,
-    "memory_bytes": [3 * 2**20, 2**29],
+    "breakdown": {"measured": None},
+    "memory": [],
 }
 
 
-def banner(**changes: object) -> str:
+def banner(*settings: str, **changes: object) -> str:
     console, file = log()
-    show_banner(console, description(**changes), Path("outputs/run"))
+    show_banner(console, description(*settings, **changes), Path("outputs/run"))
     return file.getvalue()
 
 
 def summary(resume: str | None = "outputs/run", **changes: object) -> str:
     console, file = log()
-    show_summary(console, SUMMARY | changes, Path("outputs/run"), "outputs/run/last, after step 8", resume)
+    show_summary(console, SUMMARY | changes, Path("outputs/run"), "", "outputs/run/last, after step 8", resume)
     return file.getvalue()
 
 
@@ -61,7 +66,7 @@ def test_the_banner_says_what_runs() -> None:
     text = banner()
     assert "mini-batch   32 = 1 replica x 4 micro-batches x 8 samples\n" in text
     for fact in (
-        "amoebanet-d: 5 layers, 1.24 M parameters",
+        "AmoebaNet-D (6, 16): 5 layers, 1.24 M parameters",
         "digits: 1,437 training and 360 test samples",
         "K = 2 partitions, M = 4 micro-batches",
         "gpipe, recompute except_last",
@@ -69,40 +74,52 @@ def test_the_banner_says_what_runs() -> None:
     ):
         assert fact in text
     rows = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
-    assert "0 cpu 3: stem ... normal_2 432.1 k 51.2 %" in rows
-    assert "1 cpu 2: normal_3, classifier 812.3 k 48.8 %" in rows
+    assert "0 cuda:0 3: stem ... normal_2 432.1 k 51.2 %" in rows
+    assert "1 cuda:1 2: normal_3, classifier 812.3 k 48.8 %" in rows
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("settings", "line"),
     [
-        ({"micro_batch_sizes": (6, 6, 5, 5)}, "mini-batch   22 = 1 replica x 4 micro-batches x 6 or 5 samples"),
-        ({"resumed_from": "outputs/a", "first_step": 4}, "resumed from outputs/a, 4 steps done"),
-        ({"preset": "small"}, "preset       small: settings that suit this model and data set; what is given wins\n"),
-        (
-            {"notes": (("init from", "outputs/x: 11 layers taken, new: classifier"),)},
-            "init from    outputs/x: 11 layers",
-        ),
+        (("batch_size=22",), "mini-batch   22 = 1 replica x 4 micro-batches x 6 or 5 samples"),
+        (("resume=outputs/a",), "resumed from outputs/a, 0 steps done"),
+        (LANGUAGE_MODEL, "preset       small: settings that suit this model and data set; what is given wins\n"),
         (LANGUAGE_MODEL, "dataset      python_docs: 412 training and 46 test sequences of 128 tokens\n"),
         (LANGUAGE_MODEL, "vocabulary   2,000 tokens\n"),
-        (LANGUAGE_MODEL | {"train_samples": None, "test_samples": None}, "dataset      python_docs\n"),
         (TRANSLATION, "dataset      cldr: 160,123 training and 8,123 test sentences, 214 languages\n"),
         (TRANSLATION, "mini-batch   4,096 tokens = 1 replica x 4 micro-batches\n"),
-        (TRANSLATION | {"micro_batch_sizes": (1,), "batch_tokens": None}, "x 1 micro-batch x 1 sentence\n"),
-        ({"max_steps": 5}, "3 epochs of 4 steps, stopping after 5 steps\n             learning rate 0.04\n"),
-        ({"learning_rate": 0.01, "warm_up": (4, 0.04)}, " learning rate 0.04, after a warm-up of 4 steps from 0.01\n"),
+        (("batch_size=1", "micro_batches=1"), "x 1 micro-batch x 1 sample\n"),
+        (
+            ("max_steps=5",),
+            "3 epochs of 4 steps, stopping after 5 steps\n             learning rate 0.04, after a warm-",
+        ),
+        ((), " learning rate 0.04, after a warm-up of 4 steps from 0.01\n"),
+        (("learning_rate.warmup_epochs=0",), " learning rate 0.04\n"),
     ],
 )
-def test_lines_of_the_banner(changes: dict[str, object], line: str) -> None:
-    assert line in banner(**changes)
+def test_lines_of_the_banner(settings: tuple[str, ...], line: str) -> None:
+    assert line in banner(*settings)
+
+
+def test_the_banner_of_a_run_without_its_data() -> None:
+    text = banner(steps_per_epoch=None, data=DataFacts(), notes=(("init from", "outputs/x: 11 layers"),))
+    for line in ("dataset      digits\n", "init from    outputs/x: 11 layers\n", " learning rate 0.04\n"):
+        assert line in text
+
+
+def large(name: str) -> Placement:
+    """Eight stages of 36 layers."""
+    names = (tuple(f"{name}_{number:03d}" for number in range(36)),) * 8
+    sizes: dict[str, Any] = {"parameters": (155_300_000,) * 8, "cost": (0.1,) * 8, "devices": ("cuda:7",) * 8}
+    return placement(layer_names=names, lengths=(128,), **sizes)
 
 
 def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
     console, file = log()
-    names = tuple(f"a_rather_long_layer_name_{number}" for number in range(36))
-    partitions = tuple(PartitionDescription(names, 155_300_000, 0.1, "cuda:7") for _ in range(8))
-    screen = RunConsole(console, description(**TRANSLATION, epochs=100, partitions=partitions), line_seconds=0)
-    screen.banner(Path("outputs/run"))
+    settings = (*TRANSLATION, "epochs=100", "preset=null", "model.width=1024")
+    run = description(*settings, placement=large("a_rather_long_layer_name"))
+    screen = RunConsole(console, run, line_seconds=0)
+    show_banner(console, run, Path("outputs/run"))
     worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
     screen.step(text_step(1, cross_entropy=12.3456, **worst), 999_999.4)
     screen.step(text_step(4, cross_entropy=12.3456, **worst), 1_234_567.8)
@@ -121,7 +138,7 @@ def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
 
 def test_numbers_stand_below_their_headings() -> None:
     console, file = log()
-    screen = RunConsole(console, description(**LANGUAGE_MODEL))
+    screen = RunConsole(console, description(*LANGUAGE_MODEL))
     screen.step(text_step(4), 512.0)
     screen.evaluated(text_evaluation(4))
     heading, line = file.getvalue().splitlines()
@@ -150,9 +167,13 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
     ]
 
 
-def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
-    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
-    screen = RunConsole(console, description(epochs=100))
+@pytest.mark.parametrize("width", [80, 40])
+def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> None:
+    """A narrow one breaks no word, and shows the time left."""
+    console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
+    run = description("epochs=100", placement=large("layer"))
+    screen = RunConsole(console, run)
+    show_banner(console, run, Path("outputs/run"))
     screen.start()
     screen.step(step(1, top1=1.0, learning_rate=0.000012345), 12_345.6)
     for number in range(2, 5):
@@ -160,34 +181,16 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     screen.evaluated(evaluation(4))
     screen.stop()
     frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
-    assert max(map(len, frames)) <= 80
-    bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
-    assert "waiting for the first step" in bars[0]
-    assert re.search(r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04", bars[-1])
-    assert any(frame.startswith("1/100 ") and frame.endswith("best") for frame in frames)
-    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
-
-
-def test_a_narrow_terminal_breaks_no_word_and_shows_the_time_left() -> None:
-    width = 40
-    console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
-    names = tuple(f"layer_{number:03d}" for number in range(36))
-    partitions = (PartitionDescription(names, 155_300_000, 0.5, "cuda:7"),) * 2
-    screen = RunConsole(console, description(epochs=100, partitions=partitions))
-    screen.banner(Path("outputs/run"))
-    screen.start()
-    for number in range(1, 5):
-        screen.step(step(number), 512.0)
-    screen.evaluated(evaluation(4))
-    screen.stop()
-    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
     assert max(map(len, frames)) <= width
+    assert "…" not in file.getvalue()
     for word in ("micro-batches", "parameters", "layer_000", "layer_035", "samples", "learning", "155.3"):
         assert any(word in frame.split() for frame in frames), (word, frames)
     bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
-    assert re.search(r"loss \d\.\d{4} .*(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
-    assert "…" not in file.getvalue()
+    assert width < 80 or "waiting for the first step" in bars[0]
+    state = r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04 .*" if width == 80 else r"loss 1\.7500 .*"
+    assert re.search(rf"{state}(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
     assert any(frame.split()[:1] == ["1/100"] and "87.5 %" in frame and frame.endswith("best") for frame in frames)
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 
 def test_the_summary_of_a_completed_run() -> None:
@@ -197,7 +200,6 @@ def test_the_summary_of_a_completed_run() -> None:
     assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
     assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
     assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
-    assert "peak memory  stage 0 3.0 MiB, stage 1 512.0 MiB" in lines  # of parts nothing is known
     assert "curves       tensorboard --logdir outputs/run" in lines
     assert not [line for line in lines if "checkpoint" in line or "resume" in line]
 

@@ -1,34 +1,25 @@
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
-from reporting_runs import description
+from reporting_runs import placement
 
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.run.console import EpochMeans
-from gpipe_cli.reporting.run.measurement import StepSpeeds, memory_result, process_seconds
+from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, memory_result, process_seconds
 
 
-def test_with_nothing_else_the_warm_up_counts_and_this_is_said() -> None:
-    speed = StepSpeeds(warm_up_steps=3)
-    assert speed.median("samples_per_second") is None
-    assert not speed.includes_warm_up
-    speed.add(8, 2.0)
-    assert speed.includes_warm_up
-    assert speed.median("samples_per_second") == 4.0
-
-
-def test_tokens_have_a_speed_of_their_own() -> None:
-    speed = StepSpeeds(warm_up_steps=1)
-    for tokens, seconds in ((5, 100.0), (1000, 1.0), (600, 2.0), (1200, 2.0)):
-        speed.add(8, seconds, tokens)
-    assert speed.median("tokens_per_second") == 600.0  # of 1000, 300, 600
-    assert speed.median("samples_per_second") == 4.0  # of 8, 4, 4
-    assert speed.recent("tokens_per_second", 2) == 450.0
-    assert speed.recent("samples_per_second", 2) == 4.0
-    assert (speed.counted_steps, speed.quartiles("tokens_per_second")) == (3, [450.0, 800.0])
-    assert StepSpeeds(warm_up_steps=0).quartiles("tokens_per_second") is None
+def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_others_over_that() -> None:
+    medians = StepMedians(warm_up_steps=1)
+    assert medians.median("tokens") is None
+    assert medians.quartiles("tokens") is None
+    medians.add({"tokens": 0.05})
+    assert (medians.median("tokens"), medians.quartiles("tokens")) == (0.05, [0.05, 0.05])
+    for tokens in (1000, 300, 600):
+        medians.add({"tokens": tokens})
+    assert (medians.median("tokens"), medians.recent("tokens", 2)) == (600.0, 450.0)
+    assert medians.quartiles("tokens") == [450.0, 800.0]
+    assert StepMedians(warm_up_steps=0).median("tokens") is None
 
 
 def test_means_weigh_samples_not_mini_batches() -> None:
@@ -42,33 +33,25 @@ def test_means_weigh_samples_not_mini_batches() -> None:
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
-    """Of each step the stage counts that was worst off; of all steps the median, as of the speed beside it."""
-    speed = StepSpeeds(warm_up_steps=1)
-    assert speed.kind("measured") is None
-    for one, other in ((0.9, 0.9), (0.01, 0.04), (0.02, 0.0), (0.5, 0.0)):
-        speed.add(8, 1.0, without_core=[one, other])
-    assert speed.median("without_core") == 0.04
-    assert speed.kind("measured") == "measured"
-    for _ in range(3):
-        speed.add(8, 1.0, without_core=[0.0, 0.3])
-    assert (speed.median("without_core"), speed.kind("measured")) == (0.3, "measured_contended")
-    assert speed.kind("measured_one_device") == "measured_one_device"
+    assert kind_of_speed("measured", None) is None
+    assert kind_of_speed("measured", 0.04) == "measured"
+    assert kind_of_speed("measured", 0.3) == "measured_contended"
+    assert kind_of_speed("measured_one_device", 0.3) == "measured_one_device"
 
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:
-    memory = StageMemory(10, 20, 30, 400, 7)
-    partitions = [replace(partition, memory=memory) for partition in description().partitions]
-    apart = memory_result(partitions, True, [1500, 460], [401, 402], [1000, 0])
+    planned = [StageMemory(10, 20, 30, 400, 7)] * 2
+    apart = memory_result(placement(), planned, [1500, 460], [401, 402], [1000, 0])
     parts = {"weights": 10, "gradients": 20, "optimizer": 30}
     assert apart == [
         {"stage": 0, "libraries": 1000, **parts, "activations": 401, "other": 39, "peak": 1500},
         {"stage": 1, "libraries": 0, **parts, "activations": 402, "other": -2, "peak": 460},  # not all of it at once
     ]
-    (together,) = memory_result(partitions, False, [2000, 2000], None, [1000, 1000])
+    one_process = placement(distributed=False, devices=("cpu", "cpu"))
+    (together,) = memory_result(one_process, planned, [2000, 2000], None, [1000, 1000])
     assert (together["stage"], together["weights"], together["activations"]) == (None, 20, 800)
     assert together["peak"] == 2000 == sum(v or 0 for k, v in together.items() if k not in ("stage", "peak"))
-    assert memory_result(description().partitions, True, [1500, 460], None, None) == []
-    assert memory_result(partitions, True, [], None, None) == []
+    assert memory_result(one_process, planned, [], None, None) == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

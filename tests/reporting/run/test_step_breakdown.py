@@ -1,18 +1,17 @@
 import pytest
-from reporting_runs import prediction
+from reporting_runs import plan
 
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.step_breakdown import MeasuredShares, comparison, difference
+from gpipe_cli.reporting.run.measurement import StepMedians
+from gpipe_cli.reporting.run.step_breakdown import comparison, difference, measured_breakdown
 
 
 def test_medians_are_scaled_to_a_whole() -> None:
-    measured = MeasuredShares()
-    assert measured.breakdown is None
-    steps = [dict.fromkeys(SHARES, 0.0) | {name: 0.4, "compute": 0.6} for name in ("bubble", "transfer", "update")]
-    for step in steps:
-        measured.add(step, warm_up=False)
-    found = measured.breakdown  # medians: compute 0.6, all others 0
-    assert found == dict.fromkeys(SHARES, 0.0) | {"compute": 1.0}
+    measured = StepMedians(warm_up_steps=0)
+    assert measured_breakdown(measured) is None
+    for name in ("bubble", "transfer", "update"):
+        measured.add(dict.fromkeys(SHARES, 0.0) | {name: 0.4, "compute": 0.6})
+    assert measured_breakdown(measured) == dict.fromkeys(SHARES, 0.0) | {"compute": 1.0}  # medians: 0.6, all others 0
 
 
 def test_what_is_shown_adds_up() -> None:
@@ -27,7 +26,7 @@ def test_what_is_shown_adds_up() -> None:
 
 def test_of_many_stages_the_fullest_is_told() -> None:
     sizes = tuple(2**20 * n for n in (5, 9, 7, 3, 2))
-    lines = list(comparison(prediction(), 0.06, sizes, [n - 2**20 for n in sizes]))
+    lines = list(comparison(plan(), 0.06, sizes, [n - 2**20 for n in sizes]))
     assert lines == [
         ("predicted", "60.0 ms a step, measured 60.0 ms (as predicted)"),
         ("", "the fullest, stage 1: 9.0 MiB of activations, counted 8.0 MiB (11 % less)"),

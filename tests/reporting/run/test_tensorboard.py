@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from reporting_runs import (
+    LANGUAGE_MODEL,
     TRANSLATIONS,
     age,
+    description,
     evaluation,
-    prediction,
+    plan,
     recorded,
     shares,
     step,
@@ -136,7 +138,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
 
 def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
-    board.predict(prediction(), 0.2)
+    board.begin(description(plan=plan()))
     board.recorded(*recorded(1))
     board.step(step(2))  # nothing was recorded of it
     board.recorded(*recorded(3, bubble=0.14))
@@ -162,7 +164,7 @@ def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
 def test_runs_stand_side_by_side_in_charts(tmp_path: Path) -> None:
     board = Dashboard(tmp_path, task="language_model")
-    board.predict(None, 0.2)
+    board.begin(description(*LANGUAGE_MODEL))
     board.recorded(*recorded(1))
     board.step(text_step(1, memory_bytes=[2**30] * 12))
     board.flush()

@@ -1,19 +1,19 @@
 """The settings of runs, read back from event files as TensorBoard reads them."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reporting_runs import LANGUAGE_MODEL, age, description, evaluation, recorded, step, text_evaluation
+from reporting_runs import LANGUAGE_MODEL, age, description, evaluation, log, recorded, step, text_evaluation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
-from gpipe_cli.reporting.run.description import Setting
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.tensorboard import Dashboard
-from gpipe_cli.reporting.run.tensorboard_hparams import hyperparameters, settings_of, varied_by
+from gpipe_cli.reporting.run.tensorboard_hparams import hyperparameters, varied_by
 
 CONFIG: dict[str, Any] = {
     "partitions": 2,
@@ -50,8 +50,7 @@ def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 
 
 def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
-    whole = [Setting("model.arguments", "text")]
-    assert hyperparameters(CONFIG, whole) == {
+    assert hyperparameters(CONFIG) == {
         "partitions": 2.0,
         "dry_run": False,
         "partition.balance": "[4,6]",
@@ -61,15 +60,6 @@ def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_le
     }
 
 
-def test_every_setting_of_every_run_is_listed() -> None:
-    found = {setting.key: setting for setting in settings_of(TrainConfig)}
-    keys = all_keys(TrainConfig)
-    assert set(found) == {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    assert found["dataset.direction"].choices == ("to_english", "from_english", "both", "null")
-    assert found["model.name"] == Setting("model.name", "text")  # timm's may be any
-    assert found["batch_size"] == Setting("batch_size", "text")  # or null
-
-
 def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
     keys = ["partitions", "micro_batches", "model.name", "model.filters"]
     assert varied_by(Path("outputs/micro_batches=4,model=resnet"), keys) == ("micro_batches", "model.name")
@@ -77,29 +67,26 @@ def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
     assert varied_by(Path("outputs/2026-11-21_13-45-08_amoebanet_K2,unknown=3"), keys) == ()
 
 
-def test_a_run_that_is_killed_is_there_with_its_settings(tmp_path: Path) -> None:
-    Reporter(tmp_path, description(config=CONFIG, settings=settings_of(TrainConfig)))  # and nothing after that
-    values, experiment, status = of_hparams(tmp_path)
-    assert status is None
-    assert values == hyperparameters(CONFIG, settings_of(TrainConfig))
-    columns = {info.name: info for info in experiment.hparam_infos}
-    assert set(columns) == {setting.key for setting in settings_of(TrainConfig)}  # of other models too
-    assert columns["partitions"].type == api_pb2.DATA_TYPE_FLOAT64
-    assert columns["dry_run"].type == api_pb2.DATA_TYPE_BOOL
-    assert list(columns["schedule"].domain_discrete) == ["gpipe", "1f1b"]
-
-
-def test_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
     folder = tmp_path / "seed=3,max_steps=20"
-    folder.mkdir()
-    config = {"seed": 3, "max_steps": 20, "partitions": 2, "micro_batches": 4, "model": {"name": "resnet"}, "epochs": 1}
-    board = Dashboard(folder)
-    board.begin(description(config=config, settings=settings_of(TrainConfig)))
-    board.flush()
-    columns = {info.name: info for info in of_hparams(folder)[1].hparam_infos}
-    first = {name for name, info in columns.items() if info.differs}
-    assert first == {"seed", "max_steps", "model.name", "partitions", "micro_batches"}
-    assert columns["max_steps"].type == api_pb2.DATA_TYPE_FLOAT64  # its values are numbers, though it may be null
+    run = description("seed=3", "max_steps=20")
+    Reporter(folder, run, log()[0])  # and nothing after that
+    values, experiment, status = of_hparams(folder)
+    assert status is None
+    assert values == hyperparameters(asdict(run.config))
+    columns = {info.name: info for info in experiment.hparam_infos}
+    keys = all_keys(TrainConfig)  # of other models too
+    assert set(columns) == {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    assert {name for name, info in columns.items() if info.differs} == {
+        *("seed", "max_steps", "model.name", "partitions", "micro_batches")
+    }
+    number, switch, text = api_pb2.DATA_TYPE_FLOAT64, api_pb2.DATA_TYPE_BOOL, api_pb2.DATA_TYPE_STRING
+    types = {"partitions": number, "dry_run": switch, "model.name": text, "batch_size": text}  # or null
+    types["max_steps"] = number  # though it may be null: its values are numbers
+    assert {name: columns[name].type for name in types} == types
+    assert list(columns["schedule"].domain_discrete) == ["gpipe", "1f1b"]
+    assert list(columns["dataset.direction"].domain_discrete) == ["to_english", "from_english", "both", "null"]
+    assert list(columns["model.name"].domain_discrete) == []  # timm's may be any
 
 
 def test_a_run_ends_with_its_status_and_final_metrics(tmp_path: Path) -> None:
@@ -131,7 +118,7 @@ def test_a_run_ends_with_its_status_and_final_metrics(tmp_path: Path) -> None:
 
 
 def test_text_has_final_metrics_of_its_own_first(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, description(**LANGUAGE_MODEL))
+    reporter = Reporter(tmp_path, description(*LANGUAGE_MODEL))
     reporter.evaluated(text_evaluation(1))
     reporter.finish("failed", "a stage died")
     assert stored(tmp_path).Scalars("final/perplexity")[0].value == pytest.approx(41.3)
@@ -143,7 +130,7 @@ def test_text_has_final_metrics_of_its_own_first(tmp_path: Path) -> None:
 def test_a_run_resumed_into_its_folder_shows_what_it_is_now(tmp_path: Path) -> None:
     """TensorBoard would keep the first settings and the first end of it."""
     first = Dashboard(tmp_path)
-    first.begin(description(config={"partitions": 2}))
+    first.begin(description())
     first.describe("partitions: 2", "banner")
     for number in range(1, 5):
         first.step(step(number))
@@ -154,10 +141,10 @@ def test_a_run_resumed_into_its_folder_shows_what_it_is_now(tmp_path: Path) -> N
     assert of_hparams(tmp_path)[2] == api_pb2.STATUS_UNKNOWN
 
     second = Dashboard(tmp_path, first_step=4)
-    second.begin(description(config={"partitions": 4}))
+    second.begin(description("partitions=4"))
     second.flush()
     values, _, status = of_hparams(tmp_path)
-    assert (values, status) == ({"partitions": 4.0}, None)
+    assert (values["partitions"], status) == (4.0, None)
     after = stored(tmp_path)
     assert after.Tags()["scalars"] == before.Tags()["scalars"]
     assert after.Scalars("train/loss") == before.Scalars("train/loss")
