@@ -38,7 +38,8 @@ def progress_bar(console: Console, counted: str) -> Progress | None:
 
 @contextmanager
 def following(console: Console, log: Path, line_seconds: float = LINE_SECONDS) -> Iterator[None]:
-    """Inside, show the newest line of a file to which a command writes: at the foot of a terminal, or now and then."""
+    """Inside, show the newest line of a file to which a command writes: at the foot of a terminal, or now and then if
+    there is a new one."""
     begin = log.stat().st_size
 
     def newest() -> Text:
@@ -54,8 +55,11 @@ def following(console: Console, log: Path, line_seconds: float = LINE_SECONDS) -
     over = threading.Event()
 
     def show() -> None:
+        shown = Text()
         while not over.wait(line_seconds):
-            console.print(newest())
+            if (line := newest()) != shown:  # a command that says nothing for long would repeat itself here
+                console.print(line)
+                shown = line
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

@@ -261,6 +261,8 @@ def test_what_a_command_writes_to_a_log_is_followed(terminal: bool, tmp_path: Pa
         deadline = time.monotonic() + 10
         while "step 3 of 20" not in shown.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
+        time.sleep(0.1)  # nothing new is written meanwhile
     assert "step 3 of 20" in shown.getvalue()
+    assert terminal or shown.getvalue().count("step 3 of 20") == 1, "outside a terminal each line once"
     assert "earlier" not in shown.getvalue()
     assert max(map(len, re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())))) <= 80
