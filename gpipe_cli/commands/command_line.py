@@ -249,7 +249,7 @@ def translated(error: Exception, keys: Sequence[str]) -> ValueError:
             group, _, choice = error.missing_cfg_file.rpartition("/")
             options = ", ".join(error.options)
             hint = nearest(choice, list(error.options))
-            return SettingError(f"{group}={choice}: there is no such choice; choose one of {options}{hint}")
+            return SettingError(group, choice, f"there is no such choice; choose one of {options}{hint}")
         case MissingConfigException() if error.missing_cfg_file:
             name = error.missing_cfg_file
             return ValueError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpipe_cli.config.typed import SMALLEST, Within, show
+from gpipe_cli.config.typed import SMALLEST, RefusedError, Within
 
 Pixels = Annotated[int, Within(0, 16_384)]
 Samples = Annotated[int, Within(1, 100_000_000)]
@@ -21,7 +21,7 @@ class AugmentationConfig:
     def __post_init__(self) -> None:
         key, crop = "dataset.augmentation.random_resized_crop", self.random_resized_crop
         if crop is not None and crop[0] > crop[1]:
-            raise ValueError(f"{key}={show(crop)}: must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
+            raise RefusedError(key, crop, f"must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class ImagesConfig:
         synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
         _check_needed(self, root=on_disk, train_samples=synthetic, test_samples=synthetic)
         if self.download and self.name not in ("cifar10", "cifar100", "oxford_pets", "food101", "fgvc_aircraft"):
-            raise ValueError(f"dataset.download=true: dataset={self.name} cannot be downloaded; leave it out")
+            raise RefusedError("dataset.download", True, f"dataset={self.name} cannot be downloaded; leave it out")
         if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
-            raise ValueError(f"dataset.partial=true: dataset={self.name} has no such setting; leave it out")
+            raise RefusedError("dataset.partial", True, f"dataset={self.name} has no such setting; leave it out")
 
     @property
     def model_classes(self) -> int:
@@ -78,7 +78,7 @@ class TextConfig:
         _check_needed(self, root=files, train_samples=synthetic, test_samples=synthetic, temperature=pairs)
         _check_needed(self, direction=self.name == "cldr")
         if self.drop_long and not pairs:
-            raise ValueError(f"dataset.drop_long=true: dataset={self.name} has no such setting; leave it out")
+            raise RefusedError("dataset.drop_long", True, f"dataset={self.name} has no such setting; leave it out")
 
 
 DatasetConfig = ImagesConfig | TextConfig
@@ -89,6 +89,6 @@ def _check_needed(config: DatasetConfig, **needed: bool) -> None:
     for key, is_needed in needed.items():
         value = getattr(config, key)
         if value is None and is_needed:
-            raise ValueError(f"dataset.{key}=null: dataset={config.name} needs a value; give dataset.{key}=...")
+            raise RefusedError(f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=...")
         if value is not None and not is_needed:
-            raise ValueError(f"dataset.{key}={show(value)}: dataset={config.name} has no such setting; leave it out")
+            raise RefusedError(f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out")

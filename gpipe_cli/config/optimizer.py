@@ -7,7 +7,7 @@ models are trained with.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, Share, Within
+from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, RefusedError, Share, Within
 
 Epochs = Annotated[float, Within(0, 10**9)]
 
@@ -30,7 +30,7 @@ class SGDConfig:
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
-            raise ValueError("optimizer.nesterov=true: needs a momentum; use optimizer.momentum=0.9")
+            raise RefusedError("optimizer.nesterov", True, "needs a momentum; use optimizer.momentum=0.9")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from gpipe_cli.config.model import (
     TransformerNMTConfig,
 )
 from gpipe_cli.config.optimizer import LearningRateConfig, OptimizerConfig
-from gpipe_cli.config.typed import Count, NotNegative, Share, Within, one_line, show, typed
+from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed
 from gpipe_cli.system.files import regular_size
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         if self.costs is not None and not any(self.costs):
-            raise ValueError(f"partition.costs={show(self.costs)}: at least one must be above 0; use null for our own")
+            raise RefusedError("partition.costs", self.costs, "at least one must be above 0; use null for our own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,34 +114,24 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_task()
+        self._check_mini_batch()
         self._check_fine_tuning()
         if self.partition.costs is not None and self.cost != "figures":
-            raise ValueError(
-                f"partition.costs={show(self.partition.costs)}: cost={self.cost} times the layers; leave one of the "
-                "two out"
-            )
-        if self.batch_size is not None and self.micro_batches > self.batch_size:
-            raise ValueError(
-                f"micro_batches={self.micro_batches}: a mini-batch has only batch_size={self.batch_size} samples; "
-                f"use micro_batches={self.batch_size} or fewer, or batch_size={self.micro_batches} or more"
-            )
-        if (actions := 3 * self.partitions * self.micro_batches) > MOST_ACTIONS:
-            raise ValueError(
-                f"micro_batches={self.micro_batches}: with partitions={self.partitions} a step has {actions} actions, "
-                f"more than {MOST_ACTIONS}; use micro_batches={MOST_ACTIONS // 3 // self.partitions} or fewer"
-            )
+            why = f"cost={self.cost} times the layers; leave one of the two out"
+            raise RefusedError("partition.costs", self.partition.costs, why)
 
     def _check_fine_tuning(self) -> None:
         """Raises ValueError for a setting that means nothing without `init_from`."""
         if self.init_from is not None:
             return
         if self.init_head != "auto":
-            raise ValueError(f"init_head={self.init_head}: no weights are taken, as init_from=null; give init_from=...")
+            raise RefusedError(
+                "init_head", self.init_head, "no weights are taken, as init_from=null; give init_from=..."
+            )
         has_weights = isinstance(self.model, TimmConfig) and (self.model.pretrained or self.model.weights is not None)
         if TAKEN in (self.freeze or ()) and not has_weights:
-            raise ValueError(
-                f"freeze={show(self.freeze)}: nothing is taken, as init_from=null; give init_from=..., or name layers"
-            )
+            why = "nothing is taken, as init_from=null; give init_from=..., or name layers"
+            raise RefusedError("freeze", self.freeze, why)
 
     @property
     def task(self) -> Task:
@@ -154,44 +144,50 @@ class TrainConfig:
 
     def _check_task(self) -> None:
         """Raises ValueError if the model cannot learn from the data set."""
-        given = f"model={self.model.name}: "
-        name = f"dataset={self.dataset.name}"
+        name, pairs = f"dataset={self.dataset.name}", self.dataset.name in ("cldr", "parallel_text")
         match self.model, self.dataset:
             case ((AmoebaNetConfig() | ResNetConfig() | TimmConfig()), TextConfig()):
-                better = "transformer_nmt" if self.dataset.name in ("cldr", "parallel_text") else "transformer_lm"
-                raise ValueError(f"{given}takes images, and {name} is text; use model={better}")
-            case ((TransformerLMConfig() | TransformerNMTConfig()), ImagesConfig()):
-                better = "python_docs" if isinstance(self.model, TransformerLMConfig) else "cldr"
-                raise ValueError(f"{given}takes text, and {name} has images; use dataset={better}")
-            case TransformerLMConfig(), TextConfig(name="cldr" | "parallel_text"):
-                raise ValueError(f"{given}continues text, and {name} has pairs; use model=transformer_nmt")
+                why = f"takes images, and {name} is text; use model={'transformer_nmt' if pairs else 'transformer_lm'}"
+            case TransformerLMConfig(), ImagesConfig():
+                why = f"takes text, and {name} has images; use dataset=python_docs"
+            case TransformerNMTConfig(), ImagesConfig():
+                why = f"takes text, and {name} has images; use dataset=cldr"
+            case TransformerLMConfig(), TextConfig() if pairs:
+                why = f"continues text, and {name} has pairs; use model=transformer_nmt"
             case TransformerNMTConfig(), TextConfig(name="python_docs" | "text_files"):
-                raise ValueError(
-                    f"{given}translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
-                )
-        if self.batch_tokens is not None and self.task == "classification":
+                why = f"translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
+            case CustomConfig(length=None), TextConfig():
+                why = "text needs the most tokens of a sequence; give model.length=..."
+                raise RefusedError("model.length", None, why)
+            case _:
+                return
+        raise RefusedError("model", self.model.name, why)
+
+    def _check_mini_batch(self) -> None:
+        """Raises ValueError for a mini-batch whose size is not given, or does not suit the other settings."""
+        tokens, samples, k, m = self.batch_tokens, self.batch_size, self.partitions, self.micro_batches
+        if tokens is not None and self.task == "classification":
+            raise RefusedError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
+        if (samples is None) == (tokens is None):
+            both = "both are given" if samples else "neither is given"
+            remedy = "batch_tokens=null or batch_size=null" if samples else "batch_size=32"
             raise ValueError(
-                f"batch_tokens={self.batch_tokens}: images have no tokens; leave it out and use batch_size"
+                f"batch_size={show(samples)}, batch_tokens={show(tokens)}: {both}, and one of them says how large a "
+                f"mini-batch is; add {remedy}"
             )
-        if (self.batch_size is None) == (self.batch_tokens is None):
-            both = "both are given" if self.batch_size else "neither is given"
-            remedy = "batch_tokens=null or batch_size=null" if self.batch_size else "batch_size=32"
-            raise ValueError(
-                f"batch_size={show(self.batch_size)}, batch_tokens={show(self.batch_tokens)}: {both}, and one of them "
-                f"says how large a mini-batch is; add {remedy}"
-            )
-        if self.batch_tokens is not None and self.dataset.drop_last:
-            raise ValueError(
-                f"dataset.drop_last=true: mini-batches of batch_tokens={self.batch_tokens} differ in size, and none is "
-                "short; leave it out"
-            )
-        if self.batch_tokens is not None and self.learning_rate.name == "paper":
-            raise ValueError(
-                f"learning_rate=paper: is so much per sample, and batch_tokens={self.batch_tokens} counts tokens; "
-                "use learning_rate=inverse_sqrt"
-            )
-        if self.task != "classification" and isinstance(self.model, CustomConfig) and self.model.length is None:
-            raise ValueError("model.length=null: text needs the most tokens of a sequence; give model.length=...")
+        if tokens is not None and self.dataset.drop_last:
+            why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; leave it out"
+            raise RefusedError("dataset.drop_last", True, why)
+        if tokens is not None and self.learning_rate.name == "paper":
+            why = f"is so much per sample, and batch_tokens={tokens} counts tokens; use learning_rate=inverse_sqrt"
+            raise RefusedError("learning_rate", "paper", why)
+        if samples is not None and m > samples:
+            use = f"use micro_batches={samples} or fewer, or batch_size={m} or more"
+            raise RefusedError("micro_batches", m, f"a mini-batch has only batch_size={samples} samples; {use}")
+        if (actions := 3 * k * m) > MOST_ACTIONS:
+            use = f"use micro_batches={MOST_ACTIONS // 3 // k} or fewer"
+            why = f"with partitions={k} a step has {actions} actions, more than {MOST_ACTIONS}; {use}"
+            raise RefusedError("micro_batches", m, why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,19 @@ class NothingFitsError(ValueError):
     """No cut of any candidate fits the memory limit; the message says by how much, and what would fit."""
 
 
-class SettingError(ValueError):
-    """A setting that is wrong whatever the others are: of a sweep no run should begin."""
+class RefusedError(ValueError):
+    """The value of a setting that cannot be: `model.filters=0: why; remedy`."""
+
+    def __init__(self, key: str, value: object, why: str) -> None:
+        super().__init__(key, value, why)
+        self.key, self.value, self.why = key, value, why
+
+    def __str__(self) -> str:
+        return f"{self.key}={show(self.value)}: {self.why}"
+
+
+class SettingError(RefusedError):
+    """It is wrong whatever the other settings are: of a sweep no run should begin."""
 
 
 def typed(kind: type[T], values: Any) -> T:
@@ -88,15 +99,15 @@ def nearest(key: str, choices: Sequence[str]) -> str:
     return f"; did you mean {best}?" if likeness(best) > 0.68 else ""
 
 
-def unknown(key: str, value: object, choices: Sequence[str]) -> ValueError:
+def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
     """The error for a key that no configuration has."""
     if key in choices and "." not in key:
         own = "the given configuration is not based on gpipe's own"
-        return SettingError(f"{key}={show(value)}: {own}; begin it with defaults: [train, _self_]")
+        return SettingError(key, value, f"{own}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
-        return ValueError(f"{key}={show(value)}: the chosen {key.partition('.')[0]} has no such setting; leave it out")
+        return RefusedError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
     elsewhere = f"; write {ELSEWHERE[key]}={show(value)}" if key in ELSEWHERE else nearest(key, choices)
-    return SettingError(f"{key}={show(value)}: there is no such setting{elsewhere}; --cfg job lists all")
+    return SettingError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
 
 
 def quoted(value: object) -> str:
@@ -129,7 +140,7 @@ def one_line(error: BaseException) -> str:
 def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
     """`value` as `kind`; `key` is where it stands, `keys` are all that could have been meant."""
     if value == "???":
-        raise SettingError(f"{key}=???: a value is required; give {key}=...")
+        raise SettingError(key, value, f"a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
         return _convert(_option(options, value), value, key, keys)
     if get_origin(kind) is Annotated:
@@ -176,7 +187,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
             str: f"must be a text; put it in quotes: {key}='\"{show(value)}\"'",
         }
         allowed = wanted[kind]
-    raise SettingError(f"{key}={show(value)}: {allowed}")
+    raise SettingError(key, value, allowed)
 
 
 def _check_bounds(key: str, number: float, bounds: Within) -> None:
@@ -188,7 +199,7 @@ def _check_bounds(key: str, number: float, bounds: Within) -> None:
     upper = f"{'below' if bounds.below else 'at most'} {bounds.most:.10g}"
     use = bounds.use if bounds.use is not None else bounds.most if above else bounds.least
     why = f", {bounds.why}" if bounds.why else ""
-    raise SettingError(f"{key}={number}: must be {lower} and {upper}{why}; use {key}={use:.10g}")
+    raise SettingError(key, number, f"must be {lower} and {upper}{why}; use {key}={use:.10g}")
 
 
 def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
@@ -199,7 +210,7 @@ def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) ->
             raise unknown(f"{prefix}{name}", value, keys)
     for field in fields(kind):
         if field.name not in values and field.default is MISSING:
-            raise SettingError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
+            raise ValueError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
     return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.corpora import read_utf8
 from gpipe_cli.data.seeds import seed_of
@@ -76,7 +77,8 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
         files = (root / "train.tsv", root / "test.tsv")
         for file in files:
             if not file.is_file():
-                raise ValueError(f"dataset.root={root}: no file '{file}'; expected train.tsv and test.tsv, or one file")
+                why = f"no file '{file}'; expected train.tsv and test.tsv, or one file"
+                raise RefusedError("dataset.root", root, why)
         rows = [_read_rows(file) for file in files]
     elif root.is_file():
         files, rows = (root, root), [[], []]
@@ -89,10 +91,8 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
                     f"{split} line is left; add lines, or use a folder with train.tsv and test.tsv"
                 )
     else:
-        raise ValueError(
-            f"dataset.root={root}: no such file or folder; set it to a *.tsv file, or a folder with train.tsv and "
-            "test.tsv"
-        )
+        use = "set it to a *.tsv file, or a folder with train.tsv and test.tsv"
+        raise RefusedError("dataset.root", root, f"no such file or folder; {use}")
     languages = tuple(sorted({row.languages for part in rows for row in part}))
     numbers = {name: number for number, name in enumerate(languages)}
     train, test = (

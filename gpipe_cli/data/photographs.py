@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.readers import Files, Samples, one_process_at_a_time, read_folders
 
 _DOWNLOAD = "set dataset.download=true"
@@ -141,10 +141,8 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
                         ImageNet(str(root), split=split)
         words = load_meta_file(str(root))[0] if meta.is_file() else {}
     except Exception as error:  # archives and pickles fail in many ways
-        raise ValueError(
-            f"dataset.root={root}: the archives or '{META_FILE}' of imagenet are missing or damaged "
-            f"({_reason(error)}); {expected}"
-        ) from error
+        why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({_reason(error)}); {expected}"
+        raise RefusedError("dataset.root", root, why) from error
     # A folder 'test', which the challenge has too, holds images without classes.
     train, test = read_folders(root, expected, test_names=("val",))
     # All words of a synset: two classes share the first one ("crane").
@@ -193,7 +191,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool
     except Exception as error:  # broken annotations make scipy, json and torchvision raise anything
         folder = root / PHOTOGRAPHS[name].folder
         found = f"is damaged or incomplete ({_reason(error)})" if folder.is_dir() else "is missing"
-        raise ValueError(f"dataset.root={root}: '{folder}' {found}; {expected}") from error
+        raise RefusedError("dataset.root", root, f"'{folder}' {found}; {expected}") from error
     # Folders are listed: asking for each of 75,750 files is slow on a network disk.
     folders = {os.path.dirname(path) for path, _ in listed}
     there = {entry.path for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.dataset import ImagesConfig
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -111,10 +111,8 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[
                 f"check the network, or unpack the archive so that '{folder}' exists"
             ) from error
         found = "are damaged or incomplete (MD5)" if folder.is_dir() else "are missing"
-        raise ValueError(
-            f"dataset.root={root}: the files of '{folder}' {found}; set dataset.download=true, or dataset.root to the "
-            f"folder that holds '{reader.base_folder}'"
-        ) from error
+        use = f"set dataset.download=true, or dataset.root to the folder that holds '{reader.base_folder}'"
+        raise RefusedError("dataset.root", root, f"the files of '{folder}' {found}; {use}") from error
     train, test = (
         Samples(
             torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(),
@@ -164,9 +162,8 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
                 is_valid_file=lambda path: is_image_file(path) and not Path(path).name.startswith("."),
             )
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
-            raise ValueError(
-                f"dataset.root={root}: '{folder}' cannot be read ({one_line(error)}); {expected}"
-            ) from error
+            why = f"'{folder}' cannot be read ({one_line(error)}); {expected}"
+            raise RefusedError("dataset.root", root, why) from error
         targets = torch.tensor([number for _, number in listed], dtype=torch.int64)
         splits.append(Samples(Files(tuple(path for path, _ in listed)), targets, tuple(numbers)))
     return splits[0], splits[1]
