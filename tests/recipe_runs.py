@@ -14,8 +14,7 @@ from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.config.setting_owners import OWNERS
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.recipe import FOLDER
-from gpipe_cli.reproduction.runner import CommandFailedError, Runner
+from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Runner
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")
@@ -35,7 +34,7 @@ def perform(arguments: Sequence[str], log: IO[str]) -> None:
 def real_runner(name: str, folder: Path, *settings: str, desk: bool = True) -> Runner:
     """Of the recipe ``name``, with these settings for every command."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Runner(name, FOLDER, folder, settings, perform, lambda line: None, desk)
+    return Runner(name, folder, settings, perform, lambda line: None, desk)
 
 
 def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, settings: tuple[str, ...] = ()) -> Runner:
@@ -50,7 +49,7 @@ def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, sett
         (place / name).write_text(json.dumps(content), encoding="utf-8")
 
     every = (*settings, *given)
-    return Runner("nothing", Path("recipes"), folder, every, perform, lambda line: None, desk, users=given)
+    return Runner("nothing", folder, every, perform, lambda line: None, desk, given)
 
 
 def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ import yaml
 
 from gpipe_cli.cli import LEADER_SECONDS, main
 from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.reproduction.recipe import FOLDER
+from gpipe_cli.reproduction.runner import FOLDER
 from gpipe_cli.system.interrupts import interruptible
 
 NO_TORCH = """

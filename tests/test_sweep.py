@@ -123,7 +123,9 @@ def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str])
     def refuse() -> NoReturn:
         raise NothingFitsError("hardware.memory_gib=8: no cut fits")
 
-    assert ended(fork_command(refuse)) == Outcome(2, "hardware.memory_gib=8: no cut fits", nothing_fits=True)
+    refused = ended(fork_command(refuse))
+    assert (refused.exit_code, refused.error) == (2, "hardware.memory_gib=8: no cut fits")
+    assert isinstance(refused.refusal, NothingFitsError)
 
 
 def test_failing_runs_do_not_stop_the_others(

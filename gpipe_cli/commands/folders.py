@@ -73,7 +73,7 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
     Raises:
         ValueError: it cannot be made, or another process is at work there.
     """
-    above = absent_above(chosen)
+    above = [parent for parent in chosen.parents if not parent.exists()]  # from the lowest to the highest
     try:
         folder = make_new(chosen) if new else chosen
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,16 +86,6 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
         yield folder
     finally:
         lock.release()
-        remove_empty(folder, *above)
-
-
-def absent_above(folder: Path) -> list[Path]:
-    """The folders above this one that do not exist yet, from the lowest to the highest."""
-    return [parent for parent in folder.parents if not parent.exists()]
-
-
-def remove_empty(*folders: Path) -> None:
-    """Removes those that hold nothing, and of these only what is ours to remove."""
-    for folder in folders:
-        with suppress(OSError):  # it is not empty
-            folder.rmdir()
+        for ours in (folder, *above):
+            with suppress(OSError):  # it is not empty
+                ours.rmdir()

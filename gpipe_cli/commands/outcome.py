@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_cli.config.typed import NothingFitsError, one_line
+from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import interruptible, interruptible_import
@@ -32,7 +32,7 @@ class Outcome:
 
     exit_code: int
     error: str = ""  # one line
-    nothing_fits: bool = False  # the error is a NothingFitsError
+    refusal: RefusedError | NothingFitsError | None = None  # the error, if it is one of these
 
 
 def outcome(work: Callable[[], int]) -> Outcome:
@@ -57,7 +57,8 @@ def outcome(work: Callable[[], int]) -> Outcome:
             raise
         too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a file name that the user gave
         exit_code = BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED
-        return Outcome(exit_code, one_line(error), isinstance(error, NothingFitsError))
+        refusal = error if isinstance(error, RefusedError | NothingFitsError) else None
+        return Outcome(exit_code, one_line(error), refusal)
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """`gpipe reproduce`: one table, figure or result of the paper, at the scale that the machine allows."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from gpipe_cli.commands.command_line import arranged, read
-from gpipe_cli.commands.folders import absent_above, make_new, remove_empty
+from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
-from gpipe_cli.config.typed import NothingFitsError, typed
+from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.progress_bar import following
 from gpipe_cli.reporting.tables.recipe import show_reproduction
+from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
 from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus_here
+from gpipe_cli.system.files import LOCK
 
 HELP = """Runs a table, figure or result of the GPipe paper, and prints the paper's numbers beside ours.
 
@@ -67,14 +67,16 @@ def main(arguments: Sequence[str]) -> int:
     arguments = arranged(arguments)
     settings = {argument.partition("=")[0]: argument for argument in arguments if "=" in argument}
     rest = [argument for argument in arguments if "=" not in argument]
-    if dashed := [argument for argument in arguments if argument.startswith("-")]:
-        raise ValueError(f"{dashed[0]}: there is no such option; write NAME setting=value, see gpipe reproduce --help")
-    if removed := [argument for argument in arguments if argument.startswith("~")]:
-        raise ValueError(f"{removed[0]}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
-    own = {"scale": "auto", "output": "outputs"}
-    given = {key: settings.pop(key) for key in own if key in settings}
-    own |= {key: argument.partition("=")[2].strip("'\"") for key, argument in given.items()}
-    whole = typed(ReproduceSettings, own)
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise ValueError(
+                f"{argument}: there is no such option; write NAME setting=value, see gpipe reproduce --help"
+            )
+        if argument.startswith("~"):
+            raise ValueError(f"{argument}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
+    given = {key: settings.pop(key) for key in ("scale", "output") if key in settings}
+    own = {key: argument.partition("=")[2].strip("'\"") for key, argument in given.items()}
+    whole = typed(ReproduceSettings, {"scale": "auto", "output": "outputs", **own})
     for key in ("run_folder", "resume", "hydra.sweep.dir"):
         if key in settings:
             raise ValueError(f"{settings[key]}: a recipe makes its own folders; give output=FOLDER")
@@ -92,30 +94,20 @@ def main(arguments: Sequence[str]) -> int:
     if len(rest) > 1:
         raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
     check_settings(rest[0], tuple(settings.values()))
-    return _reproduce(rest[0], load(rest[0]), whole.scale, tuple(settings.values()), whole.output)
+    return _reproduce(rest[0], load(rest[0]), whole, tuple(settings.values()))
 
 
-def _reproduce(
-    name: str, recipe: Recipe, scale: Literal["auto", "desk", "paper"], given: tuple[str, ...], output: str
-) -> int:
+def _reproduce(name: str, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:
     console = Console()
     import_torch()
-    here = gpus()
+    gpus = gpus_here()
     chosen: Scale
-    if scale != "auto":
-        chosen, why = scale, "as was asked for"
+    if whole.scale != "auto":
+        chosen, why = whole.scale, "as was asked for"
     elif "device=cpu" in given:
         chosen, why = "desk", "device=cpu uses no GPU"
     else:
-        chosen, why = fitting_scale(recipe.needs, here)
-    above = absent_above(Path(output, name))
-    folder = _make_folder(Path(output), name)
-
-    show_facts(console, [("recipe", f"{name}: {recipe.title}"), ("source", recipe.source)])
-    show_facts(console, [("scale", f"{chosen}: {why}"), ("folder", str(folder))])
-    if chosen == "desk":
-        without = " without what was given" if given else ""
-        show_facts(console, [("takes", f"{recipe.desk.duration} on 2 CPU cores{without}")])
+        chosen, why = fitting_scale(recipe.needs, gpus)
 
     def perform(command: Sequence[str], log: IO[str]) -> None:
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
@@ -124,49 +116,42 @@ def _reproduce(
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
         if result.exit_code == BAD_INPUT:
-            raise NothingFitsError(result.error) if result.nothing_fits else ValueError(result.error)
+            raise result.refusal or ValueError(result.error)
         if result.exit_code != 0:
             raise CommandFailedError(result.error)
 
-    try:
-        found = reproduce(name, recipe, chosen, why, here, given, folder, perform, partial(show_line, console))
-    except KeyboardInterrupt:
-        show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
-        return INTERRUPTED
-    except CommandFailedError as error:
-        show_line(console, f"failed: {error}", "bold red")
-        return 1
-    except ValueError as error:
-        _remove_empty(folder)
-        remove_empty(*above)
-        kept = f"; what was run before is in {folder}" if folder.exists() else ""
-        raise ValueError(f"{error}{kept}") from error
-    show_reproduction(console, found, folder)
+    place = Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
+    with locked_folder(place, f"output={whole.output}", new=True) as folder:
+        facts = [("recipe", f"{name}: {recipe.title}"), ("source", recipe.source)]
+        facts += [("scale", f"{chosen}: {why}"), ("folder", str(folder))]
+        if chosen == "desk":
+            without = " without what was given" if given else ""
+            facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
+        show_facts(console, facts)
+        try:
+            found = reproduce(name, recipe, chosen, why, gpus, given, folder, perform, partial(show_line, console))
+        except KeyboardInterrupt:
+            show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
+            return INTERRUPTED
+        except CommandFailedError as error:
+            show_line(console, f"failed: {error}", "bold red")
+            return 1
+        except ValueError as error:
+            if {path.name for path in folder.rglob("*") if path.is_file()} <= {LOG, LOCK}:
+                shutil.rmtree(folder)  # no command has written anything
+                raise
+            raise ValueError(f"{error}; what was run before is in {folder}") from error
+        show_reproduction(console, found, folder)
     return 0
 
 
-def _make_folder(output: Path, name: str) -> Path:
-    try:
-        return make_new(output / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
-    except OSError as error:
-        raise ValueError(f"output={output}: no folder can be made there ({error.strerror}); choose another") from error
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove the folder of a recipe of which no command has written anything but the log."""
-    if {path.name for path in folder.rglob("*") if path.is_file()} <= {LOG}:
-        for path in sorted(folder.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        folder.rmdir()
-
-
 def _list(console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("recipe", "reproduces", "at a desk"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
-    for name in names():
-        recipe = load(name)
-        table.add_row(*(Text(cell) for cell in (name, recipe.title, recipe.desk.duration)))
-    console.print(table)
+    recipes = {name: load(name) for name in names()}
+    columns = [
+        Column("recipe", cells=list(recipes)),
+        Column("reproduces", cells=[recipe.title for recipe in recipes.values()]),
+        Column("at a desk", cells=[recipe.desk.duration for recipe in recipes.values()]),
+    ]
+    show_table(console, Table("", columns))
     console.print()
     show_line(console, "gpipe reproduce NAME runs one; gpipe reproduce --help")

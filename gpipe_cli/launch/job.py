@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gpipe_cli.config.typed import RefusedError
     from gpipe_cli.planner.placement import Placement
     from gpipe_cli.training.engine import WorkerProcess
 
@@ -55,6 +56,7 @@ class Failure:
     seconds: float  # time.time() of it
     reason: Reason = Reason.OTHER
     traceback: str = ""  # where the line does not tell enough
+    refused: "RefusedError | None" = None  # the setting that would mend it, where it is known
 
     @property
     def rank(self) -> tuple[bool, float]:

@@ -122,7 +122,7 @@ def _run(
         show.finish("completed", None)
         return 0
     if failure.reason is Reason.USER and not show.started:
-        raise ValueError(failure.text)
+        raise failure.refused or ValueError(failure.text)
     text, details = failure.text, folder / "failure.txt"
     if failure.traceback:
         with suppress(OSError):  # no folder, no room: more important is why the run failed

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
@@ -85,7 +86,8 @@ def _failure(process: int, error: Exception) -> Failure:
             text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
         text += "; use more micro_batches, recompute=always or more partitions"
-    return Failure(process, text, time.time(), reason, trace)
+    refused = error if isinstance(error, RefusedError) else None
+    return Failure(process, text, time.time(), reason, trace, refused)
 
 
 def _set_up(placement: Placement) -> None:

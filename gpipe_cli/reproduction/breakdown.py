@@ -4,7 +4,7 @@ Three times the same shares of stage-time: measured by `gpipe bench`, simulated 
 and the paper's, which are those of TPUs and of a model that it does not name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isclose
 from typing import Any
@@ -13,11 +13,9 @@ from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, difference
+from gpipe_cli.reproduction.numbers import NONE, difference
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
 from gpipe_cli.units import percent
-
-_PICTURE = "breakdown.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,63 +37,49 @@ class Breakdown:
     def shares(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in SHARES if name != "transfer"}
 
+    def reproduce(self, runner: Runner) -> Findings:
+        from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
+        from gpipe_cli.reporting.plots.shares import draw_shares
 
-def reproduce(what: Breakdown, runner: Runner) -> Findings:
-    (row,) = runner.bench("measured")["rows"]
-    if row["breakdown"] is None:
-        raise CommandFailedError(row["reason"] or "no step was recorded")
-    planned = runner.without("cost").plan("simulated", "cost=measured")
-    measured, simulated, paper = row["breakdown"], planned["breakdown"], what.shares
-    comparable = not runner.changed()  # also at a desk: the paper's model is not known
-    rows = tuple(
-        (
-            share_word(name),
-            percent(paper.get(name)),
-            percent(measured[name]),
-            percent(simulated[name]),
-            difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE,
+        (row,) = runner.bench("measured")["rows"]
+        if row["breakdown"] is None:
+            raise CommandFailedError(row["reason"] or "no step was recorded")
+        planned = runner.without("cost").plan("simulated", "cost=measured")
+        measured, simulated, paper = row["breakdown"], planned["breakdown"], self.shares
+        comparable = not runner.changed()  # also at a desk: the paper's model is not known
+        off = [
+            difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE
+            for name in SHARES
+        ]
+        columns = (
+            Column("share of a step", cells=[share_word(name) for name in SHARES]),
+            Column("paper", "paper", [percent(paper.get(name)) for name in SHARES]),
+            Column("here", "measured", [percent(measured[name]) for name in SHARES]),
+            Column("layers here", "simulated", [percent(simulated[name]) for name in SHARES]),
+            Column("here - paper, points", "difference", off),
         )
-        for name in SHARES
-    )
-    columns = (
-        Column("share of a step"),
-        Column("paper", "paper"),
-        Column("here", "measured"),
-        Column("layers here", "simulated"),
-        Column("here - paper, points", "difference"),
-    )
-    stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"
-    table = Table.of_rows(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns, rows)
-    from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
-    from gpipe_cli.reporting.plots.shares import draw_shares
-
-    picture = runner.folder / _PICTURE
-    write_picture(
-        picture,
-        draw_shares([("paper (TPU)", paper), ("measured here", measured), ("simulated, layers timed here", simulated)]),
-    )
-    notes = (*_notes(row, planned, paper), *(() if comparable else (NO_DIFFERENCES,)))
-    return Findings((table,), notes, (("picture", str(picture)),))
+        stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"
+        table = Table(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns)
+        picture = runner.folder / "breakdown.png"
+        drawn = [("paper (TPU)", paper), ("measured here", measured), ("simulated, layers timed here", simulated)]
+        write_picture(picture, draw_shares(drawn))
+        notes = tuple(_notes(row, planned, paper))
+        return Findings((table,), notes, (("picture", str(picture)),), comparable)
 
 
-def _notes(
-    row: Mapping[str, Any], planned: Mapping[str, Any], paper: Mapping[str, float]
-) -> tuple[tuple[str, str], ...]:
+def _notes(row: Mapping[str, Any], planned: Mapping[str, Any], paper: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     shares = row["breakdown"]
-    lines = [
-        ("paper", "no slice for transfers, which its TPUs hide; model and M are not named: K and the shares are"),
-        ("simulated", f"from {planned['hardware']['source']}"),
-        (
-            "found",
-            f"recompute / compute is {shares['recompute'] / shares['compute']:.2f} measured, "
-            f"{paper['recompute'] / paper['compute']:.2f} in the paper, 0.33 where a backward is two forwards",
-        ),
-        (
-            "found",
-            f"idle {percent(idle(shares))} measured, {percent(idle(planned['breakdown']))} simulated; of equal stages "
-            f"that do nothing but compute {percent(row['ideal_bubble'])}, (K-1)/(M+K-1)",
-        ),
-    ]
+    yield "paper", "no slice for transfers, which its TPUs hide; model and M are not named: K and the shares are"
+    yield "simulated", f"from {planned['hardware']['source']}"
+    yield (
+        "found",
+        f"recompute / compute is {shares['recompute'] / shares['compute']:.2f} measured, "
+        f"{paper['recompute'] / paper['compute']:.2f} in the paper, 0.33 where a backward is two forwards",
+    )
+    yield (
+        "found",
+        f"idle {percent(idle(shares))} measured, {percent(idle(planned['breakdown']))} simulated; of equal stages that "
+        f"do nothing but compute {percent(row['ideal_bubble'])}, (K-1)/(M+K-1)",
+    )
     if row["kind"] != "measured":
-        lines.append(("measured", f"{speed_kind(row['kind'])}; not the shares of a pipeline"))
-    return tuple(lines)
+        yield "measured", f"{speed_kind(row['kind'])}; not the shares of a pipeline"

@@ -5,11 +5,12 @@ repeated runs. Here they are the same bits, and the deviation between seeds stan
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_cli.reporting.compare.run_curves import same_curves
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
@@ -26,6 +27,23 @@ CURVES = "curves.png"
 DIGITS = 12  # of a digest that are shown; all of them are compared
 
 
+@dataclass(frozen=True)
+class Trained:
+    """One of the runs."""
+
+    partitions: int
+    seed: int
+    record: RunRecord
+
+    @cached_property
+    def tensors(self) -> "dict[str, Tensor]":
+        return final_tensors(self.record.folder)
+
+    @cached_property
+    def sha256(self) -> str:
+        return digest(self.tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class Consistency:
     """Which runs: every number of partitions with the first seed, and the first number with the other seeds."""
@@ -38,40 +56,25 @@ class Consistency:
             if len(set(getattr(self, key))) < 2 or len(set(getattr(self, key))) < len(getattr(self, key)):
                 raise ValueError(f"consistency.{key}={list(getattr(self, key))}: must be 2 or more that differ")
 
+    def reproduce(self, runner: Runner) -> Findings:
+        """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other.
 
-@dataclass(frozen=True)
-class Trained:
-    """One of the runs."""
+        Raises ValueError for settings that the experiment makes itself, and as `gpipe train` does; and
+        CommandFailedError.
+        """
+        from gpipe_cli.reporting.plots.curves import draw_curves
+        from gpipe_cli.reporting.plots.picture import write_picture
 
-    partitions: int
-    seed: int
-    record: RunRecord
-
-    @property
-    def result(self) -> Any:
-        return self.record.result
-
-
-def reproduce(what: Consistency, runner: Runner) -> Findings:
-    """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other.
-
-    Raises ValueError for settings that the experiment makes itself, and as `gpipe train` does; and CommandFailedError.
-    """
-    for key, values in (("partitions", what.partitions), ("seed", what.seeds)):
-        if (value := runner.given(key)) is not None:
-            listed = ", ".join(map(str, values))
-            raise ValueError(f"{key}={value}: this recipe compares {key}={listed}; leave it out")
-    first, seed = what.partitions[0], what.seeds[0]
-    same = [_train(runner, partitions, seed) for partitions in what.partitions]
-    others = [_train(runner, first, other) for other in what.seeds[1:]]
-    weights = [final_tensors(run.record.folder) for run in same]
-    digests = [digest(tensors) for tensors in weights]
-    digests += [digest(final_tensors(run.record.folder)) for run in others]
-    losses = _as_the_first([*same, *others])
-    notes = [("losses", _losses_note(same, losses)), ("weights", _weights_note(same, weights, digests))]
-    picture = _draw([*same, *others], runner.folder)
-    tables = (_runs([*same, *others], losses, digests), _spread(what, same, [same[0], *others]))
-    return Findings(tables, tuple(notes), (("curves", str(picture)),))
+        for key, values in (("partitions", self.partitions), ("seed", self.seeds)):
+            if (value := runner.given(key)) is not None:
+                listed = ", ".join(map(str, values))
+                raise ValueError(f"{key}={value}: this recipe compares {key}={listed}; leave it out")
+        same = [_train(runner, partitions, self.seeds[0]) for partitions in self.partitions]
+        repeated = [same[0], *(_train(runner, self.partitions[0], seed) for seed in self.seeds[1:])]
+        runs = [*same, *repeated[1:]]
+        picture = runner.folder / CURVES
+        write_picture(picture, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
+        return Findings((_table(runs), _spread(same, repeated)), tuple(notes(same)), (("curves", str(picture)),))
 
 
 def _train(runner: Runner, partitions: int, seed: int) -> Trained:
@@ -80,79 +83,60 @@ def _train(runner: Runner, partitions: int, seed: int) -> Trained:
     return Trained(partitions, seed, read_run(runner.folder / name))
 
 
-def _as_the_first(runs: Sequence[Trained]) -> list[bool]:
+def as_the_first(runs: Sequence[Trained]) -> list[bool]:
     """Whether the logged losses of every step are the first run's, to the last bit."""
     groups = same_curves([run.record for run in runs], TRAIN_LOSS)
     alike = next((group for group in groups if 0 in group), (0,))
     return [position in alike for position in range(len(runs))]
 
 
-def _losses_note(same: Sequence[Trained], losses: Sequence[bool]) -> str:
-    curve = same[0].record.curves.get(TRAIN_LOSS)
-    steps = len(curve.steps) if curve is not None else 0
-    other = [str(run.partitions) for run, alike in zip(same, losses, strict=False) if not alike]
-    if other:
-        all_steps, first = plural(steps, "step"), same[0].partitions
-        return f"K = {', '.join(other)}: of {all_steps}, some losses differ from those with K = {first}"
-    return f"those of all {plural(steps, 'step')} are the same bits with K = {_listed(same)}"
+def notes(same: Sequence[Trained]) -> Iterator[tuple[str, str]]:
+    """What of runs with different numbers of partitions is the same, or how far it is apart."""
+    first = same[0]
+    curve = first.record.curves.get(TRAIN_LOSS)
+    steps = plural(len(curve.steps) if curve is not None else 0, "step")
+    if other := [run for run, alike in zip(same, as_the_first(same), strict=True) if not alike]:
+        yield "losses", f"K = {_listed(other)}: of {steps}, some losses differ from those with K = {first.partitions}"
+    else:
+        yield "losses", f"those of all {steps} are the same bits with K = {_listed(same)}"
+    if other := [run for run in same if run.sha256 != first.sha256]:
+        apart = (f"K = {run.partitions}: {tensors_apart(first.tensors, run.tensors)}" for run in other)
+        yield "weights", "; ".join(apart)
+    else:
+        tensors = f"all {len(first.tensors):,} tensors of the last checkpoint"
+        yield "weights", f"{tensors} are the same bits with K = {_listed(same)}"
 
 
-def _weights_note(same: Sequence[Trained], weights: Sequence[Any], digests: Sequence[str]) -> str:
-    if len(set(digests[: len(same)])) == 1:
-        return f"all {len(weights[0]):,} tensors of the last checkpoint are the same bits with K = {_listed(same)}"
-    return "; ".join(
-        f"K = {run.partitions}: {tensors_apart(weights[0], tensors)}"
-        for run, tensors, sha in zip(same, weights, digests, strict=False)
-        if sha != digests[0]
-    )
+def _table(runs: Sequence[Trained]) -> Table:
+    alike = ["as in row 1" if same else "others" for same in as_the_first(runs)]
+    tests = [run.record.result["test"] for run in runs]
+    columns = [
+        Column("K", cells=[str(run.partitions) for run in runs]),
+        Column("seed", cells=[str(run.seed) for run in runs]),
+        Column("top-1", "measured", [percents(test["top1"]) for test in tests]),
+        Column("loss", "measured", [number(test["loss"], 6) for test in tests]),
+        Column("losses of all steps", "measured", [NONE, *alike[1:]]),
+        Column("SHA-256 of weights", "measured", [run.sha256[:DIGITS] for run in runs]),
+    ]
+    return Table(f"The same training, test set of {runs[0].record.result['dataset']}", columns)
 
 
-def _draw(runs: Sequence[Trained], folder: Path) -> Path:
-    from gpipe_cli.reporting.plots.curves import draw_curves
-    from gpipe_cli.reporting.plots.picture import write_picture
-
-    write_picture(folder / CURVES, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
-    return folder / CURVES
-
-
-def _runs(runs: Sequence[Trained], losses: Sequence[bool], digests: Sequence[str]) -> Table:
-    columns = (
-        Column("K"),
-        Column("seed"),
-        Column("top-1", "measured"),
-        Column("loss", "measured"),
-        Column("losses of all steps", "measured"),
-        Column("SHA-256 of weights", "measured"),
-    )
-    rows = tuple(
-        (
-            str(run.partitions),
-            str(run.seed),
-            percents(run.result["test"]["top1"]),
-            number(run.result["test"]["loss"], 6),
-            ("as in row 1" if alike else "others") if place else NONE,
-            sha[:DIGITS],
-        )
-        for place, (run, alike, sha) in enumerate(zip(runs, losses, digests, strict=True))
-    )
-    return Table.of_rows(f"The same training, test set of {runs[0].result['dataset']}", columns, rows)
-
-
-def _spread(what: Consistency, same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
+def _spread(same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
     columns = (
         Column("standard deviation of"),
         Column("", "paper"),
         *(Column(of, "measured") for of in ("top-1", "loss")),
     )
+    seeds = ", ".join(str(run.seed) for run in repeated)
     rows = (
-        (f"K = {_listed(same)}, seed {what.seeds[0]}", "within the next row's", *_deviations(same)),
-        (f"seeds {', '.join(map(str, what.seeds))}, K = {what.partitions[0]}", NONE, *_deviations(repeated)),
+        (f"K = {_listed(same)}, seed {same[0].seed}", "within the next row's", *_deviations(same)),
+        (f"seeds {seeds}, K = {same[0].partitions}", NONE, *_deviations(repeated)),
     )
     return Table.of_rows("Between numbers of partitions, and between seeds", columns, rows)
 
 
 def _deviations(runs: Sequence[Trained]) -> tuple[str, str]:
-    tests = [run.result["test"] for run in runs]
+    tests = [run.record.result["test"] for run in runs]
     top1 = 100 * stdev(test["top1"] for test in tests)
     losses = [test["loss"] for test in tests]  # None where it was not a number
     return f"{number(top1, 3)} points", NONE if None in losses else number(stdev(losses), 6)

@@ -10,10 +10,8 @@ from typing import Any
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, beside, difference, number, percents
+from gpipe_cli.reproduction.numbers import NONE, SAME_RESULT, beside, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
-
-PRETRAINED, FROM_SCRATCH = "pretrained", "from_scratch"  # folders of runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,60 +29,54 @@ class FineTuning:
         if self.runs < 2:
             raise ValueError(f"fine_tuning.runs={self.runs}: a deviation takes 2 or more")
 
+    def reproduce(self, runner: Runner) -> Findings:
+        """Fine-tunes with every seed; at a desk also learns the same without the weights of another run.
 
-def reproduce(what: FineTuning, runner: Runner) -> Findings:
-    """Fine-tunes with every seed; at a desk also learns the same without the weights of another run.
+        Raises ValueError for settings that the experiment makes itself, and as the commands do; and CommandFailedError.
+        """
+        if (seed := runner.given("seed")) is not None:
+            seeds = f"0 to {self.runs - 1}"
+            raise ValueError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
+        begins_with, settings = runner.given("init_from"), self.fine_tuning if runner.desk else ()
+        if begins_with == "null":
+            begins_with, runner = None, runner.without("init_from")  # as if it were left out
+        if begins_with is None and not runner.desk:
+            raise ValueError(
+                "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "
+                f"reproduce {self.begins_with} scale=paper and give init_from=FOLDER of its run; "
+                "scale=desk makes its own"
+            )
+        others: list[tuple[str, dict[str, Any]]] = []  # name of their row, and result.json
+        anew = ("init_from=null", "seed=0")
+        if makes_its_own := begins_with is None:
+            others.append(("the run begun with, its classes", runner.train("pretrained", *anew, *self.pretraining)))
+            begins_with = quoted(runner.folder / "pretrained")
+        begin = f"init_from={begins_with}"
+        runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(self.runs)]
+        if makes_its_own:
+            others.append(("from scratch, seed 0", runner.train("from_scratch", *anew, *settings)))
+        comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
+        note = f"of a sample of {self.runs} runs, which differ in their seed only; the paper prints none"
+        tables = self._means(runs, others, comparable), _each(runs)
+        return Findings(tables, (("deviation", note),), comparable=comparable)
 
-    Raises ValueError for settings that the experiment makes itself, and as the commands do; and CommandFailedError.
-    """
-    if (seed := runner.given("seed")) is not None:
-        raise ValueError(f"seed={seed}: this recipe runs seeds 0 to {what.runs - 1} and takes their mean; leave it out")
-    begins_with, settings = runner.given("init_from"), what.fine_tuning if runner.desk else ()
-    if begins_with == "null":
-        begins_with, runner = None, runner.without("init_from")  # as if it were left out
-    if begins_with is None and not runner.desk:
-        raise ValueError(
-            "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "
-            f"reproduce {what.begins_with} scale=paper and give init_from=FOLDER of its run; scale=desk makes its own"
-        )
-    pretrained = None
-    if begins_with is None:
-        pretrained = runner.train(PRETRAINED, "init_from=null", "seed=0", *what.pretraining)
-        begins_with = quoted(runner.folder / PRETRAINED)
-    begin = f"init_from={begins_with}"
-    runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(what.runs)]
-    scratch = runner.train(FROM_SCRATCH, "init_from=null", "seed=0", *settings) if pretrained is not None else None
-    notes = [("deviation", f"of a sample of {what.runs} runs, which differ in their seed only; the paper prints none")]
-    comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
-    if not comparable:
-        notes.append(NO_DIFFERENCES)
-    return Findings((_means(what, runs, pretrained, scratch, comparable), _each(runs)), tuple(notes))
-
-
-def _means(
-    what: FineTuning,
-    runs: list[dict[str, Any]],
-    pretrained: dict[str, Any] | None,
-    scratch: dict[str, Any] | None,
-    comparable: bool,
-) -> Table:
-    percent = [100 * run["test"]["top1"] for run in runs]
-    top1, apart = mean(percent), stdev(percent)
-    off = difference(top1, what.top1, comparable)
-    rows = [
-        (f"top-1, mean of {len(runs)} runs", f"{what.top1:.1f} %", f"{top1:.2f} %", off),
-        ("standard deviation, points", NONE, number(apart, 2), NONE),
-        ("best before the paper", f"{what.previous_best:.1f} %", NONE, NONE),
-    ]
-    if pretrained is not None:
-        rows.append(("the run begun with, its classes", NONE, percents(pretrained["test"]["top1"]), NONE))
-    if scratch is not None:
-        rows.append(("from scratch, seed 0", NONE, percents(scratch["test"]["top1"]), NONE))
-    return beside(f"Fine-tuned, test set of {runs[0]['dataset']}", rows)
+    def _means(self, runs: list[dict[str, Any]], others: list[tuple[str, dict[str, Any]]], comparable: bool) -> Table:
+        percent = [100 * run["test"]["top1"] for run in runs]
+        top1 = mean(percent)
+        off = difference(top1, self.top1, comparable)
+        rows = [
+            (f"top-1, mean of {len(runs)} runs", f"{self.top1:.1f} %", f"{top1:.2f} %", off),
+            ("standard deviation, points", NONE, number(stdev(percent), 2), NONE),
+            ("best before the paper", f"{self.previous_best:.1f} %", NONE, NONE),
+            *((name, NONE, percents(run["test"]["top1"]), NONE) for name, run in others),
+        ]
+        return beside(f"Fine-tuned, test set of {runs[0]['dataset']}", rows)
 
 
 def _each(runs: list[dict[str, Any]]) -> Table:
-    rows = tuple(
-        (str(run["config"]["seed"]), percents(run["test"]["top1"]), number(run["test"]["loss"], 4)) for run in runs
+    columns = (
+        Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
+        Column("top-1", "measured", [percents(run["test"]["top1"]) for run in runs]),
+        Column("loss", "measured", [number(run["test"]["loss"], 4) for run in runs]),
     )
-    return Table.of_rows("Each run", (Column("seed"), Column("top-1", "measured"), Column("loss", "measured")), rows)
+    return Table("Each run", columns)

@@ -13,11 +13,10 @@ from gpipe_cli.config.setting_owners import key_of
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, differences, number
+from gpipe_cli.reproduction.numbers import NONE, differences, number
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.units import count, size
 
-_OWN = ("partitions", "micro_batches", "recompute")  # what rows differ in
 _LIMIT = "hardware.memory_gib"
 _SOLVED = "++solve=max_model"  # `++`: the file of a recipe has no such key
 BYTES = {"GB": 10**9, "GiB": 2**30}
@@ -37,14 +36,25 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A model of the paper on the paper's hardware."""
+
+    size: Size
+    plan: Mapping[str, Any]
+    fits: bool
+    largest: Mapping[str, Any] | None  # the plan of the largest model that fits; None: not even the smallest does
+
+    def bytes(self, *parts: str) -> float:
+        """Of all stages."""
+        return float(sum(stage["memory"][f"{part}_bytes"] for stage in self.plan["stages"] for part in parts))
+
+
+@dataclass(frozen=True)
 class Trained:
     """The largest model of a row on the device at hand; planned and counted bytes of activations, per stage."""
 
     name: str
-    shown: str
-    parameters: int
-    fullest_bytes: int
-    limit_bytes: int
+    plan: Mapping[str, Any]
     planned: Sequence[int] | None
     counted: Sequence[int] | None
 
@@ -57,90 +67,58 @@ class LargestModel:
     measured: tuple[int, ...]  # partitions of the pipelines that are trained on the device at hand
     grown: str  # what grows there, of the model's sizes: `filters`
 
-    def cell(self, partitions: int, naive: bool) -> tuple[str, ...]:
+    def reproduce(self, runner: Runner) -> Findings:
+        """Runs the recipe. Raises ValueError for a setting that the rows differ in."""
+        runner.refuse(*(key_of(setting) for one in self.sizes for setting in one.settings))
+        rows = ((1, True), *((k, False) for k in self.measured))
+        trained = [row for k, naive in rows if (row := self.train(k, naive, runner))]
+        paper = runner.with_settings().without("cost")  # nothing of that size is timed here
+        planned = [self.plan(at, paper) for at in range(len(self.sizes))]
+        comparable = not runner.changed()
+        tables = (
+            *planned_tables(planned, self.unit, comparable),
+            *largest_tables(planned, comparable),
+            *trained_tables(self.sizes, trained),
+        )
+        notes = *_planned_notes(planned, runner), *_trained_notes(trained, len(rows), runner)
+        return Findings(tables, notes, comparable=comparable)
+
+    def train(self, partitions: int, naive: bool, runner: Runner) -> Trained | None:
+        """Solves for the largest model on the device at hand, and trains it for two steps; None if none fits."""
+        name = f"{'Naive' if naive else 'Pipeline'}-{partitions}"
+        cell = self._cell(partitions, naive)
+        folder = f"here_{name.lower()}"
+        largest = _grown(self.grown, _plan(runner, f"{folder}_largest", *cell, _SOLVED))
+        if largest is None:
+            return None
+        grown = runner.without(key_of(largest))
+        plan = grown.plan(f"{folder}_plan", *cell, largest)
+        (row,) = grown.bench(folder, *cell, largest, "warm_up_steps=1", "steps=1", "rounds=1")["rows"]
+        predicted = read_result(runner.folder / folder / row["folders"][0])["prediction"] if row["folders"] else None
+        return Trained(name, plan, predicted and predicted["activation_bytes"], row["activation_bytes"])
+
+    def plan(self, at: int, runner: Runner) -> Planned:
+        """One of the paper's models; what does not fit is planned without a limit."""
+        one = self.sizes[at]
+        settings = *one.settings, *self._cell(one.partitions, naive=at == 0)
+        folder = f"planned_{at + 1}"
+        plan = fitting = _plan(runner, folder, *settings)
+        if plan is None:
+            plan = runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
+        return Planned(one, plan, fitting is not None, _plan(runner, f"largest_{at + 1}", *settings, _SOLVED))
+
+    def _cell(self, partitions: int, naive: bool) -> tuple[str, ...]:
         """Settings of a row."""
         micro_batches, mode = (1, "never") if naive else (self.micro_batches, "always")
         return f"partitions={partitions}", f"micro_batches={micro_batches}", f"recompute={mode}"
 
 
-def reproduce(what: LargestModel, runner: Runner) -> Findings:
-    """Runs the recipe. Raises ValueError for a setting that the rows differ in."""
-    runner.refuse(*_OWN, *(key_of(setting) for one in what.sizes for setting in one.settings))
-    trained = _train(what, runner)  # first: it refuses what a measurement has no use for
-    paper = runner.with_settings().without("cost")  # nothing of that size is timed here
-    plans, fits = _planned(what, paper)
-    largest = [_solved(paper, f"largest_{at + 1}", *_settings(what, at)) for at in range(len(what.sizes))]
-    comparable = not runner.changed()
-    tables = (
-        parameters_table(what.sizes, plans, comparable),
-        model_table(what.sizes, plans, what.unit, comparable),
-        activations_table(what.sizes, plans, fits, what.unit, comparable),
-        *largest_tables(what.sizes, largest, comparable),
-        *trained_tables(what.sizes, trained),
-    )
-    notes = [*_notes(what, plans, fits, largest, trained, runner)]
-    if not comparable:
-        notes.append(NO_DIFFERENCES)
-    return Findings(tables, tuple(notes))
-
-
-def _settings(what: LargestModel, at: int) -> tuple[str, ...]:
-    one = what.sizes[at]
-    return *one.settings, *what.cell(one.partitions, naive=at == 0)
-
-
-def _planned(what: LargestModel, runner: Runner) -> tuple[list[dict[str, Any]], list[bool]]:
-    """A plan of each of the paper's models, and whether it fits; what does not is planned without a limit."""
-    plans, fits = [], []
-    for at in range(len(what.sizes)):
-        settings = _settings(what, at)
-        try:
-            plans.append(runner.plan(f"planned_{at + 1}", *settings))
-            fits.append(True)
-        except NothingFitsError:
-            unlimited = runner.without(_LIMIT)
-            plans.append(unlimited.plan(f"planned_{at + 1}", *settings, f"{_LIMIT}=null"))
-            fits.append(False)
-    return plans, fits
-
-
-def _solved(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
-    """The plan of the largest model that fits; None if not even the smallest does."""
+def _plan(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
+    """None if nothing fits."""
     try:
-        return runner.plan(folder, *settings, _SOLVED)
+        return runner.plan(folder, *settings)
     except NothingFitsError:
         return None
-
-
-def _train(what: LargestModel, runner: Runner) -> list[Trained]:
-    """Solves for the largest model on the device at hand, and trains it for two steps."""
-    rows = []
-    for k, naive in ((1, True), *((k, False) for k in what.measured)):
-        name = f"{'Naive' if naive else 'Pipeline'}-{k}"
-        cell = what.cell(k, naive)
-        folder = f"here_{name.lower()}"
-        largest = _grown(what.grown, _solved(runner, f"{folder}_largest", *cell))
-        if largest is None:
-            continue
-        grown = runner.without(largest.partition("=")[0])
-        plan = grown.plan(f"{folder}_plan", *cell, largest)
-        (row,) = grown.bench(folder, *cell, largest, "warm_up_steps=1", "steps=1", "rounds=1")["rows"]
-        predicted = None
-        if row["folders"]:
-            predicted = read_result(runner.folder / folder / row["folders"][0])["prediction"]
-        memory = max((stage["memory"] for stage in plan["stages"]), key=lambda stage: stage["total_bytes"])
-        rows.append(
-            Trained(
-                name=name,
-                shown=shown(plan),
-                parameters=plan["parameters"],
-                fullest_bytes=memory["total_bytes"],
-                limit_bytes=memory["limit_bytes"],
-                planned=predicted and predicted["activation_bytes"],
-                counted=row["activation_bytes"],
-            )
-        )
-    return rows
 
 
 def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
@@ -149,47 +127,35 @@ def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
     Growing another size may give more parameters; but models that differ in one size only can be compared.
     """
     tried = [c for c in plan["comparisons"] if c["setting"] == f"model.{key}"] if plan is not None else []
-    found = [
-        candidate["value"] for comparison in tried for candidate in comparison["candidates"] if candidate["chosen"]
-    ]
+    found = [one["value"] for comparison in tried for one in comparison["candidates"] if one["chosen"]]
     return f"model.{key}={found[0]}" if found else None
 
 
-def _notes(
-    what: LargestModel,
-    plans: Sequence[Mapping[str, Any]],
-    fits: Sequence[bool],
-    largest: Sequence[Mapping[str, Any] | None],
-    trained: Sequence[Trained],
-    runner: Runner,
-) -> Iterator[tuple[str, str]]:
+def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[str, str]]:
     """What the columns mean, and what does not agree with the paper."""
-    view = plans[0]["hardware"]
-    yield "planned", f"for {view['name']}: bytes follow from shapes, in float32; nothing of it was run"
+    hardware = rows[0].plan["hardware"]["name"]
+    yield "planned", f"for {hardware}: bytes follow from shapes, in float32; nothing of it was run"
     yield (
         "planned",
         "activations: all that stages keep for the backward, and the workspace of one recomputation and one layer",
     )
     yield "planned", "the paper holds 12 bytes a parameter; ours holds the gradient too, 16 with RMSProp or Adam"
-    unfit = [one.name for one, fit in zip(what.sizes, fits, strict=True) if not fit]
-    if unfit:
-        where = f"{view['name']} with what was given" if runner.changed() else "the paper's accelerators"
-        yield "found", f"by our count {', '.join(unfit)} would not fit {where}, gradients included"
-    none = [one.name for one, plan in zip(what.sizes, largest, strict=True) if plan is None]
-    if none:
-        yield "found", f"by our count no model of this family fits as {', '.join(none)}, however small"
-    if trained:
-        times = trained[-1].parameters / trained[0].parameters
+    if unfit := ", ".join(row.size.name for row in rows if not row.fits):
+        where = f"{hardware} with what was given" if runner.changed() else "the paper's accelerators"
+        yield "found", f"by our count {unfit} would not fit {where}, gradients included"
+    if none := ", ".join(row.size.name for row in rows if row.largest is None):
+        yield "found", f"by our count no model of this family fits as {none}, however small"
+
+
+def _trained_notes(rows: Sequence[Trained], wanted: int, runner: Runner) -> Iterator[tuple[str, str]]:
+    if rows:
+        times = rows[-1].plan["parameters"] / rows[0].plan["parameters"]
         where = "at a desk" if runner.desk else "here"
-        yield "found", f"{where} {trained[-1].name} holds {times:.1f} times the parameters of {trained[0].name}"
-        exact = [row for row in trained if row.planned is not None and row.planned == row.counted]
-        yield (
-            "found",
-            f"activations planned and counted are the same to the byte in {len(exact)} of {len(trained)} rows",
-        )
-    missing = 1 + len(what.measured) - len(trained)
-    if missing:
-        yield "found", f"{missing} of {1 + len(what.measured)} rows could not be trained here: no model fits the limit"
+        yield "found", f"{where} {rows[-1].name} holds {times:.1f} times the parameters of {rows[0].name}"
+        exact = sum(row.planned is not None and row.planned == row.counted for row in rows)
+        yield "found", f"activations planned and counted are the same to the byte in {exact} of {len(rows)} rows"
+    if missing := wanted - len(rows):
+        yield "found", f"{missing} of {wanted} rows could not be trained here: no model fits the limit"
 
 
 # --- the tables
@@ -201,77 +167,64 @@ def shown(plan: Mapping[str, Any]) -> str:
     return name[name.index("(") :] if "(" in name else name.partition("-")[2].partition(" ")[0]
 
 
-def parameters_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], comparable: bool) -> Table:
-    shares = [100 * plan["parameters"] / one.parameters for one, plan in zip(sizes, plans, strict=True)]
-    return Table(
-        "The paper's models: parameters",
-        [
-            Column("", cells=[one.name for one in sizes]),
-            Column("size", cells=[one.shown for one in sizes]),
-            Column("parameters", "paper", [count(round(one.parameters)) for one in sizes]),
-            Column("parameters", "planned", [count(plan["parameters"]) for plan in plans]),
-            differences("planned - paper, %", shares, [100.0] * len(sizes), comparable, 1),
-        ],
-    )
+def fullest(plan: Mapping[str, Any]) -> Mapping[str, int]:
+    """The memory of the stage that needs most, in bytes."""
+    return max((stage["memory"] for stage in plan["stages"]), key=lambda memory: int(memory["total_bytes"]))
 
 
-def model_table(sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], unit: str, comparable: bool) -> Table:
-    paper = [one.model for one in sizes]
-    state = [summed(plan, "weights_bytes", "optimizer_bytes") / BYTES[unit] for plan in plans]
-    whole = [summed(plan, "weights_bytes", "optimizer_bytes", "gradients_bytes") / BYTES[unit] for plan in plans]
-    return Table(
-        f"The paper's models: memory of the parameters, all stages, {unit}",
-        [
-            Column("", cells=[one.name for one in sizes]),
-            Column("weights, optimizer", "paper", [number(value, 2) for value in paper]),
-            Column("weights, optimizer", "planned", [number(value, 2) for value in state]),
-            Column("and gradients", "planned", [number(value, 2) for value in whole]),
-            differences("planned - paper", state, paper, comparable),
-        ],
-    )
+def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list[Table]:
+    names = Column("", cells=[row.size.name for row in rows])
 
-
-def activations_table(
-    sizes: Sequence[Size], plans: Sequence[Mapping[str, Any]], fits: Sequence[bool], unit: str, comparable: bool
-) -> Table:
-    paper = [one.activations for one in sizes]
-    ours = [summed(plan, "activations_bytes", "workspace_bytes") / BYTES[unit] for plan in plans]
-    fullest = [max(stage["memory"]["total_bytes"] for stage in plan["stages"]) for plan in plans]
-    return Table(
-        f"The paper's models: peak of the activations, all stages, {unit}",
-        [
-            Column("", cells=[one.name for one in sizes]),
-            Column("activations", "paper", [number(value, 2) for value in paper]),
-            Column("activations", "planned", [number(value, 2) for value in ours]),
+    def compared(heading: str, paper: Sequence[float], *parts: str) -> tuple[Column, Column, Column]:
+        ours = [row.bytes(*parts) / BYTES[unit] for row in rows]
+        return (
+            Column(heading, "paper", [number(value, 2) for value in paper]),
+            Column(heading, "planned", [number(value, 2) for value in ours]),
             differences("planned - paper", ours, paper, comparable),
-            Column("fullest stage", "planned", [size(value) for value in fullest]),
-            Column("fits", "planned", ["yes" if fit else "no" for fit in fits]),
-        ],
-    )
+        )
+
+    shares = [100 * row.plan["parameters"] / row.size.parameters for row in rows]
+    theirs, ours, off = compared("weights, optimizer", [row.size.model for row in rows], "weights", "optimizer")
+    whole = [row.bytes("weights", "optimizer", "gradients") / BYTES[unit] for row in rows]
+    activations = compared("activations", [row.size.activations for row in rows], "activations", "workspace")
+    parameters = [
+        names,
+        Column("size", cells=[row.size.shown for row in rows]),
+        Column("parameters", "paper", [count(round(row.size.parameters)) for row in rows]),
+        Column("parameters", "planned", [count(row.plan["parameters"]) for row in rows]),
+        differences("planned - paper, %", shares, [100.0] * len(rows), comparable, 1),
+    ]
+    memory = [names, theirs, ours, Column("and gradients", "planned", [number(value, 2) for value in whole]), off]
+    peak = [
+        *(names, *activations),
+        Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
+        Column("fits", "planned", ["yes" if row.fits else "no" for row in rows]),
+    ]
+    return [
+        Table("The paper's models: parameters", parameters),
+        Table(f"The paper's models: memory of the parameters, all stages, {unit}", memory),
+        Table(f"The paper's models: peak of the activations, all stages, {unit}", peak),
+    ]
 
 
-def summed(plan: Mapping[str, Any], *keys: str) -> float:
-    return float(sum(stage["memory"][key] for stage in plan["stages"] for key in keys))
-
-
-def largest_tables(sizes: Sequence[Size], largest: Sequence[Mapping[str, Any] | None], comparable: bool) -> list[Table]:
+def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
     """One, or none if nothing fits at all."""
-    parameters = [None if plan is None else plan["parameters"] for plan in largest]
+    parameters = [None if row.largest is None else row.largest["parameters"] for row in rows]
     first = next((at for at, found in enumerate(parameters) if found is not None), None)
     if first is None:
         return []
-    paper = [one.parameters / sizes[first].parameters for one in sizes]
+    paper = [row.size.parameters / rows[first].size.parameters for row in rows]
     ours = [None if found is None else found / parameters[first] for found in parameters]
     columns = [
-        Column("", cells=[one.name for one in sizes]),
-        Column("parameters", "paper", [count(round(one.parameters)) for one in sizes]),
+        Column("", cells=[row.size.name for row in rows]),
+        Column("parameters", "paper", [count(round(row.size.parameters)) for row in rows]),
         Column("parameters", "planned", [NONE if found is None else count(found) for found in parameters]),
-        Column("size", "planned", [NONE if plan is None else shown(plan) for plan in largest]),
+        Column("size", "planned", [NONE if row.largest is None else shown(row.largest) for row in rows]),
         Column("times", "paper", [number(times, 1) for times in paper]),
         Column("times", "planned", [number(times, 1) for times in ours]),
         differences("planned - paper", ours, paper, comparable, 1),
     ]
-    return [Table(f"The largest model that fits, by our count; times {sizes[first].name}'s", columns)]
+    return [Table(f"The largest model that fits, by our count; times {rows[first].size.name}'s", columns)]
 
 
 def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table]:
@@ -281,19 +234,20 @@ def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table
     first, theirs = rows[0], {one.name: one.parameters for one in sizes}
     naive = theirs.get(first.name)
     paper = [theirs[row.name] / naive if naive and row.name in theirs else None for row in rows]
+    parameters = [row.plan["parameters"] for row in rows]
     columns = [
         Column("", cells=[row.name for row in rows]),
-        Column("size", "planned", [row.shown for row in rows]),
-        Column("parameters", "counted", [count(row.parameters) for row in rows]),
+        Column("size", "planned", [shown(row.plan) for row in rows]),
+        Column("parameters", "counted", [count(one) for one in parameters]),
         Column("times", "paper", [number(times, 1) for times in paper]),
-        Column("times", "counted", [number(row.parameters / first.parameters, 1) for row in rows]),
-        Column("fullest stage", "planned", [size(row.fullest_bytes) for row in rows]),
+        Column("times", "counted", [number(one / parameters[0], 1) for one in parameters]),
+        Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
         Column("activations", "planned", [NONE if row.planned is None else size(sum(row.planned)) for row in rows]),
         Column("activations", "counted", [NONE if row.counted is None else size(sum(row.counted)) for row in rows]),
         Column("counted - planned", "difference", [_off(row) for row in rows]),
     ]
-    title = f"Trained here: the largest model below {size(first.limit_bytes)} a stage; times {first.name}'s"
-    return [Table(title, columns)]
+    limit = size(fullest(first.plan)["limit_bytes"])
+    return [Table(f"Trained here: the largest model below {limit} a stage; times {first.name}'s", columns)]
 
 
 def _off(row: Trained) -> str:

@@ -10,7 +10,6 @@ from gpipe_cli.config.setting_owners import key_of
 from gpipe_cli.reporting.tables.table import Column, Table
 
 NONE = "-"
-NO_DIFFERENCES = ("differences", "none where data or sizes are not the paper's")  # a note
 # How a training is run, which its result does not depend on (the recipe `consistency`).
 SAME_RESULT = ("partitions", "partition", "schedule", "recompute")
 # Where and how long something runs, and where data lie: settings that leave size and data as they are. All others may

@@ -8,8 +8,6 @@ file of its own in this room.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,10 +18,10 @@ from gpipe_cli.config.typed import nearest, one_line, show, typed
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
+from gpipe_cli.reproduction.runner import FOLDER
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Training
 
-FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
     "table1", "table2", "table3", "figure3", "breakdown", "imagenet", "transfer_cifar", "transfer_stanford_cars",

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ from gpipe_cli.reproduction.numbers import changing
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.units import duration
 
+FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 LOG = "log.txt"
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
 # Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
@@ -34,6 +36,7 @@ class Findings:
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
     files: tuple[tuple[str, str], ...] = ()  # what it is, path: pictures, pages
+    comparable: bool = True  # False: data or sizes are not the paper's, and no difference from it was taken
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Gpu:
     memory_bytes: int
 
 
-def gpus() -> list[Gpu]:
+def gpus_here() -> list[Gpu]:
     """Those of this machine. CUDA is asked in a fork: a process that has used CUDA can fork none that uses it."""
 
     def found() -> list[Gpu]:
@@ -68,23 +71,28 @@ class Runner:
     """
 
     name: str  # of the recipe
-    recipes: Path
     folder: Path  # where all runs go
     settings: tuple[str, ...]
     perform: Perform
     progress: Callable[[str], None]  # gets a line for each command
     desk: bool  # the scale
-    commands: list[str] = field(default_factory=list)  # that were run, as a user types them
     users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
+    machine: Sequence[Gpu] = ()  # its GPUs
+    commands: list[str] = field(default_factory=list)  # that were run, as a user types them
+
+    @property
+    def gpus(self) -> Sequence[Gpu]:
+        """Those that may be used."""
+        return () if self.given("device") == "cpu" else self.machine
 
     def given(self, key: str) -> str | None:
         """The value of a setting that holds for every command; None: each command has its own."""
         return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
 
     def refuse(self, *keys: str) -> None:
-        """Raises ValueError for a setting of the user that the rows of a table differ in."""
+        """Raises ValueError for a setting of the user that the rows of a table differ in: K, M, recompute, ``keys``."""
         for one in self.users:
-            if key_of(one) in keys:
+            if key_of(one) in ("partitions", "micro_batches", "recompute", *keys):
                 raise ValueError(f"{one.lstrip('+')}: is what the rows of this table differ in; leave it out")
 
     def changed(self, *harmless: str) -> tuple[str, ...]:
@@ -109,7 +117,7 @@ class Runner:
         """
         folder = self.folder / name
         try:
-            self._run(["bench", "-m"], folder, [*settings, f"hydra.sweep.dir={quoted(folder)}"])
+            self._run(["bench", "-m"], folder, *settings, f"hydra.sweep.dir={quoted(folder)}")
         except CommandFailedError:
             rows = read_result(folder, "bench.json")["rows"] if (folder / "bench.json").is_file() else []
             statuses = {row["status"] for row in rows}
@@ -124,31 +132,34 @@ class Runner:
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe plan`; returns plan.json."""
         folder = self.folder / name
-        self._run(["plan"], folder, [*settings, f"run_folder={quoted(folder)}"])
+        self._run(["plan"], folder, *settings, f"run_folder={quoted(folder)}")
         return read_result(folder, "plan.json")
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe train`; returns result.json. The run lies in ``folder / name``."""
         folder = self.folder / name
-        self._run(["train"], folder, [*settings, f"run_folder={quoted(folder)}"])
+        self._run(["train"], folder, *settings, f"run_folder={quoted(folder)}")
         return read_result(folder, RESULT)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe evaluate` of a run of this recipe; returns evaluate.json. It takes no setting of a training."""
         folder = self.folder / name
-        self._perform(["evaluate", f"run={quoted(folder)}", *settings])
+        self._perform(["evaluate", f"run={quoted(folder)}", *settings], folder)
         return read_result(folder, "evaluate.json")
 
-    def _run(self, command: Sequence[str], folder: Path, settings: Sequence[str]) -> None:
+    def _run(self, command: Sequence[str], folder: Path, *settings: str) -> None:
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
-        self._perform([*command, "-cd", str(self.recipes), "-cn", self.name, *given], folder)
+        places = ("run_folder=", "hydra.sweep.dir=")
+        # what differs from command to command; the log has all of it
+        shown = [one for one in given if one not in self.settings and not one.startswith(places)]
+        self._perform([*command, "-cd", str(FOLDER), "-cn", self.name, *given], folder, [*command, *shown])
 
-    def _perform(self, arguments: Sequence[str], folder: Path | None = None) -> None:
-        """``folder``: where the command writes what became of it."""
+    def _perform(self, arguments: Sequence[str], folder: Path, shown: Sequence[str] = ()) -> None:
+        """``folder``: where the command writes what became of it; ``shown``: in place of all arguments."""
         environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""
         typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
-        self.progress(f"runs         {' '.join(self._short(arguments))}")
+        self.progress(f"runs         {' '.join(shown or arguments)}")
         begin = time.monotonic()
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"\n$ {typed}\n")
@@ -159,15 +170,6 @@ class Runner:
                 reason = _failure(folder) or error
                 raise CommandFailedError(f"{reason}; its output is in {self.folder / LOG}") from error
         self.progress(f"             {duration(time.monotonic() - begin)}")
-
-    def _short(self, arguments: Sequence[str]) -> list[str]:
-        """Without what is the same in every command, or names only a place; the log has all of it."""
-        places = ("run_folder=", "hydra.sweep.dir=")
-        kept = [one for one in arguments if not one.startswith(places) and one not in self.settings]
-        if "-cd" in kept:
-            at = kept.index("-cd")
-            del kept[at : at + 4]
-        return kept
 
 
 def last_wins(settings: Sequence[str]) -> tuple[str, ...]:
@@ -189,10 +191,8 @@ def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]
     return last_wins((*(one for one in settings if key_of(one) not in replaced), *users))
 
 
-def _failure(folder: Path | None) -> str:
+def _failure(folder: Path) -> str:
     """Why a run failed, by its result.json; of a table, why the first row that failed did. "" if neither says so."""
-    if folder is None:
-        return ""
     try:
         if (folder / RESULT).is_file():
             return str(read_result(folder, RESULT).get("error") or "")

@@ -16,13 +16,11 @@ from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, differences, number
-from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, gpus
+from gpipe_cli.reproduction.numbers import NONE, differences, number
+from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner
 from gpipe_cli.units import plural
 
-_OWN = ("partitions", "micro_batches", "recompute")  # what rows differ in
-_DOES_NOT_FIT = "no fit"
-IMPOSSIBLE = "impossible"
+MEASURED, IMPOSSIBLE = "measured", "impossible"  # statuses of a row of bench.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,10 @@ class Row:
     name: str = ""  # `pipeline-2`; "" where K and M say it
     recompute: str | None = None  # None: as the recipe says
 
+    @property
+    def cell(self) -> str:
+        return f"K = {self.partitions}, M = {self.micro_batches}"
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -46,6 +48,9 @@ class Model:
     figures: tuple[str, ...]  # settings: the paper's hardware
     settings: tuple[str, ...] = ()  # of a second model, beside the recipe's
     desk: tuple[str, ...] = ()  # in place of the recipe's settings for a desk; (): those
+
+    def cells(self, rows: Iterable[int]) -> str:
+        return "; ".join(self.rows[at].cell for at in rows)
 
 
 @dataclass(frozen=True)
@@ -66,65 +71,84 @@ class Throughput:
     models: tuple[Model, ...]
     slow_links: bool = False  # measured through the host's memory, or not at all
 
+    def reproduce(self, runner: Runner) -> Findings:
+        """Runs the recipe. A cell that is impossible says so, and what was measured stays.
 
-def reproduce(what: Throughput, runner: Runner) -> Findings:
-    """Runs the recipe. A cell that is impossible says so, and what was measured stays.
+        Raises ValueError as the commands do for bad input, and for a setting that the rows differ in.
+        """
+        runner.refuse()
+        stages = self._stages(runner)
+        tables: list[Table] = []
+        notes = list(self._notes(runner, stages))
+        for index, model in enumerate(self.models, start=1):
+            folder = "" if len(self.models) == 1 else f"{index}_"
+            own = model.desk if runner.desk else model.settings
+            here = runner.with_settings(*own) if own else runner
+            paper_size = runner.with_settings(*model.settings, *model.figures)
+            came = _measured(model, here, stages, folder, self.slow_links)
+            speeds = {"here": _speeds(model, came)}
+            layers = _simulated(model, here, f"{folder}layers", _of_layers(here), not tables and not _any(speeds))
+            speeds["layers"] = _speeds(model, layers)
+            figures = ("cost=figures",)
+            full_size = _simulated(model, paper_size, f"{folder}figures", figures, not tables and not _any(speeds))
+            speeds["full size"] = _speeds(model, full_size)
+            sizes = f"N = {_samples(layers)} here, N = {_samples(full_size)} at the paper's size"
+            tables.append(_table(model, speeds, sizes, runner))
+            notes += _found(model, speeds, runner)
+            for kind in sorted({row["kind"] for row in came.values() if row["kind"]} - {MEASURED}):
+                notes.append((MEASURED, f"{model.name}: {speed_kind(kind)}; not the speed of a pipeline"))
+        return Findings(tuple(tables), tuple(notes), comparable=not runner.changed())
 
-    Raises ValueError as the commands do for bad input, and for a setting that the rows differ in.
-    """
-    runner.refuse(*_OWN)
-    stages, comparable = _stages(runner, what.slow_links), not runner.changed()
-    tables: list[Table] = []
-    notes: list[tuple[str, str]] = []
-    for index, model in enumerate(what.models):
-        folder = "" if len(what.models) == 1 else f"{index + 1}_"
-        here = runner
-        if runner.desk and model.desk:
-            here = runner.with_settings(*model.desk)
-        elif model.settings and not runner.desk:
-            here = runner.with_settings(*model.settings)
-        measured, kinds = _measured(model, here, stages, folder, what.slow_links)
-        nothing = not tables and not _any(measured)
-        timed, samples = _simulated(model, here, f"{folder}layers", _of_layers(here), nothing)
-        paper_size = runner.with_settings(*model.settings, *model.figures)
-        nothing = nothing and not _any(timed)
-        figured, paper_samples = _simulated(model, paper_size, f"{folder}figures", ("cost=figures",), nothing)
-        sizes = f"N = {_samples(samples)} here, N = {_samples(paper_samples)} at the paper's size"
-        tables.append(throughput_table(model, measured, timed, figured, sizes, desk=runner.desk, comparable=comparable))
-        notes += found(model, measured, timed, figured, comparable)
-        for kind in sorted(kinds - {"measured"}):
-            notes.append(("measured", f"{model.name}: {speed_kind(kind)}; not the speed of a pipeline"))
-    return Findings(tuple(tables), (*_notes(what, runner, stages), *notes))
+    def _stages(self, runner: Runner) -> int:
+        """The most stages that get a device, or a core, of their own here; 0: nothing is measured."""
+        if self.slow_links and (runner.desk or len(runner.gpus) < 2):
+            return 0
+        cores = hardware((), 1)["cores"]
+        assert isinstance(cores, int)
+        return len(runner.gpus) or cores
+
+    def _notes(self, runner: Runner, stages: int) -> Iterator[tuple[str, str]]:
+        """Where the numbers of each column come from."""
+        if self.slow_links and stages:
+            yield MEASURED, f"from GPU to GPU through the host's memory ({THROUGH_HOST}=1)"
+        elif self.slow_links:
+            yield MEASURED, "nothing: slow links need 2 GPUs or more"
+        elif all(model.rows[0].partitions > stages for model in self.models):
+            yield MEASURED, f"nothing: only {stages} of K stages would have a device here"
+        else:
+            yield MEASURED, f"as far as each stage has a device or a core of its own here, which is K = {stages}"
+        size = "the desk's size" if runner.desk else "the paper's size"
+        yield (
+            "simulated",
+            f"layers: from layers timed on this machine, at {size}; each stage has a device, links cost nothing",
+        )
+        for figures in dict.fromkeys(" ".join(model.figures) for model in self.models):
+            yield "simulated", f"full size: the paper's, from figures, not from anything that was run ({figures})"
+        if runner.desk and stages and not runner.changed():
+            yield "difference", "none where measured: the models differ in size"
 
 
-def _stages(runner: Runner, slow_links: bool) -> int:
-    """The most stages that get a device, or a core, of their own here; 0: nothing is measured."""
-    gpus = _gpu_bytes(runner)
-    if slow_links and (runner.desk or len(gpus) < 2):
-        return 0
-    cores = hardware((), 1)["cores"]
-    assert isinstance(cores, int)
-    return len(gpus) or cores
+# --- the rows that were measured or simulated, by their number in the table, as bench.json has them
 
 
-def _gpu_bytes(runner: Runner) -> list[int]:
-    """Of each GPU that may be used."""
-    return [] if runner.given("device") == "cpu" else [gpu.memory_bytes for gpu in gpus()]
-
-
-def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links: bool) -> tuple[list[Speed], set[str]]:
-    """Of each row, and of what kind the measurements were; rows that recompute differently need a sweep each."""
-    came: dict[int, tuple[str, Mapping[str, Any]]] = {}
+def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links: bool) -> dict[int, dict[str, Any]]:
+    """As far as each stage has a device; rows that recompute differently need a sweep each."""
+    came: dict[int, dict[str, Any]] = {}
     for mode in dict.fromkeys(row.recompute for row in model.rows):
-        wanted = [at for at, row in enumerate(model.rows) if row.recompute == mode and row.partitions <= stages]
+        wanted = {
+            at: {"partitions": row.partitions, "micro_batches": row.micro_batches}
+            for at, row in enumerate(model.rows)
+            if row.recompute == mode and row.partitions <= stages
+        }
         if not wanted:
             continue
         settings = [
-            f"partitions={_several(model.rows[at].partitions for at in wanted)}",
-            f"micro_batches={_several(model.rows[at].micro_batches for at in wanted)}",
-            *([] if mode is None else [f"recompute={mode}"]),
+            f"{key}={','.join(dict.fromkeys(str(cell[key]) for cell in wanted.values()))}"
+            for key in ("partitions", "micro_batches")
         ]
-        sweep = f"{folder}measured{'' if mode is None else f'_{mode}'}"
+        sweep = f"{folder}measured"
+        if mode is not None:
+            sweep, settings = f"{sweep}_{mode}", [*settings, f"recompute={mode}"]
         try:
             with _through_host() if slow_links else contextlib.nullcontext():
                 rows = runner.bench(sweep, *settings)["rows"]
@@ -132,101 +156,10 @@ def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links
             if not came:  # nothing was measured yet: bad input
                 raise
             rows = [{"settings": {}, "status": IMPOSSIBLE, "reason": str(error), "kind": None}]
-        for at in wanted:
-            cells = {"partitions": model.rows[at].partitions, "micro_batches": model.rows[at].micro_batches}
-            came[at] = sweep, next(r for r in rows if cells.items() <= {**cells, **r["settings"]}.items())
-    kinds = {str(row["kind"]) for _, row in came.values()}
-    if 0 not in came:
-        return [Speed(None)] * len(model.rows), kinds
-    return [_relative(came.get(at), came[0]) for at in range(len(model.rows))], kinds
-
-
-def _relative(one: tuple[str, Mapping[str, Any]] | None, first: tuple[str, Mapping[str, Any]]) -> Speed:
-    """Within a sweep the rounds are compared one by one; between two sweeps their medians are."""
-    if one is None:
-        return Speed(None)
-    status = str(one[1]["status"])
-    if status != "measured":
-        reason = str(one[1]["reason"] or "") if status == IMPOSSIBLE else ""
-        return Speed(None, status.replace("_", " "), reason)
-    key = "relative" if one[0] == first[0] else "samples_per_second"
-    base = first[1][key]
-    return Speed(one[1][key] / base if base else None)
-
-
-def _of_layers(runner: Runner) -> tuple[str, ...]:
-    """Settings of a plan from timed layers, each stage with a device of its own.
-
-    One process times the layers, alone: more of them than there are cores would slow each other down. The name of a
-    hardware says that the stages are not those that are here; none of its figures enters but the memory.
-    """
-    gpus = _gpu_bytes(runner)
-    machine = ("hardware=h200", f"hardware.memory_gib={min(gpus) / 2**30:.1f}") if gpus else ("hardware=cpu",)
-    return "cost=measured", "executor=in_process", *machine
-
-
-def _simulated(
-    model: Model, runner: Runner, folder: str, settings: tuple[str, ...], nothing: bool
-) -> tuple[list[Speed], float | None]:
-    """Of each row, and the samples of a mini-batch: None if no row is possible.
-
-    Raises ValueError if not even the first row is, and ``nothing`` else has been found that would be lost.
-    """
-    runner = runner.without("cost", "executor")  # the user's are for what is measured
-    planned: list[Mapping[str, Any] | Speed] = []
-    for at, row in enumerate(model.rows):
-        one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"]
-        one += [] if row.recompute is None else [f"recompute={row.recompute}"]
-        try:
-            planned.append(runner.plan(f"{folder}_{at + 1}", *settings, *one))
-        except NothingFitsError:
-            planned.append(Speed(None, _DOES_NOT_FIT))
-        except ValueError as error:
-            if at == 0 and nothing:
-                raise
-            planned.append(Speed(None, IMPOSSIBLE, str(error)))
-    first = planned[0]
-    base = None if isinstance(first, Speed) else first["samples_per_second"]
-    speeds = [
-        one if isinstance(one, Speed) else Speed(one["samples_per_second"] / base if base else None) for one in planned
-    ]
-    return speeds, next((float(one["step_samples"]) for one in planned if not isinstance(one, Speed)), None)
-
-
-def _any(speeds: Sequence[Speed]) -> bool:
-    return any(speed.relative is not None for speed in speeds)
-
-
-def _samples(samples: float | None) -> str:
-    return NONE if samples is None else f"{samples:g}"
-
-
-def _notes(what: Throughput, runner: Runner, stages: int) -> Iterator[tuple[str, str]]:
-    """Where the numbers of each column come from."""
-    if what.slow_links and stages:
-        yield "measured", f"from GPU to GPU through the host's memory ({THROUGH_HOST}=1)"
-    elif what.slow_links:
-        yield "measured", "nothing: slow links need 2 GPUs or more"
-    elif all(row.partitions > stages for model in what.models for row in model.rows[:1]):
-        yield "measured", f"nothing: only {stages} of K stages would have a device here"
-    else:
-        yield "measured", f"as far as each stage has a device or a core of its own here, which is K = {stages}"
-    here = "at the desk's size" if runner.desk else "at the paper's size"
-    yield (
-        "simulated",
-        f"layers: from layers timed on this machine, {here}; each stage has a device, links cost nothing",
-    )
-    for figures in dict.fromkeys(model.figures for model in what.models):
-        yield "simulated", f"full size: the paper's, from figures, not from anything that was run ({' '.join(figures)})"
-    if runner.changed():
-        yield NO_DIFFERENCES
-    elif runner.desk and stages:
-        yield "difference", "none where measured: the models differ in size"
-
-
-def _several(values: Iterator[int]) -> str:
-    """`1,4,32`."""
-    return ",".join(str(value) for value in dict.fromkeys(values))
+        for at, cell in wanted.items():
+            row = next(row for row in rows if cell.items() <= {**cell, **row["settings"]}.items())
+            came[at] = row | {"sweep": sweep}
+    return came
 
 
 @contextlib.contextmanager
@@ -242,87 +175,122 @@ def _through_host() -> Iterator[None]:
             os.environ[THROUGH_HOST] = before
 
 
+def _of_layers(runner: Runner) -> tuple[str, ...]:
+    """Settings of a plan from timed layers, each stage with a device of its own.
+
+    One process times the layers, alone: more of them than there are cores would slow each other down. The name of a
+    hardware says that the stages are not those that are here; none of its figures enters but the memory.
+    """
+    settings = "cost=measured", "executor=in_process"
+    if not runner.gpus:
+        return *settings, "hardware=cpu"
+    least = min(gpu.memory_bytes for gpu in runner.gpus)
+    return *settings, "hardware=h200", f"hardware.memory_gib={least / 2**30:.1f}"
+
+
+def _simulated(
+    model: Model, runner: Runner, folder: str, settings: tuple[str, ...], nothing: bool
+) -> dict[int, dict[str, Any]]:
+    """Of all rows. Raises ValueError if not even the first is possible, and ``nothing`` has been found that would be
+    lost."""
+    runner = runner.without("cost", "executor")  # the user's are for what is measured
+    came: dict[int, dict[str, Any]] = {}
+    for at, row in enumerate(model.rows):
+        one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"]
+        one += [] if row.recompute is None else [f"recompute={row.recompute}"]
+        try:
+            plan = runner.plan(f"{folder}_{at + 1}", *settings, *one)
+            came[at] = plan | {"status": MEASURED, "relative": plan["samples_per_second"], "sweep": folder}
+        except NothingFitsError:
+            came[at] = {"status": "no_fit", "relative": None, "sweep": folder}
+        except ValueError as error:
+            if at == 0 and nothing:
+                raise
+            came[at] = {"status": IMPOSSIBLE, "reason": str(error), "relative": None, "sweep": folder}
+    return came
+
+
+def _samples(came: Mapping[int, Mapping[str, Any]]) -> str:
+    """Of a mini-batch, as the first row that was possible has them."""
+    return next((f"{row['step_samples']:g}" for row in came.values() if row["status"] == MEASURED), NONE)
+
+
+def _speeds(model: Model, came: Mapping[int, Mapping[str, Any]]) -> list[Speed]:
+    """Of all rows. Within a sweep the rounds are compared one by one; between two sweeps their medians are."""
+
+    def speed(at: int) -> Speed:
+        if 0 not in came or at not in came:
+            return Speed(None)
+        one, first = came[at], came[0]
+        if one["status"] != MEASURED:
+            reason = str(one["reason"] or "") if one["status"] == IMPOSSIBLE else ""
+            return Speed(None, one["status"].replace("_", " "), reason)
+        key = "relative" if one["sweep"] == first["sweep"] else "samples_per_second"
+        return Speed(one[key] / first[key] if first[key] else None)
+
+    return [speed(at) for at in range(len(model.rows))]
+
+
+def _any(speeds: Mapping[str, Sequence[Speed]]) -> bool:
+    return any(speed.relative is not None for column in speeds.values() for speed in column)
+
+
 # --- the table and what it shows
 
 
-def throughput_table(
-    model: Model,
-    measured: Sequence[Speed],
-    timed: Sequence[Speed],
-    figured: Sequence[Speed],
-    sizes: str,
-    *,
-    desk: bool,
-    comparable: bool,
-) -> Table:
+def _table(model: Model, speeds: Mapping[str, Sequence[Speed]], sizes: str, runner: Runner) -> Table:
     """A row for each of the paper's numbers. Columns without any number are left out.
 
     Args:
+        speeds: by the heading of their column.
         sizes: the samples of a mini-batch, in words.
-        desk: what is measured is of another size than the paper's.
-        comparable: what is simulated at the paper's size is of that size.
     """
-    rows, paper = model.rows, [row.paper for row in model.rows]
+    rows, paper, comparable = model.rows, [row.paper for row in model.rows], not runner.changed()
+
+    def off(heading: str, comparable: bool) -> Column:
+        return differences(f"{heading} - paper", [speed.relative for speed in speeds[heading]], paper, comparable)
+
     columns = [
         Column("", cells=[row.name for row in rows]),
         Column("K", cells=[str(row.partitions) for row in rows]),
         Column("M", cells=[str(row.micro_batches) for row in rows]),
-        Column("paper", "paper", [number(row.paper, 2) for row in rows]),
+        Column("paper", "paper", [number(one, 2) for one in paper]),
         Column("torchgpipe", "torchgpipe", [number(row.torchgpipe, 2) for row in rows]),
-        Column("here", "measured", [speed.text for speed in measured]),
-        Column("layers", "simulated", [speed.text for speed in timed]),
-        Column("full size", "simulated", [speed.text for speed in figured]),
-        differences("here - paper", [speed.relative for speed in measured], paper, comparable and not desk),
-        differences("full size - paper", [speed.relative for speed in figured], paper, comparable),
+        Column("here", "measured", [speed.text for speed in speeds["here"]]),
+        Column("layers", "simulated", [speed.text for speed in speeds["layers"]]),
+        Column("full size", "simulated", [speed.text for speed in speeds["full size"]]),
+        off("here", comparable and not runner.desk),  # a desk's model is of another size
+        off("full size", comparable),
     ]
     left_out = {
         "": not any(row.name for row in rows),
         "torchgpipe": all(row.torchgpipe is None for row in rows),
-        "here - paper": all(speed.text == NONE for speed in measured),
+        "here - paper": all(speed.text == NONE for speed in speeds["here"]),
     }
-    base = rows[0].name or cell(rows[0])
-    title = f"{model.name}: throughput relative to {base} of each column; {sizes}"
+    title = f"{model.name}: throughput relative to {rows[0].name or rows[0].cell} of each column; {sizes}"
     return Table(title, [column for column in columns if not left_out.get(column.heading)])
 
 
-def found(
-    model: Model, measured: Sequence[Speed], timed: Sequence[Speed], figured: Sequence[Speed], comparable: bool
-) -> Iterator[tuple[str, str]]:
+def _found(model: Model, speeds: Mapping[str, Sequence[Speed]], runner: Runner) -> Iterator[tuple[str, str]]:
     """Notes: how far from the paper, where the first row is 1 everywhere and does not count; and which cells have no
     number."""
-    rows = range(1, len(model.rows))
-    for whose in ("paper", "torchgpipe") if comparable else ():
-        off = [
-            abs(ours - theirs)
-            for at in rows
-            if (ours := figured[at].relative) is not None and (theirs := getattr(model.rows[at], whose)) is not None
-        ]
-        if off:
-            yield (
-                "found",
-                f"{model.name}, simulated at the paper's size: off from {_possessive(whose)} by {mean(off):.2f} in the "
-                f"mean of {plural(len(off), 'cell')}",
-            )
-    worded = [at for at, speed in enumerate(measured) if speed.relative is None and speed.word != NONE]
-    refused = [at for at in worded if not measured[at].reason]
+    for whose, theirs in (
+        ("the paper's", [row.paper for row in model.rows]),
+        ("torchgpipe's", [row.torchgpipe for row in model.rows]),
+    ):
+        pairs = list(zip(speeds["full size"], theirs, strict=True))[1:]
+        off = [abs(ours.relative - one) for ours, one in pairs if ours.relative is not None and one is not None]
+        if off and not runner.changed():
+            cells = plural(len(off), "cell")
+            size = "simulated at the paper's size"
+            yield "found", f"{model.name}, {size}: off from {whose} by {mean(off):.2f} in the mean of {cells}"
+    refused = [at for at, speed in enumerate(speeds["here"]) if speed.word != NONE and not speed.reason]
     if refused:
-        yield "found", f"{model.name}: not to be measured here: {_cells(model, refused)}"
+        yield "found", f"{model.name}: not to be measured here: {model.cells(refused)}"
     impossible: dict[str, dict[int, None]] = {}
-    for column in (measured, timed, figured):
+    for column in speeds.values():
         for at, speed in enumerate(column):
             if speed.reason:
                 impossible.setdefault(speed.reason, {})[at] = None
-    for reason, cells in impossible.items():
-        yield IMPOSSIBLE, f"{model.name}, {_cells(model, cells)}: {reason}"
-
-
-def cell(row: Row) -> str:
-    return f"K = {row.partitions}, M = {row.micro_batches}"
-
-
-def _cells(model: Model, rows: Iterable[int]) -> str:
-    return "; ".join(cell(model.rows[at]) for at in rows)
-
-
-def _possessive(whose: str) -> str:
-    return "the paper's" if whose == "paper" else f"{whose}'s"
+    for reason, rows in impossible.items():
+        yield IMPOSSIBLE, f"{model.name}, {model.cells(rows)}: {reason}"

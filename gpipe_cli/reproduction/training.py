@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction import fine_tuning
 from gpipe_cli.reproduction.fine_tuning import FineTuning
-from gpipe_cli.reproduction.numbers import NO_DIFFERENCES, NONE, SAME_RESULT, beside, difference, number, percents
+from gpipe_cli.reproduction.numbers import NONE, SAME_RESULT, beside, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.units import count, plural
 
@@ -58,40 +57,35 @@ class Training:
         if sum(kind is not None for kind in kinds) != 1:
             raise ValueError("training: give one of classification, translation, fine_tuning")
 
+    def reproduce(self, runner: Runner) -> Findings:
+        """Trains, and counts the paper's own model.
 
-def reproduce(what: Training, runner: Runner) -> Findings:
-    """Trains, and counts the paper's own model.
-
-    Raises ValueError as the commands do for bad input, and CommandFailedError.
-    """
-    if what.fine_tuning is not None:
-        return fine_tuning.reproduce(what.fine_tuning, runner)
-    result = runner.train(RUN)
-    comparable = what.classification is not None and not runner.desk and not runner.changed(*SAME_RESULT)
-    if what.classification is not None:
-        tables = [_classified(what.classification, result, comparable)]
-    else:
-        assert what.translation is not None
-        tables = [_translated(what.translation, result, runner)]
-    notes = [("trained", _trained(result))]
-    if what.size is not None:
-        tables.append(_counted(what.size, runner))
-        notes.append(("counted", f"from the paper's configuration with {' '.join(what.size.settings)}, dry_run=true"))
-    if not comparable:
-        notes.append(NO_DIFFERENCES)
-    return Findings(tuple(tables), tuple(notes))
+        Raises ValueError as the commands do for bad input, and CommandFailedError.
+        """
+        if self.fine_tuning is not None:
+            return self.fine_tuning.reproduce(runner)
+        result = runner.train(RUN)
+        comparable = self.classification is not None and not runner.desk and not runner.changed(*SAME_RESULT)
+        if self.classification is not None:
+            tables = [_classified(self.classification, result, comparable)]
+        else:
+            assert self.translation is not None
+            tables = [_translated(self.translation, result, runner)]
+        notes = [("trained", _trained(result))]
+        if self.size is not None:
+            tables.append(_counted(self.size, runner))
+            settings = " ".join(self.size.settings)
+            notes.append(("counted", f"from the paper's configuration with {settings}, dry_run=true"))
+        return Findings(tuple(tables), tuple(notes), comparable=comparable)
 
 
 def _classified(paper: Classification, result: dict[str, Any], comparable: bool) -> Table:
     test = result["test"]
-    off1, off5 = (
-        difference(100 * test[key], theirs, comparable) for key, theirs in (("top1", paper.top1), ("top5", paper.top5))
-    )
     rows = [
-        ("top-1", f"{paper.top1:.1f} %", percents(test["top1"]), off1),
-        ("top-5", f"{paper.top5:.1f} %", percents(test["top5"]), off5),
-        ("loss", NONE, number(test["loss"], 4), NONE),
+        (name, f"{theirs:.1f} %", percents(ours), difference(100 * ours, theirs, comparable))
+        for name, theirs, ours in (("top-1", paper.top1, test["top1"]), ("top-5", paper.top5, test["top5"]))
     ]
+    rows.append(("loss", NONE, number(test["loss"], 4), NONE))
     return beside(f"Test set of {result['dataset']}", rows)
 
 
@@ -101,15 +95,16 @@ def _translated(paper: Translation, result: dict[str, Any], runner: Runner) -> T
     limit = "null" if sentences is None else str(sentences)
     found = runner.evaluate(RUN, "checkpoint=last", f"decode.sentences={limit}")
     scores = found["translation"]
-    rows = [
-        ("NLL, nats a token", number(paper.nll, 2), number(found["loss"], 2), NONE),
-        ("perplexity", NONE, number(found["perplexity"], 2), NONE),
-        ("... of a unigram model", NONE, number(found["unigram_perplexity"], 2), NONE),
-        ("BLEU", number(paper.bleu, 2), number(scores["bleu"], 2), NONE),
-        ("... of copying the source", NONE, number(scores["bleu_copy"], 2), NONE),
-        ("chrF", NONE, number(scores["chrf"], 2), NONE),
-        ("... of copying the source", NONE, number(scores["chrf_copy"], 2), NONE),
-    ]
+    numbers = (
+        ("NLL, nats a token", paper.nll, found["loss"]),
+        ("perplexity", None, found["perplexity"]),
+        ("... of a unigram model", None, found["unigram_perplexity"]),
+        ("BLEU", paper.bleu, scores["bleu"]),
+        ("... of copying the source", None, scores["bleu_copy"]),
+        ("chrF", None, scores["chrf"]),
+        ("... of copying the source", None, scores["chrf_copy"]),
+    )
+    rows = [(name, number(theirs, 2), number(ours, 2), NONE) for name, theirs, ours in numbers]
     seen = f"{plural(found['samples'], 'pair')}, {scores['sentences']:,} translated with beam {scores['beam']}"
     return beside(f"Test set of {result['dataset']}: {seen}", rows)
 

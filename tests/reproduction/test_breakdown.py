@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from recipe_runs import answering, column, shares_of_a_step
 
-from gpipe_cli.reproduction.breakdown import Breakdown, reproduce
+from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.runner import CommandFailedError
 
 PAPER = {"compute": 0.656, "recompute": 0.225, "bubble": 0.041, "imbalance": 0.032, "update": 0.017, "set_up": 0.029}
 
 
 def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
-    found = reproduce(Breakdown(**PAPER), answering(tmp_path, shares_of_a_step))
+    found = Breakdown(**PAPER).reproduce(answering(tmp_path, shares_of_a_step))
     (table,) = found.tables
     assert table.title == "Where the time of a step goes, Some model, K = 2, M = 16"
     assert column(table, "share of a step", "") == [
@@ -37,7 +37,7 @@ def test_what_was_not_recorded_is_a_failure(tmp_path: Path) -> None:
         return "bench.json", {"rows": [{"breakdown": None, "reason": "out of memory"}]}
 
     with pytest.raises(CommandFailedError, match=r"^out of memory$"):
-        reproduce(Breakdown(**PAPER), answering(tmp_path, broken))
+        Breakdown(**PAPER).reproduce(answering(tmp_path, broken))
 
 
 def test_the_papers_shares_are_a_whole() -> None:

@@ -7,7 +7,6 @@ import torch
 from recipe_runs import TINY, column, real_runner
 
 from gpipe_cli.reporting.compare.run_record import read_run
-from gpipe_cli.reproduction import consistency
 from gpipe_cli.reproduction.consistency import (
     CURVES,
     DIGITS,
@@ -15,7 +14,7 @@ from gpipe_cli.reproduction.consistency import (
     Trained,
     digest,
     final_tensors,
-    reproduce,
+    notes,
     tensors_apart,
 )
 from gpipe_cli.reproduction.recipe import load
@@ -29,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("consistency")
     small = (*TINY, "dataset.classes=[0,1]", "max_steps=2", "micro_batches=3")
     settings = last_wins((*load("consistency").desk.settings, *small))
-    return reproduce(WHAT, real_runner("consistency", folder, *settings)), folder
+    return WHAT.reproduce(real_runner("consistency", folder, *settings)), folder
 
 
 def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) -> None:
@@ -42,10 +41,10 @@ def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) ->
     assert one == digest(final_tensors(folder / "partitions_1_seed_0"))[:DIGITS]
     partitions, seeds = column(spread, "loss", "measured")
     assert float(partitions) == 0 < float(seeds)
-    notes = dict(findings.notes)
-    assert notes["losses"] == "those of all 2 steps are the same bits with K = 1, 3"
+    said = dict(findings.notes)
+    assert said["losses"] == "those of all 2 steps are the same bits with K = 1, 3"
     tensors = final_tensors(folder / "partitions_3_seed_0")
-    assert notes["weights"] == f"all {len(tensors):,} tensors of the last checkpoint are the same bits with K = 1, 3"
+    assert said["weights"] == f"all {len(tensors):,} tensors of the last checkpoint are the same bits with K = 1, 3"
     assert findings.files == (("curves", str(folder / CURVES)),)
     assert (folder / CURVES).read_bytes().startswith(b"\x89PNG")
 
@@ -54,18 +53,15 @@ def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
     """The run with another seed in the place of one with another number of partitions."""
     _, folder = found
     runs = [Trained(k, 0, read_run(folder / f"partitions_1_seed_{seed}")) for k, seed in ((1, 0), (3, 1))]
-    weights = [final_tensors(run.record.folder) for run in runs]
-    alike = consistency._as_the_first(runs)
-    assert alike == [True, False]
-    assert consistency._losses_note(runs, alike) == "K = 3: of 2 steps, some losses differ from those with K = 1"
-    note = consistency._weights_note(runs, weights, [digest(tensors) for tensors in weights])
-    assert note.startswith("K = 3: ")
-    assert f"of {len(weights[0])} tensors differ" in note
+    said = dict(notes(runs))
+    assert said["losses"] == "K = 3: of 2 steps, some losses differ from those with K = 1"
+    assert said["weights"].startswith("K = 3: ")
+    assert f"of {len(runs[0].tensors)} tensors differ" in said["weights"]
 
 
 def test_what_is_compared_cannot_be_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"seed=1: this recipe compares .*; leave it out"):
-        reproduce(WHAT, real_runner("consistency", tmp_path, "seed=1"))
+        WHAT.reproduce(real_runner("consistency", tmp_path, "seed=1"))
 
 
 def test_digests_are_of_names_types_shapes_and_bits() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 from recipe_runs import HERE, answering, column, real_runner
 
 from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.reproduction import largest_model
-from gpipe_cli.reproduction.largest_model import LargestModel, Size
+from gpipe_cli.reproduction.largest_model import LargestModel, Size, fullest, shown
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
 
@@ -61,7 +60,7 @@ def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str
 
 
 def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_path: Path) -> None:
-    found = largest_model.reproduce(WHAT, answering(tmp_path, answer))
+    found = WHAT.reproduce(answering(tmp_path, answer))
     parameters, model, activations, largest, trained = found.tables
     assert column(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
     assert column(model, "weights, optimizer", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
@@ -86,7 +85,7 @@ def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_pa
 
 
 def test_what_fits_nowhere_is_said(tmp_path: Path) -> None:
-    found = largest_model.reproduce(WHAT, answering(tmp_path, answer, "hardware.memory_gib=0.001"))
+    found = WHAT.reproduce(answering(tmp_path, answer, "hardware.memory_gib=0.001"))
     largest, trained = found.tables[3:]
     assert column(largest, "times", "planned") == ["-", "1.0", "2.0"]  # relative to the first that fits
     assert column(largest, "times", "paper") == ["0.5", "1.0", "2.0"]
@@ -103,9 +102,10 @@ def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
     settings = last_wins((*recipe.desk.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
     here = real_runner("table1_transformer", tmp_path, *settings)
-    (row,) = largest_model._train(LargestModel("GiB", 4, recipe.largest_model.sizes, (), "layers"), here)
+    row = LargestModel("GiB", 4, recipe.largest_model.sizes, (), "layers").train(1, True, here)
+    assert row is not None
     assert row.name == "Naive-1"
-    assert int(row.shown) >= 1
-    assert 0 < row.fullest_bytes <= row.limit_bytes
+    assert int(shown(row.plan)) >= 1
+    assert 0 < fullest(row.plan)["total_bytes"] <= fullest(row.plan)["limit_bytes"]
     assert row.counted
     assert row.counted == row.planned

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from recipe_runs import Answer, answering, shares_of_a_step
 
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.numbers import changing
 from gpipe_cli.reproduction.recipe import load
@@ -46,22 +47,22 @@ def test_settings_that_leave_size_and_data_as_they_are() -> None:
 
 
 def test_a_refused_setting_that_nobody_typed_is_called_the_recipes(tmp_path: Path) -> None:
-    def refuses(message: str) -> Answer:
+    def refuses(error: RefusedError) -> Answer:
         def machine(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
-            raise ValueError(message)
+            raise error
 
         return machine
 
-    for message, told in (
-        ("model.filters=32: too many", "model.filters=32: too many (a setting of this recipe at desk scale)"),
-        ("recompute=always: no", "recompute=always: no (a setting of this recipe)"),  # of its file
-        ("batch_size=8: too few", "batch_size=8: too few"),  # the user's
-        ("executor=auto: no", "executor=auto: no"),  # nobody's: its default
+    for error, place in (
+        (RefusedError("model.filters", 32, "too many"), " (a setting of this recipe at desk scale)"),
+        (RefusedError("recompute", "always", "no"), " (a setting of this recipe)"),  # of its file
+        (RefusedError("batch_size", 8, "too few"), ""),  # the user's
+        (RefusedError("executor", "auto", "no"), ""),  # nobody's: its default
     ):
-        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
-            breakdown(tmp_path, ("batch_size=8",), answer=refuses(message))
-    message = "model.variant=d: the chosen model has no such setting; leave it out"
-    assert explained(message, ("model=resnet",), (), ("model.variant",)) == (
+        with pytest.raises(ValueError, match=f"^{re.escape(str(error) + place)}$"):
+            breakdown(tmp_path, ("batch_size=8",), answer=refuses(error))
+    error = RefusedError("model.variant", "d", "the chosen model has no such setting; leave it out")
+    assert explained(error, ("model=resnet",), (), ("model.variant",)) == (
         "model.variant=d: the chosen model has no such setting (a setting of this recipe, which model=resnet does not "
         "go with)"
     )

@@ -7,7 +7,7 @@ from typing import IO
 
 import pytest
 
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Runner, last_wins, with_users
+from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, Runner, last_wins, with_users
 
 
 def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users: str) -> Runner:
@@ -20,7 +20,7 @@ def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users:
             raise error
 
     settings = last_wins(("model.filters=16", "threads=1", *users))
-    return Runner("some_recipe", Path("recipes"), folder, settings, perform, lambda line: None, True, users=users)
+    return Runner("some_recipe", folder, settings, perform, lambda line: None, True, users)
 
 
 def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_the_users_settings_win_and_every_setting_is_given_once(tmp_path: Path) 
     (command,) = seen
     settings = command[command.index("-cn") + 2 :]
     assert settings == ["hardware=p40", "model.filters=16", "threads=2", f"run_folder='{tmp_path / 'a'}'"]
-    assert command[:5] == ["plan", "-cd", "recipes", "-cn", "some_recipe"]
+    assert command[:5] == ["plan", "-cd", str(FOLDER), "-cn", "some_recipe"]
 
 
 def test_a_command_gets_no_setting_of_another(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_an_error_of_a_command_is_the_recipes(tmp_path: Path, error: Exception, 
     with pytest.raises(type(error), match=words):
         runner(tmp_path, error, []).bench("a", "partitions=1,2")
     log = (tmp_path / LOG).read_text(encoding="utf-8")
-    assert log.startswith("\n$ gpipe bench -m -cd recipes -cn some_recipe partitions=1,2 ")
+    assert log.startswith(f"\n$ gpipe bench -m -cd {FOLDER} -cn some_recipe partitions=1,2 ")
     assert log.endswith("said\n")
 
 

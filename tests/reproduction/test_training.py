@@ -15,7 +15,7 @@ from gpipe_cli.reproduction.fine_tuning import FineTuning
 from gpipe_cli.reproduction.numbers import number, percents
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import Findings, last_wins
-from gpipe_cli.reproduction.training import RUN, Classification, Size, Training, Translation, reproduce
+from gpipe_cli.reproduction.training import RUN, Classification, Size, Training, Translation
 from gpipe_cli.units import count
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
@@ -31,13 +31,13 @@ def test_a_classifier(tmp_path: Path) -> None:
     """The size is that of the recipe itself at any scale."""
     name = "imagenet_amoebanet_b"
     what = Training(Size("AmoebaNet-B (3, 16)", 300_000, COUNTED), Classification(84.4, 97.0))
-    found = reproduce(what, real_runner(name, tmp_path, *settings(name, *SMALL)))
+    found = what.reproduce(real_runner(name, tmp_path, *settings(name, *SMALL)))
     test = read_result(tmp_path / RUN)["test"]
     scores, size = found.tables
     assert column(scores, "", "paper") == ["84.4 %", "97.0 %", "-"]
     assert column(scores, "", "measured") == [percents(test["top1"]), percents(test["top5"]), f"{test['loss']:,.4f}"]
     assert column(scores, "", "difference") == ["-"] * 3  # at a desk
-    assert "differences" in dict(found.notes)
+    assert not found.comparable
     result = read_result(tmp_path / "counted")
     assert result["config"]["dataset"]["image_size"] == 480, "the desk's settings are not the full model's"
     assert column(size, "parameters", "paper") == ["300.0 k"]
@@ -50,7 +50,7 @@ def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path
     """What was found where the run to begin with was made, too, and the folder of it all."""
     folder, name = tmp_path_factory.mktemp("fine_tuned"), "transfer_cifar10"
     runner = real_runner(name, folder, *settings(name, *TINY, "max_steps=1"))
-    found = reproduce(Training(fine_tuning=FINE_TUNING), runner)
+    found = Training(fine_tuning=FINE_TUNING).reproduce(runner)
     assert len(runner.commands) == 4
     return found, folder
 
@@ -79,9 +79,9 @@ def test_fine_tuning_is_the_mean_of_its_runs(fine_tuned: tuple[Findings, Path]) 
 def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
     what = Training(fine_tuning=FINE_TUNING)
     with pytest.raises(ValueError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
-        reproduce(what, real_runner("transfer_cifar10", tmp_path, "seed=3"))
+        what.reproduce(real_runner("transfer_cifar10", tmp_path, "seed=3"))
     with pytest.raises(ValueError, match=r"init_from=null: .*gpipe reproduce imagenet_amoebanet_b scale=paper .*"):
-        reproduce(what, real_runner("transfer_cifar10", tmp_path, desk=False))
+        what.reproduce(real_runner("transfer_cifar10", tmp_path, desk=False))
     assert not list(tmp_path.iterdir())
 
 
@@ -102,18 +102,18 @@ def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
         (tuned, ("init_from=run", "recompute=never"), "+0.00"),
         (tuned, ("init_from=run", "dataset=digits"), ""),
     ):
-        found = reproduce(what, answering(tmp_path, trained, *given, desk=False))
+        found = what.reproduce(answering(tmp_path, trained, *given, desk=False))
         assert column(found.tables[0], "", "difference")[0] == (compared or "-")
-        assert ("differences" in dict(found.notes)) == (not compared)
+        assert found.comparable == bool(compared)
 
 
 def test_the_run_to_begin_with(tmp_path: Path) -> None:
     """One that is given, or one that is made; `init_from=null` is as good as none."""
     given = answering(tmp_path, trained, "init_from=run", desk=False)
-    reproduce(Training(fine_tuning=FINE_TUNING), given)
+    Training(fine_tuning=FINE_TUNING).reproduce(given)
     assert ["init_from=run" in shlex.split(one) for one in given.commands] == [True, True]
     runner = answering(tmp_path, trained, "init_from=null")
-    reproduce(Training(fine_tuning=FINE_TUNING), runner)
+    Training(fine_tuning=FINE_TUNING).reproduce(runner)
     made = f"init_from='{tmp_path / 'pretrained'}'"
     assert [made in shlex.split(one) for one in runner.commands] == [False, True, True, False]
 
@@ -129,7 +129,7 @@ def test_a_translation(tmp_path: Path) -> None:
     )  # fmt: skip
     what = Training(translation=Translation(sentences=None, desk_sentences=3, nll=2.5, bleu=30.0))
     name, folder = "batch_size_260k", tmp_path / "recipe"
-    found = reproduce(what, real_runner(name, folder, *settings(name, *text)))
+    found = what.reproduce(real_runner(name, folder, *settings(name, *text)))
     (table,) = found.tables
     evaluation = read_result(folder / RUN, "evaluate.json")
     assert evaluation["translation"]["sentences"] == 3
