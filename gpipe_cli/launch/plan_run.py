@@ -2,8 +2,8 @@
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,6 @@ from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.largest_model import solve_max_model
-from gpipe_cli.planner.plan import Plan
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
@@ -32,39 +31,30 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
 
     Raises ValueError, one line, for what cannot be planned or does not fit.
     """
-    with _without_garbage_collection():
-        return _plan(config, auto, solve, folder)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A large plan makes a million small objects, and the process ends after it; collecting takes seconds."""
-    gc.disable()
+    gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
     try:
-        yield
+        return _plan(config, auto, solve, folder)
     finally:
         gc.enable()
 
 
 def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
     console = Console()
-
-    def log(text: str) -> None:
-        show_line(console, text)
-
+    log = partial(show_line, console)
     _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
     if solve is None:
         prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
         config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
     else:
-        config, profile, made, comparisons = solve_max_model(
-            config, lambda one, traced: step_costs(one, traced, log), log
-        )
+        config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
     files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
-    written = plan_json(config, model_name(config), profile, made, comparisons, files)
+    name = model_name(config)
+    written = plan_json(config, name, profile, made, comparisons, files)
+    title = f"{name}, K = {len(made.stages)}, M = {made.micro_batches}"
     try:
         write_whole(folder / SETTINGS, to_yaml(config))
-        _write_timeline(made, model_name(config), folder)
+        write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+        write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))
     finally:  # a plan that cannot be written is still shown
         show_plan(console, written, folder)
     return 0
@@ -81,10 +71,3 @@ def _require_figures(config: TrainConfig, *, several: bool) -> None:
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
             f"give hardware.{missing[0]}=..., another hardware, or cost=measured"
         )
-
-
-def _write_timeline(made: Plan, name: str, folder: Path) -> None:
-    """The simulated step as a picture and as a trace."""
-    title = f"{name}, K = {len(made.stages)}, M = {made.micro_batches}"
-    write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-    write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))

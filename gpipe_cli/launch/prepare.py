@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from gpipe_cli.config.settings import TrainConfig, load
@@ -24,20 +25,7 @@ class Prepared:
     plan: Plan
     placement: Placement
     comparisons: tuple[Comparison, ...]
-    resumed: tuple[tuple[str, str], ...]  # how the threads of a resumed run differ, as lines of a banner
-
-    @property
-    def notes(self) -> tuple[tuple[str, str], ...]:
-        """Lines of a banner: which setting gave the costs of the layers; what was chosen, and from what; the threads of
-        a resumed run; what has to take turns."""
-        setting = self.plan.costs.weighted_by
-        own = (("layer costs", f"given by {setting}"),) if setting else ()
-        return (
-            *own,
-            *(("chosen", _words(comparison)) for comparison in self.comparisons),
-            *self.resumed,
-            *_turns(self.placement),
-        )
+    notes: tuple[tuple[str, str], ...]  # lines of a banner: what gave the costs, was chosen, is kept, or takes turns
 
 
 def prepare(
@@ -50,14 +38,16 @@ def prepare(
     Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
     """
     profile = profile_model(config)
-    config, plan, comparisons = choose(
-        config, auto, profile, lambda candidate, traced: step_costs(candidate, traced, log), elsewhere=elsewhere
-    )
+    config, plan, comparisons = choose(config, auto, profile, partial(step_costs, log=log), elsewhere=elsewhere)
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size)
     config = replace(config, threads=place(config).threads)
     placement = make_placement(config, profile, plan)
-    return Prepared(config, profile, plan, placement, comparisons, tuple(_resumed_threads(config)))
+    chosen = [("chosen", _words(comparison)) for comparison in comparisons]
+    if plan.costs.weighted_by:
+        chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
+    notes = (*chosen, *_resumed_threads(config), *_turns(placement))
+    return Prepared(config, profile, plan, placement, comparisons, notes)
 
 
 def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
