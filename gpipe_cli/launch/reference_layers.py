@@ -7,6 +7,7 @@ follows from the seconds of all of them (`device_rates.py`).
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,32 +18,15 @@ from gpipe_cli.models.transformer import SelfAttentionLayer
 IMAGE_SIZE, CLASSES, SAMPLES = 32, 10, 8
 
 
-class _Current(nn.Module):
-    """(x, skip) of the cells -> x"""
+class _Apply(nn.Module):
+    """A function as a layer."""
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return inputs[0]
+    def __init__(self, function: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
-
-class _Attention(nn.Module):
-    """(N, T, C) -> (N, T, C): products of activations, and a softmax."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ x.mT).softmax(dim=-1) @ x
-
-
-class _Tokens(nn.Module):
-    """(N, C, H, W) -> (N, H W, C)"""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(2).mT.contiguous()
-
-
-class _Mean(nn.Module):
-    """(N, T, C) -> (N, C)"""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(dim=1)
+    def forward(self, x: Any) -> torch.Tensor:
+        return self.function(x)
 
 
 def layers() -> nn.Sequential:
@@ -73,7 +57,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             blocks,
-            current=_Current(),
+            current=_Apply(lambda cell: cell[0]),
             upsample=nn.Upsample(scale_factor=4),
             entry=nn.Conv2d(32 * few, wide, 3, padding=1, bias=False),
             convolution=nn.Conv2d(wide, wide, 3, padding=1, bias=False),
@@ -107,7 +91,7 @@ def layers() -> nn.Sequential:
             average_pools=several(lambda: nn.AvgPool2d(3, 1, 1)),
             depthwises=several(lambda: nn.Conv2d(narrow, narrow, 3, padding=1, groups=narrow, bias=False)),
             dropouts=several(lambda: nn.Dropout(0.1)),
-            tokens=_Tokens(),
+            tokens=_Apply(lambda images: images.flatten(2).mT.contiguous()),
             expansion=nn.Linear(narrow, width),
             attention_0=attention(),
             attention_1=attention(),
@@ -116,8 +100,8 @@ def layers() -> nn.Sequential:
             gelu=nn.GELU(),
             shorter=nn.Linear(4 * width, width),
             layer_norm=nn.LayerNorm(width),
-            scores=_Attention(),
-            mean=_Mean(),
+            scores=_Apply(lambda x: (x @ x.mT).softmax(dim=-1) @ x),
+            mean=_Apply(lambda x: x.mean(dim=1)),
             products_of_vectors=several(lambda: nn.Linear(width, width)),
             relus_of_vectors=several(nn.ReLU),
             heavy=nn.Linear(width, 4096),
