@@ -90,24 +90,11 @@ def tiny_split() -> PairSplit:
 def plan(partitions: int, seed: int, shared_embedding: bool) -> tuple[TrainConfig, Placement]:
     """What the parent of a run decides."""
     config = configure(
-        "model=transformer_nmt",
-        "dataset=parallel_text",
-        "dataset.root=nowhere",
-        "dataset.vocabulary=8",
-        "model.layers=2",
-        "model.width=16",
-        "model.hidden=32",
-        "model.heads=2",
-        "model.head_width=8",
-        "model.length=40",
-        f"model.shared_embedding={str(shared_embedding).lower()}",
-        f"partitions={partitions}",
-        "executor=in_process",
-        f"seed={seed}",
-        "ema_decay=0",
-        "device=cpu",
-        "threads=1",
-    )
+        "model=transformer_nmt", "dataset=parallel_text", "dataset.root=nowhere", "dataset.vocabulary=8",
+        "model.layers=2", "model.width=16", "model.hidden=32", "model.heads=2", "model.head_width=8", "model.length=40",
+        f"model.shared_embedding={str(shared_embedding).lower()}", f"partitions={partitions}", "executor=in_process",
+        f"seed={seed}", "ema_decay=0", "device=cpu", "threads=1",
+    )  # fmt: skip
     return config, make_placement(config)
 
 

@@ -6,7 +6,7 @@ One pool of processes (fork server, torch preloaded) serves every case: a case o
 import itertools
 import multiprocessing
 import random
-import socket
+import tempfile
 import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -138,15 +138,21 @@ class CrossEntropy:
         self.losses[micro_batch] = loss.clone()
 
 
+class SumOfSquares:
+    """An objective that needs no targets."""
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return outputs[0].square().sum()
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        pass
+
+
 def data(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     samples = case.samples[step]
     images = torch.randn(samples, 3, SIZE, SIZE, generator=generator)
     return images.to(case.device), torch.randint(CLASSES, (samples,), generator=generator).to(case.device)
-
-
-def even(layers: int, partitions: int) -> tuple[int, ...]:
-    return tuple(layers // partitions + (k < layers % partitions) for k in range(partitions))
 
 
 def build_stages(
@@ -184,7 +190,7 @@ def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> di
     """Run the case on the stages `here`; returns losses, the gradients that there are, the final state by global name,
     and the losses of an evaluation."""
     model, costs = MODELS[case.model](), costs_of(case.model, case.frozen)
-    balance = case.balance or even(len(model), case.partitions)
+    balance = case.balance or micro_batch_sizes(len(model), case.partitions)  # as even as can be
     memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
     device = torch.device(case.device)
     stages = build_stages(
@@ -229,16 +235,10 @@ def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> di
     return results
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def serve(rank: int, processes: int, port: int, connection: Connection) -> None:
+def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
     """A process of the pool: stage `rank`, case after case."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
     groups = dist.new_group(), dist.new_group()
     while (case := connection.recv()) is not None:
         try:
@@ -262,12 +262,14 @@ class Pool:
 
     def __init__(self, processes: int) -> None:
         context = fork_server()
-        port = free_port()
+        self.folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, processes, port, theirs), daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, processes, f"{self.folder.name}/meet", theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.connections.append(ours)
@@ -293,6 +295,7 @@ class Pool:
         for process in self.processes:
             process.join(10)
             process.kill()
+        self.folder.cleanup()
 
 
 def run_in_process(case: Case) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from engine_runs import CPU, build_stages, even
+from engine_runs import CPU, build_stages
 from torch import nn
 
 from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
@@ -155,7 +155,7 @@ def measure(
     partitions = len(order)
     memory_format = sample.memory_format
     stages = build_stages(
-        model, costs, even(len(model), partitions), here=range(partitions), memory_format=memory_format
+        model, costs, micro_batch_sizes(len(model), partitions), here=range(partitions), memory_format=memory_format
     )
     for stage in stages.values():
         stage.count_saved(True)
@@ -171,7 +171,7 @@ def predict(
 ) -> tuple[int, ...]:
     sizes = micro_batch_sizes(samples, micro_batches)
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
-    starts = [0, *accumulate(even(len(costs), len(order)))]
+    starts = [0, *accumulate(micro_batch_sizes(len(costs), len(order)))]
     spans = list(pairwise(starts))
     return peak_bytes(
         order,

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,13 +17,15 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
-from gpipe_cli.training.engine import WorkerProcess
+from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.train_loop import train
 
 Message = TypeVar("Message")
@@ -30,19 +33,10 @@ Message = TypeVar("Message")
 _GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware", "presets")
 # 22 samples in mini-batches of 8: two of 3 + 3 + 2 samples and one of 2 + 2 + 2 an epoch
 TINY = [
-    "model.normal_cells=3",
-    "model.filters=4",
-    "dataset=synthetic_images",
-    "dataset.image_size=16",
-    "dataset.num_classes=4",
-    "dataset.train_samples=22",
-    "dataset.test_samples=10",
-    "batch_size=8",
-    "micro_batches=3",
-    "data_workers=0",
-    "threads=1",
-    "device=cpu",
-]
+    "model.normal_cells=3", "model.filters=4", "dataset=synthetic_images", "dataset.image_size=16",
+    "dataset.num_classes=4", "dataset.train_samples=22", "dataset.test_samples=10", "batch_size=8", "micro_batches=3",
+    "data_workers=0", "threads=1", "device=cpu",
+]  # fmt: skip
 # everything that has a state or draws random numbers
 LIVELY = [
     "model.drop_path=0.3",
@@ -92,6 +86,16 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages
+
+
+def pipeline_of(config: TrainConfig, watch: Watch = lambda action, samples, lengths: None) -> Engine:
+    """All stages of a run before its first step, in this process."""
+    return build_engine(config, make_placement(config), 0, None, build_model(config), watch, pretrained=True)
+
+
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """All that a pipeline holds, as a checkpoint would have it."""
+    return {name: tensor for k in engine.stages for name, tensor in state_of_stage(engine, k).items()}
 
 
 def of_type(messages: list[object], kind: type[Message]) -> list[Message]:
@@ -145,18 +149,19 @@ def wait_until(true: Callable[[], Any], seconds: float, what: str) -> Any:
     raise TimeoutError(f"{what}: not within {seconds} s")
 
 
-def children(parent: int, line: str = "") -> list[int]:
-    """The living children of a process, in the order in which they were started, that have `line` in their command line
-    (Linux)."""
-    found = []
+def processes() -> Iterator[tuple[int, list[str], str]]:
+    """The living processes: number, what /proc/PID/stat says behind the name, command line (Linux)."""
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # ended meanwhile
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] not in "ZX" and int(fields[1]) == parent and line in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-        except OSError:  # ended meanwhile
-            continue
-    return sorted(found)
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if fields[0] not in "ZX":
+                yield int(folder.name), fields, line
+
+
+def children(parent: int, line: str = "") -> list[int]:
+    """The children of a process, in the order in which they were started, that have `line` in their command line."""
+    return sorted(number for number, fields, own in processes() if int(fields[1]) == parent and line in own)
 
 
 def workers_of(parent: int) -> list[int]:
@@ -165,14 +170,5 @@ def workers_of(parent: int) -> list[int]:
 
 
 def session_members(session: int) -> dict[int, str]:
-    """The living processes of a session by number, with their command lines (Linux)."""
-    members = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # ended meanwhile
-            continue
-        if fields[0] not in "ZX" and int(fields[3]) == session:
-            members[int(folder.name)] = line
-    return members
+    """The processes of a session by number, with their command lines."""
+    return {number: line for number, fields, line in processes() if int(fields[3]) == session}

@@ -23,14 +23,8 @@ def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
     samples: int, remedies: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A dry run used to accept it, and the training's advice, fewer micro_batches, could not help one sample."""
-    settings = [
-        *VECTORS,
-        f"dataset.train_samples={samples}",
-        "epochs=1",
-        "batch_size=8",
-        "micro_batches=2",
-        "partitions=1",
-    ]
+    settings = [*VECTORS, f"dataset.train_samples={samples}", "epochs=1", "batch_size=8", "micro_batches=2"]
+    settings += ["partitions=1"]
     folder = f"run_folder={tmp_path / 'run'}"
     lines = []
     for more in ("dry_run=true", "dry_run=false"):

@@ -78,12 +78,6 @@ def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
     assert [cost.parameters for cost in costs.values()] == [630, 930, 60, 217], "they are there all the same"
 
 
-def test_batch_norm_is_traced_as_it_is_run() -> None:
-    """Its statistics are deferred. `momentum=None` was refused: nn.BatchNorm reads a number from the meta device."""
-    average, fixed = (trace((4,), norm=nn.BatchNorm1d(4, momentum=momentum)) for momentum in (None, 0.1))
-    assert average == fixed
-
-
 def test_one_value_per_channel_is_refused_by_a_batch_norm_that_is_not_frozen() -> None:
     model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 8), norm=nn.BatchNorm2d(4))).to("meta")
     with pytest.raises(ValueError, match="layer norm"):
@@ -203,9 +197,6 @@ def test_whose_memory_outputs_are() -> None:
 
 def test_nothing_is_saved_without_a_backward() -> None:
     costs = trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh())
-    assert costs["first"].forward.flops > 0
     assert all(cost.saved == Saved(same_memory=(None,)) for cost in costs.values())
     assert not any(cost.backward.by_kind for cost in costs.values())
     assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
-    frozen = nn.Linear(20, 30).requires_grad_(False)
-    assert trace((20,), first=frozen)["first"].saved == Saved(same_memory=(None,))

@@ -7,7 +7,6 @@ import torch
 
 from gpipe_cli.pipeline.runtime.boundary import (
     BoundaryTensor,
-    as_boundary,
     as_sent,
     in_layout,
     layout_strides,
@@ -18,13 +17,6 @@ def test_a_shape_follows_samples_and_lengths() -> None:
     tensor = BoundaryTensor((1, 0, 6), (2, 0, 0), torch.float16, True, ((0, 1, 0), (0, 3, 0)))
     assert tensor.shape(5, (4, 2)) == (11, 10, 6)
     assert tensor.bytes(5, (4, 2)) == 11 * 10 * 6 * 2
-
-
-def test_examples_vary_in_their_first_dimension_only() -> None:
-    images, ids = as_boundary((torch.empty(1, 3, 8, 8), torch.zeros(1, 7, dtype=torch.int64)))
-    assert images.shape(4) == (4, 3, 8, 8)
-    assert ids.bytes(2) == 2 * 7 * 8
-    assert not images.has_gradient
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -4,16 +4,16 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from engine_runs import CPU, SumOfSquares
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
 
-CPU = torch.device("cpu")
 FEATURES = (BoundaryTensor((0, 6), (1, 0), torch.float32, True),)
 SIZES = (3, 2, 2)
 
@@ -33,14 +33,6 @@ class Trap(nn.Module):
             x = x * 1
             x.register_hook(lambda gradient: gradient.reshape(99))
         return x
-
-
-class SumOfSquares:
-    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        return outputs[0].square().sum()
-
-    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        pass
 
 
 def make(trap: nn.Module) -> tuple[Executor, list[Action]]:

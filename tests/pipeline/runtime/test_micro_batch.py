@@ -1,9 +1,8 @@
 from itertools import product
 
 import pytest
-import torch
 
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 
 
 def test_sizes_add_up_and_differ_by_at_most_one() -> None:
@@ -20,11 +19,3 @@ def test_nothing_to_cut_is_refused() -> None:
         micro_batch_sizes(0, 3)
     with pytest.raises(ValueError, match="micro_batches=0"):
         micro_batch_sizes(3, 0)
-
-
-def test_pieces_are_views_in_order() -> None:
-    batch = torch.arange(14.0).reshape(7, 2)
-    pieces = split(batch, micro_batch_sizes(7, 3))
-    assert [len(piece) for piece in pieces] == [3, 2, 2]
-    assert torch.equal(torch.cat(pieces), batch)
-    assert pieces[1].data_ptr() == batch[3:].data_ptr()

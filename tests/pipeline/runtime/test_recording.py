@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_runs import CPU, NOTHING_FROZEN, build_stages, costs_of, even, tricky_model
+from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_of, tricky_model
 
 from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
@@ -19,20 +20,10 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
 
 
-class Loss:
-    """The mean of what comes out."""
-
-    def loss(self, micro_batch: int, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return outputs[0].square().sum()
-
-    def observe(self, micro_batch: int, outputs: tuple[torch.Tensor, ...], loss: torch.Tensor) -> None:
-        pass
-
-
 def executor(partitions: int) -> Executor:
     """The tricky model in `partitions` stages of this process."""
     stages = build_stages(
-        tricky_model(), costs_of("tricky", NOTHING_FROZEN), even(6, partitions), here=range(partitions)
+        tricky_model(), costs_of("tricky", NOTHING_FROZEN), micro_batch_sizes(6, partitions), here=range(partitions)
     )
     return Executor(stages, partitions, LocalTransport([CPU] * partitions))
 
@@ -41,7 +32,7 @@ def test_a_step_records_every_action_of_its_stages() -> None:
     plan = schedule.build("1f1b", 3, 4, "except_last")
     runs = executor(3)
     before = time.perf_counter()
-    recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), Loss())
+    recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), SumOfSquares())
     after = time.perf_counter()
     seconds = recording.seconds()
     assert [len(seconds[k]) for k in range(3)] == [MARKS * len(actions) + 2 for actions in plan]
@@ -98,7 +89,7 @@ def test_a_core_that_others_want_too_is_shared() -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         runs, plan = executor(1), schedule.build("gpipe", 1, 4, "never")
-        steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), Loss()) for step in range(30))
+        steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), SumOfSquares()) for step in range(30))
         noticed = any(recording.without_core(0) > 0.2 for recording in steps)
     finally:
         for other in others:

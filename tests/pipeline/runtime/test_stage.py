@@ -84,17 +84,6 @@ def test_nothing_stays_in_memory_after_a_step() -> None:
     assert tensors() == before
 
 
-def test_masks_depend_on_step_and_micro_batch_only() -> None:
-    def kept(step: int, m: int) -> torch.Tensor:
-        made, _ = stage()
-        made.begin_step(step, None)
-        return made.forward(m, inputs(0), Retain.NOTHING)[0] != 0
-
-    assert torch.equal(kept(1, 0), kept(1, 0))
-    assert not torch.equal(kept(1, 0), kept(2, 0))
-    assert not torch.equal(kept(1, 0), kept(1, 1))
-
-
 def test_a_frozen_layer_is_as_in_evaluation_and_lets_gradients_through() -> None:
     made, body = stage(Frozen(modules=("body",)))
     body.norm.running_mean.fill_(0.5)

@@ -83,12 +83,3 @@ def test_a_stage_that_lacks_memory_is_named() -> None:
     again = pickle.loads(pickle.dumps(error.value))
     assert (again.stage, again.missing_bytes) == (1, 4)
     assert str(again) == str(error.value)
-
-
-def test_the_largest_pipeline_of_the_paper() -> None:
-    partitions, micro_batches = 128, 512
-    limit = 100 * 100 + 412 * 3
-    found = fewest_recomputations(
-        "gpipe", partitions, micro_batches, [100] * partitions, [3] * partitions, [limit] * partitions
-    )
-    assert set(found) == {frozenset(range(412))}

@@ -103,12 +103,6 @@ def test_what_has_ended_leaves_the_mini_batch(seed: int) -> None:
         assert len({longest for _, (longest, _) in expected}) > 1
 
 
-def test_a_sentence_starts_with_one_row_and_grows_to_its_beam() -> None:
-    rows = [rows for rows, _ in rows_of_each_step(Case(beam=4, seed=11, indices=(2,), length_penalty=2.0))]
-    assert rows[:3] == [1, 3, 4]
-    assert set(rows[3:]) <= {4}
-
-
 def test_a_translation_is_cut_off_at_the_limit_or_by_its_source() -> None:
     """At most `limit` tokens, and at most 2 n + 10 for a source of n."""
 
