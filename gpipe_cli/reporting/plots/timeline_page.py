@@ -1,4 +1,4 @@
-"""timeline.html: recorded steps of a run in a browser, measured above predicted, on one time axis.
+"""timeline.html: recorded steps of a run in a browser, measured above predicted, on one time axis; XML, too.
 
 Figure 2(c) of the paper with real times, with a tip for every bar: what it is, when it began and how long it
 took. The page is one file that loads nothing, so that it can be sent and kept.
@@ -45,8 +45,8 @@ def write_page(path: Path, run: str, pictures: Sequence[StepPicture]) -> None:
 def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
     micro_batches = max(view.micro_batches for picture in pictures for view in _views(picture))
     yield "<!DOCTYPE html>"
-    yield '<html lang="en"><head><meta charset="utf-8">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<html lang="en"><head><meta charset="utf-8"/>'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
     yield f"<title>{escape(run)}: timelines</title>"
     yield f"<style>{STYLE}{''.join(_colours(micro_batches))}</style></head><body>{PATTERNS}"
     options = "".join(
@@ -56,17 +56,18 @@ def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
     chooser = f'<label>recorded step <select id="chooser">{options}</select></label>'
     yield f"<header><h1>{escape(run)}</h1>{chooser}</header><main>"
     for number, picture in enumerate(pictures):
-        yield f'<section id="picture{number}"{" hidden" if number else ""}>'
+        hidden = ' hidden="hidden"' if number else ""
+        yield f'<section id="picture{number}"{hidden}>'
         yield from _section(picture, micro_batches)
         yield "</section>"
-    yield f'</main><div id="tip" hidden></div><script>{SCRIPT}</script></body></html>'
+    yield f'</main><div id="tip" hidden="hidden"></div><script>{SCRIPT}</script></body></html>'
 
 
 def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
     views = _views(picture)
     end = max(view.end_seconds for view in views) or 1.0
     if sum(len(bars) for view in views for bars in view.stages) > MOST_BARS:
-        yield f'<img alt="timelines, one row per stage" src="data:image/png;base64,{_image(views)}">'
+        yield f'<img alt="timelines, one row per stage" src="data:image/png;base64,{_image(views)}"/>'
     else:
         for view in views:
             yield from _timeline(view, end)
