@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from engine_runs import CPU, build_stages
+from networks import VOCABULARY, small_amoebanet, small_transformer
 from torch import nn
 
 from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
-from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.models.transformer_nmt import transformer_nmt
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
@@ -22,17 +21,15 @@ from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.simulator import peak_bytes
 
-CLASSES, TOKENS, WIDTH, SIZE = 10, 12, 32, 32
+CLASSES, TOKENS, SIZE = 10, 12, 32
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model on the meta device, what it reads and what its last layer is compared with."""
+    """A model on the meta device and what it reads: images, or where there are `lengths` sentences."""
 
     build: Callable[[], nn.Sequential]
     inputs: Boundary
-    data: Callable[[int], Tensors]  # of as many samples
-    targets: Callable[[int], torch.Tensor]
     lengths: tuple[int, ...] = ()
     auxiliary_weight: float = 0.0
     channels_last: bool = False
@@ -45,40 +42,24 @@ class Sample:
         with torch.device("meta"):
             return self.build()
 
-    def objective(self, samples: int, sizes: Sequence[int]) -> CrossEntropy:
-        return CrossEntropy(
-            self.targets(samples), sizes, label_smoothing=0.1, auxiliary_weight=self.auxiliary_weight, device=CPU
-        )
+    def data(self, samples: int) -> Tensors:
+        if self.lengths:
+            return tuple(torch.randint(1, VOCABULARY, (samples, TOKENS)) for _ in self.lengths)
+        return (torch.randn(samples, 3, SIZE, SIZE).contiguous(memory_format=self.memory_format),)
 
-    def costs(self, model: nn.Sequential | None = None) -> tuple[LayerCost, ...]:
+    def objective(self, samples: int, sizes: Sequence[int]) -> CrossEntropy:
+        targets = self.data(samples)[-1] if self.lengths else torch.randint(CLASSES, (samples,))
+        return CrossEntropy(targets, sizes, label_smoothing=0.1, auxiliary_weight=self.auxiliary_weight, device=CPU)
+
+    def costs(self) -> tuple[LayerCost, ...]:
         return trace_layers(
-            self.model() if model is None else model,
+            self.model(),
             self.inputs,
             training=True,
             lengths=self.lengths,
             loss=loss_of_shapes(0.1, self.auxiliary_weight),
             memory_format=self.memory_format,
         )
-
-
-def _amoebanet() -> nn.Sequential:
-    return amoebanet(
-        variant="d", normal_cells=3, filters=8, image_size=SIZE, num_classes=CLASSES, auxiliary_head=True,
-        batch_norm_momentum=0.1, drop_path=0.2,
-    )  # fmt: skip
-
-
-def _language_model(attention_dropout: float) -> nn.Sequential:
-    return transformer_lm(
-        layers=4, width=WIDTH, hidden=64, heads=4, vocabulary=50, length=TOKENS, attention_dropout=attention_dropout
-    )
-
-
-def _translation() -> nn.Sequential:
-    return transformer_nmt(
-        layers=2, hidden=64, heads=2, width=WIDTH, head_width=8, vocabulary=50, length=TOKENS, dropout=0.1,
-        attention_dropout=0.0, depth_scaled=True, logit_clip=5.0, shared_embedding=False,
-    )  # fmt: skip
 
 
 class _Turning(nn.Module):
@@ -112,57 +93,40 @@ def _flattening() -> nn.Sequential:
     )
 
 
-def _images(samples: int) -> Tensors:
-    return (torch.randn(samples, 3, SIZE, SIZE),)
-
-
-def _classes(samples: int) -> torch.Tensor:
-    return torch.randint(CLASSES, (samples,))
-
-
-def _tokens(samples: int) -> torch.Tensor:
-    return torch.randint(1, 50, (samples, TOKENS))
-
-
 _IMAGES = as_boundary((torch.empty(1, 3, SIZE, SIZE),))
 _TEXT = (BoundaryTensor((0, 0), (1, 0), torch.int64, False, ((0, 1),)),)
 _PAIRS = tuple(
     BoundaryTensor((0, 0), (1, 0), torch.int64, False, slopes) for slopes in (((0, 1), (0, 0)), ((0, 0), (0, 1)))
 )
+_amoebanet = partial(small_amoebanet, filters=8, auxiliary_head=True, batch_norm_momentum=0.1, drop_path=0.2)
+_language_model = partial(small_transformer, "language model", 0.1)
+_translation = partial(
+    small_transformer, "separate embeddings", 0.1, attention_dropout=0.0, depth_scaled=True, logit_clip=5.0
+)
 
 SAMPLES = {
-    "amoebanet": Sample(_amoebanet, _IMAGES, _images, _classes, auxiliary_weight=0.4, channels_last=True),
-    "flattening": Sample(_flattening, _IMAGES, _images, _classes),
-    "flattening channels last": Sample(_flattening, _IMAGES, _images, _classes, channels_last=True),
-    "language model": Sample(lambda: _language_model(0.0), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)),
-    "attention with dropout": Sample(
-        lambda: _language_model(0.1), _TEXT, lambda n: (_tokens(n),), _tokens, lengths=(TOKENS,)
-    ),
-    "translation": Sample(_translation, _PAIRS, lambda n: (_tokens(n), _tokens(n)), _tokens, lengths=(TOKENS, TOKENS)),
+    "amoebanet": Sample(_amoebanet, _IMAGES, auxiliary_weight=0.4, channels_last=True),
+    "flattening": Sample(_flattening, _IMAGES),
+    "flattening channels last": Sample(_flattening, _IMAGES, channels_last=True),
+    "language model": Sample(partial(_language_model, attention_dropout=0.0), _TEXT, (TOKENS,)),
+    "attention with dropout": Sample(_language_model, _TEXT, (TOKENS,)),
+    "translation": Sample(_translation, _PAIRS, (TOKENS, TOKENS)),
 }
 
 
 def measure(
-    sample: Sample,
-    model: nn.Sequential,
-    costs: Sequence[LayerCost],
-    order: schedule.Schedule,
-    samples: int,
-    micro_batches: int,
+    sample: Sample, costs: Sequence[LayerCost], order: schedule.Schedule, samples: int, micro_batches: int
 ) -> tuple[int, ...]:
     """The most bytes that each stage holds in one training step on real stages, one after the other in this process."""
     torch.manual_seed(0)
-    partitions = len(order)
-    memory_format = sample.memory_format
-    stages = build_stages(
-        model, costs, micro_batch_sizes(len(model), partitions), here=range(partitions), memory_format=memory_format
-    )
+    model, partitions = sample.model(), len(order)
+    cut = micro_batch_sizes(len(model), partitions)
+    stages = build_stages(model, costs, cut, here=range(partitions), memory_format=sample.memory_format)
     for stage in stages.values():
         stage.count_saved(True)
     sizes = micro_batch_sizes(samples, micro_batches)
-    data = tuple(t.contiguous(memory_format=memory_format) if t.dim() == 4 else t for t in sample.data(samples))
-    objective = sample.objective(samples, sizes)
-    Executor(stages, partitions, LocalTransport([CPU] * partitions)).run(order, 0, sizes, data, objective)
+    executor = Executor(stages, partitions, LocalTransport([CPU] * partitions))
+    executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     return tuple(stage.peak_saved_bytes for stage in stages.values())
 
 
@@ -171,8 +135,7 @@ def predict(
 ) -> tuple[int, ...]:
     sizes = micro_batch_sizes(samples, micro_batches)
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
-    starts = [0, *accumulate(micro_batch_sizes(len(costs), len(order)))]
-    spans = list(pairwise(starts))
+    spans = list(pairwise([0, *accumulate(micro_batch_sizes(len(costs), len(order)))]))
     return peak_bytes(
         order,
         [[memory.graph_bytes(first, end) for memory in memories] for first, end in spans],

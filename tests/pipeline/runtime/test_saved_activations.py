@@ -30,7 +30,7 @@ def test_what_stages_hold_is_what_was_predicted(name: str) -> None:
     for way in WAYS:
         samples, micro_batches = way["sizes"]
         order = schedule.build(way["kind"], way["partitions"], micro_batches, way["recompute"])
-        measured = measure(sample, sample.model(), costs, order, samples, micro_batches)
+        measured = measure(sample, costs, order, samples, micro_batches)
         assert measured == predict(sample, costs, order, samples, micro_batches), way
         assert min(measured) > 0
 
