@@ -54,11 +54,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_steps_are_those_of_a_training(measured: Path, tmp_path: Path) -> None:
     heard = train_here(configure(*TINY, *LIVELY, "partitions=1", "epochs=5", "max_steps=5", "hardware=cpu"), tmp_path)
-    events = EventAccumulator(str(measured))
-    events.Reload()
-    measured_losses = [event.value for event in events.Scalars("train/loss")]
-    assert measured_losses == [np.float32(step.loss) for step in of_type(heard, StepDone)]
-    assert len(measured_losses) == 5
+    found = losses(measured)
+    assert found == [np.float32(step.loss) for step in of_type(heard, StepDone)]
+    assert len(found) == 5
 
 
 def test_what_a_measurement_leaves(measured: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import TINY, command, configure
@@ -20,12 +21,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, *settings: str) -> dict[str, object]:
+def plan(monkeypatch: pytest.MonkeyPatch, *settings: str) -> dict[str, Any]:
     """Plans into `outputs`; returns plan.json."""
     assert command(monkeypatch, "plan", *settings) == 0
     file = max(Path("outputs").glob("*/plan.json"), key=lambda file: file.stat().st_mtime)
-    read: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
-    return read
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,11 +49,11 @@ def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_measured_plan_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
     read = plan(monkeypatch, *PLAN, "partitions=2", "cost=measured")
-    assert "measured on this machine" in str(read["hardware"]["source"])  # type: ignore[index]
+    assert "measured on this machine" in str(read["hardware"]["source"])
     assert command(monkeypatch, "train", *PLAN, "partitions=2", "cost=measured", "dry_run=true", "run_folder=dry") == 0
     result = json.loads(Path("dry/result.json").read_text(encoding="utf-8"))
     assert result["prediction"]["step_seconds"] == read["step_seconds"]
-    layers = [len(stage["layers"]) for stage in read["stages"]]  # type: ignore[attr-defined]
+    layers = [len(stage["layers"]) for stage in read["stages"]]
     assert [len(stage["layers"]) for stage in result["partitions"]] == layers
 
 
@@ -99,18 +99,14 @@ def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
 
 def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     read = plan(monkeypatch, *TINY, "partitions=2", "hardware.memory_gib=0.02", "model.filters=16", "solve=max_model")
-    comparisons = read["comparisons"]
-    assert [comparison["setting"] for comparison in comparisons] == [  # type: ignore[attr-defined]
-        "model.filters", "model.normal_cells",
-    ]  # fmt: skip
-    for comparison in comparisons:  # type: ignore[attr-defined]
-        sizes = [int(candidate["value"]) for candidate in comparison["candidates"]]
+    filters, cells = read["comparisons"]
+    assert (filters["setting"], cells["setting"]) == ("model.filters", "model.normal_cells")
+    for candidates in (filters["candidates"], cells["candidates"]):
+        sizes = [int(candidate["value"]) for candidate in candidates]
         assert sizes == sorted(sizes)
-        chosen = [candidate["chosen"] for candidate in comparison["candidates"]].index(True)
-        fit, too_large = comparison["candidates"][: chosen + 1], comparison["candidates"][chosen + 1 :]
-        assert all(candidate["step_seconds"] for candidate in fit)
-        assert too_large
-        assert all("over" in candidate["reason"] for candidate in too_large)
+        chosen = [candidate["chosen"] for candidate in candidates].index(True)
+        assert all(candidate["step_seconds"] for candidate in candidates[: chosen + 1])
+        assert all("over" in candidate["reason"] for candidate in candidates[chosen + 1 :])
 
 
 def test_a_plan_that_cannot_be_written_is_shown(
