@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING
 
+from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_curves import same_curves
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
@@ -72,8 +73,8 @@ class Consistency:
         same = [_train(runner, partitions, self.seeds[0]) for partitions in self.partitions]
         repeated = [same[0], *(_train(runner, self.partitions[0], seed) for seed in self.seeds[1:])]
         runs = [*same, *repeated[1:]]
-        picture = runner.folder / CURVES
-        write_picture(picture, draw_curves([run.record for run in runs], (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
+        picture, comparison = runner.folder / CURVES, compare([run.record for run in runs])
+        write_picture(picture, draw_curves(comparison, (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
         return Findings((_table(runs), _spread(same, repeated)), tuple(notes(same)), (("curves", str(picture)),))
 
 
@@ -85,8 +86,8 @@ def _train(runner: Runner, partitions: int, seed: int) -> Trained:
 
 def as_the_first(runs: Sequence[Trained]) -> list[bool]:
     """Whether the logged losses of every step are the first run's, to the last bit."""
-    groups = same_curves([run.record for run in runs], TRAIN_LOSS)
-    alike = next((group for group in groups if 0 in group), (0,))
+    groups = same_curves([run.record.curves.get(TRAIN_LOSS) for run in runs])
+    alike = next((group for group in groups if 0 in group), [0])
     return [position in alike for position in range(len(runs))]
 
 

@@ -6,9 +6,10 @@ that differ. What was measured, predicted and ideal are columns apart.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpipe_cli.config.typed import show
-from gpipe_cli.reporting.compare.run_names import differing, few, folded, names
+from gpipe_cli.reporting.compare.run_names import by_settings, differing, folded, listed, names, spans
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.tables.table import Column
 from gpipe_cli.units import operations
@@ -20,25 +21,36 @@ GIB, MIB = 2**30, 2**20
 class Comparison:
     """Runs beside each other. Columns have a key, and None as value where a run has none."""
 
-    runs: tuple[RunRecord, ...]
-    names: tuple[str, ...]  # of the runs, no two of them alike
+    runs: Sequence[RunRecord]
+    names: Sequence[str]  # of the runs, no two of them alike
     by_settings: bool  # that is what they are named by
-    settings: tuple[Column, ...]  # those that differ, by their dotted keys; values as they are typed
-    results: tuple[Column, ...]  # values in the units of result.json, cells in those of the heading
+    settings: Sequence[Column]  # those that differ, by their dotted keys; values as they are typed
+    results: Sequence[Column]  # values in the units of result.json, cells in those of the heading
 
     @property
-    def columns(self) -> tuple[Column, ...]:
+    def columns(self) -> Sequence[Column]:
         """All of them."""
         return *self.settings, *self.results
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """As names; those of folders stand behind the run's number, `3: 12-00-00_K2`, by which texts refer to it."""
+        return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
+
+    def referred(self, positions: Sequence[int]) -> str:
+        """Some of the runs in a sentence: `partitions=2, partitions=4`, or `runs 1 to 4, 7` where names are long."""
+        if self.by_settings:
+            return listed([self.names[position] for position in positions])
+        run = "run" if len(positions) == 1 else "runs"
+        return f"{run} {listed(spans([position + 1 for position in positions]))}"
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     """Puts runs beside each other."""
     assert runs, "nothing to compare"
     keys = differing(runs)
-    results = (column for column in _results(runs) if any(value is not None for value in column.plain_values))
-    settings = (_setting(key, runs) for key in keys)
-    return Comparison(tuple(runs), tuple(names(runs)), few(keys), tuple(settings), tuple(results))
+    results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
+    return Comparison(runs, names(runs), by_settings(keys), [_setting(key, runs) for key in keys], results)
 
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
@@ -53,74 +65,73 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
 
 def _results(runs: Sequence[RunRecord]) -> list[Column]:
     """The results of the runs, also columns in which no run has a value."""
-
-    def text(key: str, heading: str, of: Callable[[RunRecord], str | None], printed: bool = True) -> Column:
-        values = [of(run) for run in runs]
-        return Column(heading, cells=[value or "-" for value in values], key=key, values=values, printed=printed)
-
-    def number(
-        key: str, heading: str, of: Callable[[RunRecord], float | None], form: Callable[[float], str] = _whole,
-        printed: bool = True,
-    ) -> Column:  # fmt: skip
-        values = [of(run) for run in runs]
-        cells = ["-" if value is None else form(value) for value in values]
-        return Column(heading, cells=cells, number=True, key=key, values=values, printed=printed)
-
-    def of(*keys: str) -> Callable[[RunRecord], float | None]:
-        return lambda run: run.number(*keys)
-
-    def fullest(key: str) -> Callable[[RunRecord], float | None]:
-        return lambda run: max(run.numbers(key), default=None)
-
-    def quartile(key: str, which: int) -> Callable[[RunRecord], float | None]:
-        return lambda run: found[which] if (found := run.numbers(key)) else None
-
     # Trainings have quartiles and FLOP/s too, but no room for them beside their accuracies.
-    commands = {run.command for run in runs}
+    commands = {run.result["command"] for run in runs}
     bench = "bench" in commands
     # Sentences differ in length: the speed of text in samples stands on the page and in CSV only.
     images = not all(run.text for run in runs)
-    time, seconds = _unit([run.number("seconds") for run in runs], (("s", 1), ("min", 60), ("h", 3600)), 120)
-    step, step_seconds = _unit([run.number("step_seconds") for run in runs], (("ms", 1e-3), ("s", 1)), 10_000)
-    memory, size = _unit([fullest("memory_bytes")(run) for run in runs], (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
+    time, seconds = _unit([run.value("seconds") for run in runs], (("s", 1), ("min", 60), ("h", 3600)), 120)
+    step, step_seconds = _unit([run.value("step_seconds") for run in runs], (("ms", 1e-3), ("s", 1)), 10_000)
+    peaks = [peak for run in runs for peak in run.value("memory_bytes") or []]
+    memory, size = _unit(peaks, (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
+
+    def column(key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], printed: bool) -> Column:
+        cells = ["-" if value is None else form(value) for value in values]
+        return Column(heading, cells=cells, number=form is not str, key=key, values=values, printed=printed)
+
+    def text(key: str, heading: str, of: Callable[[RunRecord], str | None], printed: bool = True) -> Column:
+        return column(key, heading, [of(run) for run in runs], str, printed)
+
+    def number(key: str, heading: str, *at: str, form: Callable[[float], str] = _whole, printed: bool = True) -> Column:
+        found = [run.value(*(at or [key])) for run in runs]
+        return column(key, heading, [None if value is None else float(value) for value in found], form, printed)
+
+    def quartiles(key: str, printed: bool) -> list[Column]:
+        found = [run.value(f"{key}_quartiles") or (None, None) for run in runs]
+        return [
+            column(f"{key}_{name}", f"{name}\n/s", [values[which] for values in found], _rate, printed)
+            for which, name in enumerate(("q1", "q3"))
+        ]
+
+    def fullest(key: str, heading: str, printed: bool) -> Column:
+        found = [max(run.value(key) or [], default=None) for run in runs]
+        values = [None if value is None else float(value) for value in found]
+        return column(f"{key}_fullest", f"{heading}\n{memory}", values, _scaled(size), printed)
+
     return [
-        text("command", "command", lambda run: run.command, len(commands) > 1),
-        text("status", "status", lambda run: run.status),
-        number("test_top1", "top-1\n%", of("test", "top1"), _percent),
-        number("best_top1", "best\n%", of("best", "top1"), _percent),
-        number("test_perplexity", "perpl.\nfinal", of("test", "perplexity"), _short_number),
-        number("best_perplexity", "perpl.\nbest", of("best", "perplexity"), _short_number),
-        number("test_loss", "test loss", of("test", "loss"), _short_number, False),
-        number("samples_per_second", "samples\n/s", of("samples_per_second"), _rate, images),
-        number("samples_per_second_q1", "q1\n/s", quartile("samples_per_second_quartiles", 0), _rate, images and bench),
-        number("samples_per_second_q3", "q3\n/s", quartile("samples_per_second_quartiles", 1), _rate, images and bench),
-        number("tokens_per_second", "tokens\n/s", of("tokens_per_second"), _rate),
-        number("tokens_per_second_q1", "q1\n/s", quartile("tokens_per_second_quartiles", 0), _rate, bench),
-        number("tokens_per_second_q3", "q3\n/s", quartile("tokens_per_second_quartiles", 1), _rate, bench),
+        text("command", "command", lambda run: run.value("command"), len(commands) > 1),
+        text("status", "status", lambda run: run.value("status")),
+        number("test_top1", "top-1\n%", "test", "top1", form=_percent),
+        number("best_top1", "best\n%", "best", "top1", form=_percent),
+        number("test_perplexity", "perpl.\nfinal", "test", "perplexity", form=_short_number),
+        number("best_perplexity", "perpl.\nbest", "best", "perplexity", form=_short_number),
+        number("test_loss", "test loss", "test", "loss", form=_short_number, printed=False),
+        number("samples_per_second", "samples\n/s", form=_rate, printed=images),
+        *quartiles("samples_per_second", images and bench),
+        number("tokens_per_second", "tokens\n/s", form=_rate),
+        *quartiles("tokens_per_second", bench),
         _speed_kind(runs),
-        number("step_seconds", f"step\n{step}", of("step_seconds"), _scaled(step_seconds)),
-        number("bubble_measured", "bubble\n%", of("bubble", "measured"), _percent),
-        number("bubble_ideal", "bubble ideal\n%", of("ideal_bubble"), _percent, False),
-        number("idle_measured", "idle\n%", of("idle", "measured"), _percent, False),
-        number("bubble_predicted", "bubble predicted\n%", of("bubble", "predicted"), _percent, False),
+        number("step_seconds", f"step\n{step}", form=_scaled(step_seconds)),
+        number("bubble_measured", "bubble\n%", "bubble", "measured", form=_percent),
+        number("bubble_ideal", "bubble ideal\n%", "ideal_bubble", form=_percent, printed=False),
+        number("idle_measured", "idle\n%", "idle", "measured", form=_percent, printed=False),
+        number("bubble_predicted", "bubble predicted\n%", "bubble", "predicted", form=_percent, printed=False),
         number(
-            "step_seconds_predicted", f"step predicted\n{step}", of("prediction", "step_seconds"),
-            _scaled(step_seconds), False,
+            "step_seconds_predicted", f"step predicted\n{step}", "prediction", "step_seconds",
+            form=_scaled(step_seconds), printed=False,
         ),
-        number("memory_bytes_fullest", f"memory\n{memory}", fullest("memory_bytes"), _scaled(size)),
-        number(
-            "activation_bytes_fullest", f"activations\n{memory}", fullest("activation_bytes"), _scaled(size), False
-        ),
-        number("model_flops_per_second", "FLOP/s", of("model_flops_per_second"), operations, bench),
-        number("mfu", "MFU\n%", of("mfu"), _percent, bench),
-        number("epochs_done", "epochs\ndone", of("epochs"), printed=False),
-        number("steps", "steps", of("steps")),
-        number("seconds", f"time\n{time}", of("seconds"), _scaled(seconds)),
-        number("threads_per_process", "threads", of("hardware", "threads_per_process"), printed=False),
+        fullest("memory_bytes", "memory", printed=True),
+        fullest("activation_bytes", "activations", printed=False),
+        number("model_flops_per_second", "FLOP/s", form=operations, printed=bench),
+        number("mfu", "MFU\n%", form=_percent, printed=bench),
+        number("epochs_done", "epochs\ndone", "epochs", printed=False),
+        number("steps", "steps"),
+        number("seconds", f"time\n{time}", form=_scaled(seconds)),
+        number("threads_per_process", "threads", "hardware", "threads_per_process", printed=False),
         text("machine", "machine", lambda run: run.machine, False),
-        text("torch", "torch", lambda run: run.result["versions"]["torch"], False),
-        text("model", "model", lambda run: run.result["model"], False),
-        text("dataset", "data set", lambda run: run.result["dataset"], False),
+        text("torch", "torch", lambda run: run.value("versions", "torch"), False),
+        text("model", "model", lambda run: run.value("model"), False),
+        text("dataset", "data set", lambda run: run.value("dataset"), False),
         text("error", "error", lambda run: run.error, False),
         text("folder", "folder", lambda run: str(run.folder), False),
     ]  # fmt: skip
@@ -128,7 +139,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
 
 def _speed_kind(runs: Sequence[RunRecord]) -> Column:
     """In the table only where a run is not `measured`; there is no room for `measured_one_device`."""
-    kinds = [run.speed_kind for run in runs]
+    kinds = [run.value("samples_per_second_kind") for run in runs]
     cells = ["-" if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
     return Column("speed", cells=cells, key="speed_kind", values=kinds, printed=any(run.shared for run in runs))
 

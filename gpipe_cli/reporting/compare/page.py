@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 
 from gpipe_cli.reporting.compare.comparison import Comparison
-from gpipe_cli.reporting.compare.run_names import labels
 from gpipe_cli.reporting.plots.page_style import STYLE
 from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
@@ -68,7 +67,7 @@ def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[tuple
     columns = [column for column in comparison.columns if column.key != "command" or len(set(column.cells)) > 1]
     columns.sort(key=lambda column: not column.printed)  # what the console has stands at the left
     count = len(comparison.runs)
-    table = Table("", [Column("run", cells=labels(comparison.runs)), *columns])
+    table = Table("", [Column("run", cells=comparison.labels), *columns])
     yield f'<div class="wide">{to_html(table, [run_colour(position, count) for position in range(count)])}</div>'
     for path, alt in pictures:
         data = base64.b64encode(path.read_bytes()).decode("ascii")

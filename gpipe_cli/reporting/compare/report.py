@@ -24,7 +24,7 @@ MOST_SETTINGS = 16  # in the console; the page has all
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Prints the table and its notes."""
     count = len(comparison.runs)
-    completed = all(run.status == TRAINED for run in comparison.runs)
+    completed = all(run.result["status"] == TRAINED for run in comparison.runs)
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
@@ -44,16 +44,16 @@ def csv_of(comparison: Comparison) -> str:
 
 def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
     """Writes all files into ``folder``, which must exist, and prints their names."""
-    from gpipe_cli.reporting.compare.run_curves import compared_tags
+    from gpipe_cli.reporting.compare.run_curves import COMPARED
     from gpipe_cli.reporting.plots.bars import draw_bars
     from gpipe_cli.reporting.plots.curves import draw_curves
     from gpipe_cli.reporting.plots.picture import write_picture
 
-    tags = compared_tags(comparison.runs)
+    tags = [tag for tag in COMPARED if any(tag in run.curves for run in comparison.runs)]
     same = [note for tag in tags[:1] for note in same_curve_notes(comparison, tag)]
     if not tags:
         same = ["no run has curves, so there are none to draw"]
-    pictures = [(CURVES, "curves", draw_curves(comparison.runs, tags) if tags else None)]
+    pictures = [(CURVES, "curves", draw_curves(comparison, tags) if tags else None)]
     pictures.append((BARS, "bars", draw_bars(comparison)))
     for name, _, picture in pictures:
         if (folder / PAGE).exists():

@@ -35,35 +35,30 @@ def _cut(run: RunRecord) -> tuple[object, object]:
     return run.settings.get("partitions"), run.settings.get("executor")
 
 
+def by_settings(keys: Sequence[str]) -> bool:
+    """Whether so few settings differ that they make a name."""
+    return 0 < len(keys) <= MOST_NAMING
+
+
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """A different name for each run: `partitions=2`, or a piece of its folder's name."""
     keys = differing(runs)
-    found = _by_settings(runs, keys) if few(keys) else _by_folders([run.folder.resolve().parts for run in runs])
+    found = _settings(runs, keys) if by_settings(keys) else _folders([run.folder.resolve().parts for run in runs])
     return [
         name if found.count(name) == 1 and name else f"{name} #{number}".strip()
         for number, name in enumerate(found, start=1)
     ]
 
 
-def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """As ``names``; names of folders stand behind the run's number, `3: 12-00-00_K2`, by which texts refer to it."""
-    found = names(runs)
-    return found if few(differing(runs)) else [f"{number}: {name}" for number, name in enumerate(found, start=1)]
-
-
-def referred(runs: Sequence[RunRecord], positions: Sequence[int]) -> str:
-    """Some of the runs in a sentence: `partitions=2, partitions=4`, or `runs 1 to 4, 7` where names are long."""
-    if few(differing(runs)):
-        found = names(runs)
-        return listed([found[position] for position in positions])
-    spans: list[list[int]] = []
-    for number in (position + 1 for position in positions):
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1].append(number)
+def spans(numbers: Sequence[int]) -> list[str]:
+    """Rising numbers: `1 to 4`, `7`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
         else:
-            spans.append([number])
-    words = [f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return f"{'run' if len(positions) == 1 else 'runs'} {listed(words)}"
+            found.append([number])
+    return [f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in found]
 
 
 def listed(words: Sequence[str], most: int = MOST_LISTED) -> str:
@@ -73,12 +68,7 @@ def listed(words: Sequence[str], most: int = MOST_LISTED) -> str:
     return separator.join([*words[:most], *more])
 
 
-def few(keys: Sequence[str]) -> bool:
-    """Whether so few settings differ that they make a name."""
-    return 0 < len(keys) <= MOST_NAMING
-
-
-def _by_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
+def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
     """`filters=16, partitions=2`; `model=resnet`, as one types it."""
     last = [key.rpartition(".")[2] for key in keys]
     clear = [name if last.count(name) == 1 and name != "name" else key for key, name in zip(keys, last, strict=True)]
@@ -88,7 +78,7 @@ def _by_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
     ]
 
 
-def _by_folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
+def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
     """The last parts of paths, as many as tell them apart, without what all of them have in common.
 
     The time that begins a run folder's name is kept where nothing else differs, and the date where runs are of several.

@@ -5,7 +5,6 @@ result.json and its events, so that runs of other machines can stand in one tabl
 """
 
 import re
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,30 +14,17 @@ from typing import Any
 
 from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
+from gpipe_cli.reporting.compare.run_curves import Curve, read_curves
 from gpipe_cli.reporting.run.result import RESULT, flattened, read_result
+from gpipe_cli.reporting.run.tensorboard import SAMPLES_PER_SECOND, TOKENS_PER_SECOND
 
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
-MOST_POINTS = 100_000  # of a curve; of longer ones TensorBoard's reader keeps a sample, always the same
 # Keys of result.json that every run writes.
 _NEEDED = (
     "command", "status", "error", "task", "model", "dataset", "samples_per_second_kind", "hardware", "versions",
     "config",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One scalar over the steps of a run."""
-
-    steps: tuple[int, ...]
-    values: tuple[float, ...]  # what 32-bit floats hold: so the events have them
-    complete: bool = True  # False: a sample of more than MOST_POINTS
-
-    @property
-    def bits(self) -> bytes:
-        """Steps and values bit for bit: NaN is like NaN here, and 0 unlike -0."""
-        return struct.pack(f"{len(self.steps)}q{len(self.values)}f", *self.steps, *self.values)
 
 
 @dataclass(frozen=True)
@@ -48,16 +34,6 @@ class RunRecord:
     folder: Path
     settings: Mapping[str, Any]  # dotted key, `model.filters`, and value; of a bench those that mean something to it
     result: Mapping[str, Any]  # result.json
-
-    @property
-    def command(self) -> str:
-        """train | bench."""
-        return str(self.result["command"])
-
-    @property
-    def status(self) -> str:
-        """completed | running | interrupted | failed | dry_run."""
-        return str(self.result["status"])
 
     @property
     def error(self) -> str | None:
@@ -70,15 +46,9 @@ class RunRecord:
         return bool(self.result["task"] != "classification")
 
     @property
-    def speed_kind(self) -> str | None:
-        """measured | measured_contended | measured_one_device; None of a run without a speed, such as a dry run."""
-        kind: str | None = self.result["samples_per_second_kind"]
-        return kind
-
-    @property
     def shared(self) -> bool:
         """Whether its stages shared a device or cores with each other or others: not the speed of a pipeline then."""
-        return self.speed_kind in ("measured_one_device", "measured_contended")
+        return self.result["samples_per_second_kind"] in ("measured_one_device", "measured_contended")
 
     @property
     def machine(self) -> str:
@@ -90,19 +60,21 @@ class RunRecord:
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
-        """Every scalar of its events by tag; read when first used."""
-        return read_curves(self.folder)
+        """The scalars of its events by tag, as they may stand beside those of others; read when first used.
 
-    def number(self, *keys: str) -> float | None:
-        """A number of result.json, `number("test", "top1")`; None where there is none."""
-        value: Any = self.result
+        A speed in samples is none of text: it would be sentences, which differ in length, beside images.
+        """
+        found = read_curves(self.folder)
+        if TOKENS_PER_SECOND in found:
+            found.pop(SAMPLES_PER_SECOND, None)
+        return found
+
+    def value(self, *keys: str) -> Any:
+        """What result.json has there, `value("test", "top1")`; None where there is none."""
+        found: Any = self.result
         for key in keys:
-            value = value.get(key) if value is not None else None
-        return None if value is None else float(value)
-
-    def numbers(self, key: str) -> list[float]:
-        """The numbers of a list in result.json; none where there is none."""
-        return [float(value) for value in self.result.get(key) or []]
+            found = found.get(key) if found is not None else None
+        return found
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -126,25 +98,6 @@ def read_run(folder: Path) -> RunRecord:
     if result["command"] == "bench":
         settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}
     return RunRecord(folder, settings, result)
-
-
-def read_curves(folder: Path) -> dict[str, Curve]:
-    """Every scalar in the events of ``folder`` by tag; none where there are no events.
-
-    What a resumed run repeated counts once, as in TensorBoard: its own points take the place of the older ones.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    # 0 means all of them: 1 is the fewest that the reader can keep.
-    few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
-    accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
-    accumulator.Reload()
-    found = {}
-    for tag in accumulator.Tags()["scalars"]:
-        events = accumulator.Scalars(tag)
-        steps = tuple(event.step for event in events)
-        found[tag] = Curve(steps, tuple(event.value for event in events), len(events) < MOST_POINTS)
-    return found
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 
 from gpipe_cli.reporting.compare.comparison import Comparison
-from gpipe_cli.reporting.compare.run_names import labels
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK, run_colour
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, new_figure, pixels
 from gpipe_cli.reporting.tables.table import Column
@@ -37,7 +36,7 @@ def draw_bars(comparison: Comparison) -> Picture | None:
     drawn = [column for column in comparison.columns if column.key in PANELS and column.printed]
     if not drawn:
         return None
-    shown = [_shortened(name) for name in labels(comparison.runs)]
+    shown = [_shortened(name) for name in comparison.labels]
     height = ROW_INCHES * len(shown)
     figure = new_figure(TOP_INCHES + height + BOTTOM_INCHES)
     left = 0.25 + CHARACTER_INCHES * max(map(len, shown))

@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from gpipe_cli.reporting.compare.run_curves import SPEEDS, compared_curve, same_curves
-from gpipe_cli.reporting.compare.run_names import labels, referred
-from gpipe_cli.reporting.compare.run_record import RunRecord
+from gpipe_cli.reporting.compare.comparison import Comparison
+from gpipe_cli.reporting.compare.run_curves import SPEEDS, Curve, same_curves
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK, run_colour
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, add_legend, new_figure, pixels
 
@@ -43,14 +42,13 @@ class Style:
     order: int  # the higher, the nearer to the eye
 
 
-def draw_curves(runs: Sequence[RunRecord], tags: Sequence[str]) -> Picture:
+def draw_curves(comparison: Comparison, tags: Sequence[str]) -> Picture:
     """A panel for each tag, under each other, every run in each; an image of shape (height, width, 3).
 
     Nothing is smoothed but speeds of long runs, whose panel then has a note.
     """
-    assert runs, "no runs to draw"
     assert tags, "no curves to draw"
-    return pixels(_figure(runs, tags))
+    return pixels(_figure(comparison, tags))
 
 
 def styles(count: int, groups: Sequence[Sequence[int]]) -> list[Style]:
@@ -73,29 +71,33 @@ def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[f
     return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
-def _figure(runs: Sequence[RunRecord], tags: Sequence[str]) -> Figure:
-    known = labels(runs)
-    shown = known[:MOST_ENTRIES] + ([f"and {len(runs) - MOST_ENTRIES} more"] if len(runs) > MOST_ENTRIES else [])
+def _figure(comparison: Comparison, tags: Sequence[str]) -> Figure:
+    runs, known = comparison.runs, comparison.labels
+    shown = [*known[:MOST_ENTRIES]] + ([f"and {len(runs) - MOST_ENTRIES} more"] if len(runs) > MOST_ENTRIES else [])
     room = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
     across = max(1, min(len(shown), int(room / (0.75 + CHARACTER_INCHES * max(map(len, shown))))))
     legend = 0.2 + LINE_INCHES * math.ceil(len(shown) / across)
     height = len(tags) * (TITLE_INCHES + PANEL_INCHES) + AXIS_INCHES + 0.15 + legend
     figure = new_figure(height)
-    last = max((curve.steps[-1] for run in runs for tag in tags if (curve := compared_curve(run, tag))), default=1)
+    last = max((run.curves[tag].steps[-1] for run in runs for tag in tags if tag in run.curves), default=1)
     top = height
     for tag in tags:
         top -= TITLE_INCHES + PANEL_INCHES
-        _panel(add_axes(figure, LEFT_INCHES, top, room, PANEL_INCHES), runs, tag, last, lowest=tag == tags[-1])
-    _legend(figure, shown, styles(len(runs), same_curves(runs, tags[0])), across)
+        _panel(add_axes(figure, LEFT_INCHES, top, room, PANEL_INCHES), comparison, tag, last, lowest=tag == tags[-1])
+    _legend(figure, shown, styles(len(runs), same_curves(_curves(comparison, tags[0]))), across)
     return figure
 
 
-def _panel(axes: Axes, runs: Sequence[RunRecord], tag: str, last_step: int, lowest: bool) -> None:
-    groups = same_curves(runs, tag)
+def _curves(comparison: Comparison, tag: str) -> list[Curve | None]:
+    return [run.curves.get(tag) for run in comparison.runs]
+
+
+def _panel(axes: Axes, comparison: Comparison, tag: str, last_step: int, lowest: bool) -> None:
+    curves = _curves(comparison, tag)
+    groups = same_curves(curves)
     smoothed = False
     highest, least = -math.inf, math.inf
-    for run, style in zip(runs, styles(len(runs), groups), strict=True):
-        curve = compared_curve(run, tag)
+    for curve, style in zip(curves, styles(len(curves), groups), strict=True):
         if curve is None:
             continue
         values = [value if math.isfinite(value) else math.nan for value in curve.values]
@@ -120,7 +122,7 @@ def _panel(axes: Axes, runs: Sequence[RunRecord], tag: str, last_step: int, lowe
         remarks.append("logarithmic")
     if tag.endswith(("top1", "top5", "accuracy")):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    _frame(axes, tag, remarks, [referred(runs, group) for group in groups], last_step, lowest)
+    _frame(axes, tag, remarks, [comparison.referred(group) for group in groups], last_step, lowest)
 
 
 def _frame(axes: Axes, tag: str, remarks: Sequence[str], groups: Sequence[str], last_step: int, lowest: bool) -> None:

@@ -27,9 +27,9 @@ from gpipe_cli.reporting.compare.comparison import Comparison, compare
 from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
 from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.report import csv_of, show_comparison
-from gpipe_cli.reporting.compare.run_curves import compared_curve, compared_tags, same_curves
-from gpipe_cli.reporting.compare.run_names import differing, labels, names, referred
-from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run
+from gpipe_cli.reporting.compare.run_curves import COMPARED, Curve, same_curves
+from gpipe_cli.reporting.compare.run_names import differing, names
+from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 from gpipe_cli.reporting.plots.bars import draw_bars
 from gpipe_cli.reporting.plots.curves import draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import run_colour
@@ -115,7 +115,7 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
 
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
     assert differing(runs) == ["partitions"]  # though output, run_folder and names of files differ too
-    assert names(runs) == labels(runs) == [f"partitions={k}" for k in (1, 2, 4, 16)]
+    assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
     assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
     # A setting that one model has and the other has not is told by the model.
@@ -149,22 +149,18 @@ def test_runs_of_which_many_settings_differ_are_named_by_their_folders(folders: 
 
 
 def test_long_names_are_referred_to_by_numbers() -> None:
-    many = [RunRecord(Path(f"/o/r{n}"), dict.fromkeys("abcd", n), {}) for n in range(9)]
-    assert labels(many)[2] == "3: r2"
-    assert referred(many, [0, 1, 2, 3, 6]) == "runs 1 to 4, 7"
-    assert referred(many, [4]) == "run 5"
+    many = Comparison((), [f"r{n}" for n in range(9)], False, (), ())
+    assert many.labels[2] == "3: r2"
+    assert many.referred([0, 1, 2, 3, 6]) == "runs 1 to 4, 7"
+    assert many.referred([4]) == "run 5"
 
 
 def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None:
-    def made(*values: float, complete: bool = True) -> RunRecord:
-        run = replace(runs[0])
-        vars(run)["curves"] = {"x": Curve(tuple(range(len(values))), values, complete)}
-        return run
-
-    assert same_curves([made(1.0), made(1.0, complete=False), made(1.0)], "x") == ((0, 2),), "one is only a sample"
-    assert same_curves([made(0.0), made(-0.0)], "x") == same_curves([made(), made()], "x") == ()
-    assert same_curves(runs, "train/loss") == ((0, 1),)  # NaN included; K = 4 differs in one bit, K = 16 is shorter
-    assert same_curves(runs, "test/top1") == ((0, 1, 2),)
+    one = Curve((1,), (1.0,))
+    assert same_curves([one, replace(one, complete=False), one, None, None]) == [[0, 2]], "one is only a sample"
+    assert same_curves([Curve((1,), (0.0,)), Curve((1,), (-0.0,))]) == []
+    assert same_curves([run.curves["test/top1"] for run in runs]) == [[0, 1, 2]]
+    # NaN included; K = 4 differs in one bit, K = 16 is shorter
     assert same_curve_notes(compare(runs), "train/loss") == [
         "train/loss is identical to the last bit: partitions=1, partitions=2"
     ]
@@ -263,7 +259,7 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
 
 
 def test_identical_curves_are_all_seen(runs: list[RunRecord]) -> None:
-    picture = draw_curves(runs[:2], ["train/loss"])
+    picture = draw_curves(compare(runs[:2]), ["train/loss"])
     assert picture.dtype == np.uint8
     for style in styles(2, [[0, 1]]):  # both colours are in the panel, above the legend, and the pale one has a rim
         colour = np.frombuffer(bytes.fromhex(style.colour[1:]), np.uint8)
@@ -272,21 +268,15 @@ def test_identical_curves_are_all_seen(runs: list[RunRecord]) -> None:
 
 def test_pictures_take_what_runs_have(runs: list[RunRecord], text: RunRecord) -> None:
     assert running_median([1.0, 1.0, 100.0, 1.0, 2.0], width=3) == [1.0, 1.0, 1.0, 2.0, 1.5]  # of a speed
-    assert compared_tags(runs) == ["train/loss", "test/top1", "speed/samples_per_second"]
-    assert compared_tags([text]) == ["train/loss", "test/perplexity", "speed/tokens_per_second"]
-    both = [*runs, text]
-    tags = compared_tags(both)
-    assert len(tags) == 5
-    one, all_ = draw_curves(both, tags[:1]), draw_curves(both, tags)
+    both = compare([*runs, text])
+    one, all_ = draw_curves(both, COMPARED[:1]), draw_curves(both, COMPARED)
     assert all_.shape[1:] == one.shape[1:]
     assert all_.shape[0] > 3 * one.shape[0]
-    samples = "speed/samples_per_second"
-    assert samples in text.curves
-    assert compared_curve(text, samples) is None, "sentences, which are no images"
-    panel = draw_curves([runs[0], text], [samples])[:-80].astype(int)  # above the legend
+    assert "speed/samples_per_second" not in text.curves, "sentences, which are no images"
+    panel = draw_curves(compare([runs[0], text]), ["speed/samples_per_second"])[:-80].astype(int)  # above the legend
     drawn = [(np.abs(panel - np.frombuffer(bytes.fromhex(run_colour(n, 2)[1:]), np.uint8)) <= 2) for n in (0, 1)]
     assert [bool(found.all(axis=2).any()) for found in drawn] == [True, False]
-    bars = draw_bars(compare(both))
+    bars = draw_bars(both)
     assert bars is not None
     assert bars.shape[1] == one.shape[1]
 
