@@ -17,8 +17,8 @@ from training_runs import command, start_program, wait_until
 
 from gpipe_cli.commands import sweep_folder
 from gpipe_cli.commands.outcome import Outcome, ended, fork_command
-from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of, varied_settings
-from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder, abandoned_runs
+from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
+from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder, left_out
 from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result, write_result
@@ -34,18 +34,18 @@ ODD = [
 def test_runs_are_named_by_what_differs() -> None:
     task = ["micro_batches=1,4", "epochs=2"]
     jobs = [["micro_batches=1", "epochs=2"], ["micro_batches=4", "epochs=2"]]
-    assert differences(jobs, task) == ["micro_batches=1", "micro_batches=4"]
-    assert differences([["partitions=2", "micro_batches=4"]], ["partitions=2,4", "micro_batches=4"]) == ["partitions=2"]
+    assert differences(jobs, task) == [(f"micro_batches={m}", {"micro_batches": m}) for m in (1, 4)]
     two = [["partitions=2", "micro_batches=4"], ["partitions=4", "micro_batches=8"]]
-    assert differences(two, []) == ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]
-    assert differences([["epochs=2"]], ["epochs=2"]) == ["run"]
-    assert differences([["epochs=2", "dry_run=True"]], ["epochs=2", "dry_run=true"]) == ["run"]  # as Hydra writes it
     twice = ["seed=3", "seed=1,2"]  # the last one counts
-    assert differences([["seed=3", "seed=1"], ["seed=3", "seed=2"]], twice) == ["seed=1", "seed=2"]
-    added = [["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]]
-    assert differences(added, []) == ["steps=5", "steps=9"]
-    assert varied_settings(added, []) == [{"steps": 5}, {"steps": 9}]
-    assert varied_settings(jobs, task) == [{"micro_batches": 1}, {"micro_batches": 4}]
+    for jobs, task, names in (
+        ([["partitions=2", "micro_batches=4"]], ["partitions=2,4", "micro_batches=4"], ["partitions=2"]),
+        (two, [], ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]),
+        ([["epochs=2"]], ["epochs=2"], ["run"]),
+        ([["epochs=2", "dry_run=True"]], ["epochs=2", "dry_run=true"], ["run"]),  # as Hydra writes it
+        ([["seed=3", "seed=1"], ["seed=3", "seed=2"]], twice, ["seed=1", "seed=2"]),
+        ([["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]], [], ["steps=5", "steps=9"]),
+    ):
+        assert [name for name, _ in differences(jobs, task)] == names
 
 
 def test_folders_are_new_and_safe(tmp_path: Path) -> None:
@@ -260,16 +260,16 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     resumed = SweepFolder("bench", ["-m"], path)
     with pytest.raises(ValueError, match=r"12-00-00_sweep: process .* is at work there; wait"):
         resumed.choose(path)
-    first.discard()
+    first.release()
     path.mkdir(exist_ok=True)
     assert resumed.choose(path) == path
-    resumed.discard()
+    resumed.release()
 
 
 def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     ours = SweepFolder("train", ["-m"])
     path = ours.choose(tmp_path / "sweep")
-    ours.write()
+    ours.record()
     (tmp_path / "notes.txt").touch()
     (path / "refused").mkdir()  # there was never a run
     (path / "refused" / "notes.txt").touch()
@@ -284,10 +284,10 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
         attempt = Attempt(number, 1, name, name)
         ours.give_up(attempt)
         ours.record(replace(attempt, folder=f"{name}-2"))
-    ours.discard()
+    ours.release()
     assert sorted(file.name for file in path.iterdir()) == ["kept", "refused", SWEEP, "wrong"]
     assert (tmp_path / "notes.txt").exists()
-    assert abandoned_runs(path) == abandoned_runs(tmp_path) == {path / name for name in ("kept", "refused", "wrong")}
+    assert left_out(path) == left_out(tmp_path) == ([], {path / name for name in ("kept", "refused", "wrong")})
 
 
 @contextlib.contextmanager

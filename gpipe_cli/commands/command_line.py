@@ -51,6 +51,7 @@ class CommandLine:
     options: dict[str, object]  # of Hydra: multirun, config_name, config_dir, ...
     overrides: dict[str, object]  # what was set: key or group, without +, and value (of a sweep: its text)
     swept: frozenset[str]  # those of them that have several values
+    typed: tuple[str, ...]  # the settings among the arguments
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises ValueError for a setting that the command has no use for: key, and what to do instead."""
@@ -108,7 +109,7 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     except RecursionError as error:
         raise ValueError("a setting is nested too deeply; no value is a list of lists") from error
     swept = frozenset(o.key_or_group for o in overrides if o.is_sweep_override())
-    return CommandLine(command, tuple(arguments), options, values, swept)
+    return CommandLine(command, tuple(arguments), options, values, swept, tuple(options["overrides"]))
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:

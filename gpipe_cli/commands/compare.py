@@ -81,7 +81,7 @@ def _folder(given: str) -> Path:
 
 
 def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
-    from gpipe_cli.commands.sweep_folder import abandoned_runs, runs_without_result
+    from gpipe_cli.commands.sweep_folder import left_out
     from gpipe_cli.reporting.compare.comparison import compare
     from gpipe_cli.reporting.compare.report import csv_of, show_comparison, write_comparison
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
@@ -89,9 +89,10 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     problems: list[str] = []
     found: dict[Path, Path] = {}  # each run once, however often it is named
     for folder in folders:
-        problems += runs_without_result(folder)
+        lines, abandoned = left_out(folder)
+        problems += lines
         try:
-            there, abandoned = {run.resolve(): run for run in find_runs(folder)}, abandoned_runs(folder)
+            there = {run.resolve(): run for run in find_runs(folder)}
             counts = {path: run for path, run in there.items() if path not in abandoned}
             found |= {path: run for path, run in (counts or there).items() if path not in found}
         except ValueError as error:

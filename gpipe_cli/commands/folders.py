@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from gpipe_cli.config.settings import TrainConfig
@@ -10,23 +11,21 @@ from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.system.files import LOCK, FolderInUseError, FolderLock, remove_partial_files
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """`path`, `path-2`, `path-3` and so on, without end."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
 def make_new(path: Path) -> Path:
-    """Makes the folder `path`, or `path-2` and so on if there is one; returns what was made.
-
-    Folders are named by time, which two commands of one second must not share.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    folder, count = path, 1
+    """Makes the first of `numbered(path)` that is not there: folders are named by time, which two commands of one
+    second must not share. Raises OSError if it cannot be made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
+    for folder in numbered(path):
+        with suppress(FileExistsError):
             folder.mkdir()
             return folder
-        except FileExistsError:
-            count += 1
-            folder = path.with_name(f"{path.name}-{count}")
+    raise AssertionError("without end")
 
 
 @contextmanager

@@ -5,12 +5,13 @@ job leaves (tensors, process groups, a CUDA context) stays for the next one. A f
 others go on. What has ended is written down: a sweep can be resumed.
 """
 
-import contextlib
+import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -21,10 +22,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from gpipe_cli.commands.command_line import CommandLine, drop_others, read, translated
+from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.outcome import (
     BAD_INPUT,
     FAILED,
@@ -36,13 +37,13 @@ from gpipe_cli.commands.outcome import (
     import_torch,
 )
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
+from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
+from gpipe_cli.config.setting_owners import key_of
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import SettingError, quoted, settings, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
-from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.bench import HOPELESS, bench_status
 from gpipe_cli.reporting.tables.sweep import Run, number_of, top1
 
@@ -63,12 +64,13 @@ class Cell:
     number: int  # within the sweep; the first is 1
     name: str  # what differs: `micro_batches=4`
     varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
-    overrides: Sequence[str]
     request: RunRequest | ValueError  # why it cannot run
 
 
-class Sweep:
-    """What `-m` asks for; for a single run it has nothing to do."""
+class Sweep(Launcher):
+    """What `-m` asks for: how Hydra's sweepers run their jobs. For a single run it has nothing to do."""
+
+    current: "Sweep"  # that of this process
 
     def __init__(
         self, line: CommandLine, folder: SweepFolder, requested: Requested, rounds_of: Callable[[DictConfig], int]
@@ -92,61 +94,70 @@ class Sweep:
 
     def end(self) -> None:
         """Allow others into the folder again; nothing is left of a sweep that never began."""
-        self._folder.discard()
+        self._folder.release()
 
-    def set_up(self, config: DictConfig) -> None:
-        """Take the rounds from `config`, and set `hydra.sweep.dir` in it to the folder that the sweep gets."""
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take the rounds from `config`, and set `hydra.sweep.dir` in it, which the sweeper has too, to the folder that
+        the sweep gets."""
         if torchrun() is not None:
             raise ValueError(
                 f"torchrun: each of its processes would run the whole sweep; call gpipe {self.line.command} -m on one "
                 "machine without it, or torchrun once for each configuration"
             )
+        self._config, self._loader = config, hydra_context.config_loader
         folder = self._folder.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder)
         self.rounds = self._rounds_of(config)
 
-    def launch(self, jobs: Sequence[Sequence[str]], first: int, compose: Callable[[Sequence[str]], DictConfig]) -> None:
-        """Run a batch of a sweeper's jobs, of which the first one is number `first`, counted from 0."""
-        requests = [self._request(compose, job) for job in jobs]
-        if first == 0 and not self._folder.resumes:
-            _refuse(requests)
-        jobs = [[o for o in job if not o.lstrip("+~").startswith("hydra")] for job in jobs]
-        typed = self.line.options["overrides"]
-        assert isinstance(typed, list)
-        named, varied = differences(jobs, typed), varied_settings(jobs, typed)
-        cells = [
-            Cell(number, *of_job)
-            for number, of_job in enumerate(zip(named, varied, jobs, requests, strict=True), first + 1)
-        ]
-        self._folder.write()
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run a batch of a sweeper's jobs, of which the first one has this number, counted from 0.
+
+        Returns:
+            for a sweeper that searches: of each its accuracy on the test set, or the measured speed.
+        """
+        begins = initial_job_idx == 0 and not self._folder.resumes
+        requests = [self._request(job) for job in job_overrides]
+        refusals = [request for request in requests if isinstance(request, ValueError)]
+        for refusal in refusals if begins else ():
+            if isinstance(refusal, SettingError) or len(refusals) == len(requests):
+                raise refusal
+        jobs = [[o for o in job if not o.lstrip("+~").startswith("hydra")] for job in job_overrides]
+        named = zip(differences(jobs, self.line.typed), requests, strict=True)
+        cells = [Cell(number, *of, request) for number, (of, request) in enumerate(named, initial_job_idx + 1)]
+        self._folder.record()
         self.planned += len(cells) * self.rounds
-        turns = [(turn, cell) for turn in range(1, self.rounds + 1) for cell in cells]
         last: dict[int, Run] = {}
-        for turn, cell in turns:
+        for turn, cell in itertools.product(range(1, self.rounds + 1), cells):
             if (before := last.get(cell.number)) and self._is_final(before) and bench_status(before) in HOPELESS:
                 self.planned -= 1  # another round would give the same
                 continue
-            run = self._turn(cell, turn, first + len(cells))
+            run = self._turn(cell, turn, initial_job_idx + len(cells))
             if run is not None:  # once the sweep has ended, those that ended before it went on
                 last[cell.number] = run
                 self.runs.append(run)
         if self._ended is not None:
             raise self._ended
         refused = [run for run in self.runs if run.exit_code == BAD_INPUT]
-        if first == 0 and not self._folder.resumes and len(refused) == len(self.runs):
-            self._folder.withdraw()
+        if begins and len(refused) == len(self.runs):
+            (self.path / SWEEP).unlink()
             self.runs.clear()
             raise ValueError(refused[0].error)
+        # that a run failed is not Hydra's to report
+        returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in job_overrides]
+        for cell, returned in zip(cells, returns, strict=True):
+            result = last[cell.number].result
+            measured = self.line.command == "bench"
+            returned.return_value = number_of(result.get("samples_per_second")) if measured else top1(result)
+        return returns
 
-    def score(self, number: int) -> float | None:
-        """Of the cell `number`, for a sweeper that searches: the accuracy on the test set, or the measured speed."""
-        result = next(run.result for run in reversed(self.runs) if run.number == number)
-        return top1(result) if self.line.command == "train" else number_of(result.get("samples_per_second"))
-
-    def _request(self, compose: Callable[[Sequence[str]], DictConfig], job: Sequence[str]) -> RunRequest | ValueError:
+    def _request(self, job: Sequence[str]) -> RunRequest | ValueError:
         try:
-            return self._requested(compose(job), values_of(job))
+            tree = self._loader.load_sweep_config(self._config, list(job))
+            with read_write(tree), open_dict(tree):
+                del tree["hydra"]
+            drop_others(self.line.command, tree)
+            return self._requested(tree, values_of(job))
         except ValueError as error:
             return error
         except (HydraException, OmegaConfBaseException) as error:
@@ -155,15 +166,13 @@ class Sweep:
     def _turn(self, cell: Cell, turn: int, of: int) -> Run | None:
         """One run of a cell; None if the sweep ended before it began."""
         title = f"run {cell.number} of {of}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
-        before = self._folder.last(cell.number, turn, cell.name)
+        before = self._folder.attempts.get((cell.number, turn))
+        if before is not None and before.name != cell.name:
+            before = None
         if before is not None and self._is_final(run := self._run(before, cell)):
-            if self._ended is None:
-                with self._console() as console:
-                    console.print(Text(f"{title}: {self._status(run)} before, skipped"), soft_wrap=True)
+            self._say(Text(f"{title}: {self._status(run)} before, skipped"))
             return run
-        if self._ended is None:
-            with self._console() as console:
-                console.rule(Text(title), align="left")
+        self._say(Text(title), rule=True)
         if self._ended is not None:
             return None
         if before is not None and self.line.command == "train" and before.folder:
@@ -172,9 +181,7 @@ class Sweep:
                 run = self._perform(cell, before, folder, goes_on=True)
                 if run.exit_code != BAD_INPUT or self._ended is not None:
                     return run
-                with self._console() as console:
-                    again = f"{escape(cell.name)} cannot go on; it begins again"
-                    console.print(again, soft_wrap=True, highlight=False)
+                self._say(Text(f"{cell.name} cannot go on; it begins again"))
         if before is not None:
             self._folder.give_up(before)
         return self._perform(cell, Attempt(cell.number, turn, cell.name, ""), free_folder(self.path, cell.name))
@@ -192,16 +199,13 @@ class Sweep:
             self._ended = BrokenPipeError
         if now.exit_code not in (0, FAILED, BAD_INPUT):
             fork_server.kill()  # with the workers of a fork that could not end them itself
-        error = str(_result(folder).get("error") or now.error) if now.exit_code else ""
-        seconds = time.monotonic() - begin
-        attempt = replace(attempt, exit_code=now.exit_code, seconds=seconds, error=error)
+        error = str(result_or_nothing(folder).get("error") or now.error) if now.exit_code else ""
+        attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
         self._folder.record(attempt)
         run = self._run(attempt, cell)
         if run.failed:
-            why = "" if self._ended is KeyboardInterrupt else f": {escape(error)}"
-            with self._console() as console:
-                line = f"[red]{self._status(run)}[/red] {escape(cell.name)}{why}"
-                console.print(line, soft_wrap=True, highlight=False)
+            why = "" if self._ended is KeyboardInterrupt else f": {error}"
+            self._say(Text.assemble((self._status(run), "red"), f" {cell.name}{why}"), always=True)
         return run
 
     def _in_fork(self, request: RunRequest | ValueError, folder: Path, *, goes_on: bool) -> Outcome:
@@ -214,7 +218,7 @@ class Sweep:
 
     def _run(self, attempt: Attempt, cell: Cell) -> Run:
         folder = self.path / attempt.folder
-        result = _result(folder)
+        result = result_or_nothing(folder)
         done = result.get("status") in ("completed", "dry_run")  # even if it was interrupted while it drew pictures
         return Run(
             attempt.name,
@@ -238,38 +242,18 @@ class Sweep:
     def _status(self, run: Run) -> str:
         return bench_status(run).replace("_", " ") if self.line.command == "bench" else run.status
 
-    @contextlib.contextmanager
-    def _console(self) -> Iterator[Console]:
-        """A console; when its reader has ended (`| head`), the sweep ends, and keeps the results that it has."""
+    def _say(self, line: Text, *, rule: bool = False, always: bool = False) -> None:
+        """Prints a line, unless the sweep has ended. When nobody reads it (`| head`), the sweep ends, and keeps the
+        results that it has."""
+        if self._ended is not None and not always:
+            return
         try:
-            yield Console()
+            if rule:
+                Console().rule(line, align="left")
+            else:
+                Console().print(line, soft_wrap=True)
         except SystemExit:  # which rich raises then
             self._ended = BrokenPipeError
-
-
-class SweepLauncher(Launcher):
-    """How Hydra's sweepers run their jobs: as those of the one sweep of this process."""
-
-    sweep: Sweep
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self._config, self._loader = config, hydra_context.config_loader
-        self.sweep.set_up(config)  # the sweeper has this tree, too
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        self.sweep.launch(job_overrides, initial_job_idx, self._compose)
-        # that a run failed is not Hydra's to report
-        returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in job_overrides]
-        for number, returned in enumerate(returns, start=initial_job_idx + 1):
-            returned.return_value = self.sweep.score(number)
-        return returns
-
-    def _compose(self, job: Sequence[str]) -> DictConfig:
-        tree = self._loader.load_sweep_config(self._config, list(job))
-        with read_write(tree), open_dict(tree):
-            del tree["hydra"]
-        drop_others(self.sweep.line.command, tree)
-        return tree
 
 
 def sweep_of(
@@ -290,10 +274,16 @@ def sweep_of(
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
-    SweepLauncher.sweep = Sweep(line, folder, requested, rounds_of)
-    # `hydra.launcher._target_` names it; Hydra makes it by its name and from the configuration
-    Plugins.instance().class_name_to_class["hydra_plugins.gpipe_cli.SweepLauncher"] = SweepLauncher
-    return SweepLauncher.sweep
+    Sweep.current = Sweep(line, folder, requested, rounds_of)
+    # `hydra.launcher._target_` names it; Hydra calls it by its name
+    launchers: dict[str, Any] = Plugins.instance().class_name_to_class
+    launchers["hydra_plugins.gpipe_cli.SweepLauncher"] = current_sweep
+    return Sweep.current
+
+
+def current_sweep() -> Sweep:
+    """The launcher that Hydra uses."""
+    return Sweep.current
 
 
 def _refuse_place(line: CommandLine) -> None:
@@ -313,37 +303,33 @@ def _resumed_folder(line: CommandLine) -> SweepFolder | None:
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
         return None
-    typed = line.options["overrides"]
-    assert isinstance(typed, list)
-    more = [one for one in typed if one.partition("=")[0].lstrip("+") != "resume"]
+    more = [one for one in line.typed if one.partition("=")[0].lstrip("+") != "resume"]
     named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
     more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
     if more:
         raise ValueError(
             f"{more[0]}: resume={given} is a sweep, whose runs would then differ in more than it says; leave it out"
         )
-    folder = SweepFolder(line.command, (), Path(given))
-    folder.read()
+    folder = SweepFolder.read(Path(given))
+    if folder.command != line.command:
+        go_on = f"gpipe {folder.command} {override('resume', given)}"
+        raise ValueError(f"resume={given}: is a sweep of gpipe {folder.command}; go on with it by {go_on}")
+    folder.arguments = [argument for argument in folder.arguments if not argument.startswith(PLACE)]
     return folder
 
 
-def _refuse(requests: Sequence[RunRequest | ValueError]) -> None:
-    """Raises ValueError, before anything runs, if every cell is refused, or one for a value that is wrong whatever the
-    others are."""
-    refusals = [request for request in requests if isinstance(request, ValueError)]
-    for refusal in refusals:
-        if isinstance(refusal, SettingError) or len(refusals) == len(requests):
-            raise refusal
+def differences(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[tuple[str, dict[str, object]]]:
+    """The settings in which each job differs from the others: as a name, `partitions=2,seed=4`, and their values in the
+    order in which they were typed; `task` is what was typed."""
+    typed = OverridesParser.create().parse_overrides(list(task))
+    swept = {o.key_or_group for o in typed if o.is_sweep_override()}
+    same = {o.key_or_group for o in typed} - swept  # by key: Hydra writes a true as True
 
+    def varies(override: str) -> bool:
+        return key_of(override) not in same and (len(jobs) == 1 or any(override not in job for job in jobs))
 
-def differences(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[str]:
-    """The settings in which each job differs from the others, `seed=4,partitions=2`; `task` is what was typed."""
-    return [",".join(sorted(o.lstrip("+") for o in job)) or "run" for job in _varied(jobs, task)]
-
-
-def varied_settings(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[dict[str, object]]:
-    """The same as settings and their values, in the order in which they were typed."""
-    return [values_of(job) for job in _varied(jobs, task)]
+    varied = [[override for override in job if varies(override)] for job in jobs]
+    return [(",".join(sorted(o.lstrip("+") for o in job)) or "run", values_of(job)) for job in varied]
 
 
 def values_of(job: Sequence[str]) -> dict[str, object]:
@@ -354,28 +340,4 @@ def values_of(job: Sequence[str]) -> dict[str, object]:
 def free_folder(parent: Path, name: str) -> Path:
     """A folder for the run `name` that does not exist yet; its name is one that every file system takes."""
     safe = re.sub(r"[^\w.,=+\[\]-]", "_", name.replace("'", "").replace('"', ""))[:150].strip(".") or "run"
-    folder, count = parent / safe, 1
-    while folder.exists():
-        count += 1
-        folder = parent / f"{safe}-{count}"
-    return folder
-
-
-def _varied(jobs: Sequence[Sequence[str]], task: Sequence[str]) -> list[list[str]]:
-    """Of each job the overrides that not all have."""
-    typed = OverridesParser.create().parse_overrides(list(task))
-    swept = {o.key_or_group for o in typed if o.is_sweep_override()}
-    same = {o.key_or_group for o in typed} - swept  # by key: Hydra writes a true as True
-
-    def varies(override: str) -> bool:
-        key = override.lstrip("+~").partition("=")[0]
-        return key not in same and (len(jobs) == 1 or any(override not in job for job in jobs))
-
-    return [[override for override in job if varies(override)] for job in jobs]
-
-
-def _result(folder: Path) -> dict[str, object]:
-    try:
-        return read_result(folder, RESULT)
-    except (OSError, ValueError):
-        return {}
+    return next(folder for folder in numbered(parent / safe) if not folder.exists())
