@@ -4,7 +4,6 @@ Patterns name layers, modules inside them or parameters. What is frozen is decid
 that every process freezes the same and every boundary knows whether gradients come back over it.
 """
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -71,10 +70,5 @@ def _all_but(classifier: frozenset[str], model: nn.Sequential) -> tuple[list[str
 
 
 def _is_inside(name: str, modules: set[str]) -> bool:
-    return any(parent in modules for parent in _parents(name))
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in modules for depth in range(1, len(parts)))

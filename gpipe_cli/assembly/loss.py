@@ -7,7 +7,8 @@ micro-batches differ in size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 import torch
 from torch.nn import functional as F
@@ -28,13 +29,7 @@ class Totals:
     top5: float  # images only
 
     def __add__(self, other: "Totals") -> "Totals":
-        return Totals(
-            self.elements + other.elements,
-            self.loss + other.loss,
-            self.cross_entropy + other.cross_entropy,
-            self.top1 + other.top1,
-            self.top5 + other.top5,
-        )
+        return Totals(*map(add, astuple(self), astuple(other)))
 
     @property
     def means(self) -> tuple[float, float, float, float]:
@@ -61,9 +56,7 @@ class CrossEntropy:
         auxiliary_weight: float,
         device: torch.device | None = None,
     ) -> None:
-        self._elements = targets.numel() - int(
-            (targets == IGNORED).sum()
-        )  # counted on the CPU: nothing waits for a GPU
+        self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
         self._targets = split(targets.to(device, non_blocking=True), sizes)
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight

@@ -9,12 +9,14 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import load, save
 from torch import Tensor
 
+from gpipe_cli.config.typed import one_line
 from gpipe_cli.system.files import write_whole
 
 _DIGEST_BYTES = 16
@@ -56,25 +58,29 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
     if (content := _read(path)) is not None:
         return content
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f".{name}.lock").open("w")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends when the file is closed, by the system if the process dies
-        if (content := _read(path)) is not None:  # another process has made it while this one waited
+        with locked(folder / f".{name}.lock"):
+            if (content := _read(path)) is None:  # otherwise another process has made it while this one waited
+                content = make()
+                write_whole(path, _digest(content) + content)
             return content
-        content = make()
-        try:
-            write_whole(path, hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        return content
+    except OSError as error:
+        raise ValueError(
+            f"dataset.cache={folder}: cannot be written ({one_line(error)}); set dataset.cache to a folder that can"
+        ) from error
 
 
 def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """As `cached`, for named tensors."""
     return load(cached(folder, name, lambda: save(make())))
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Every process of a run opens the data; inside there is one at a time. The system ends it if the process dies."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends when the file is closed
+        yield
 
 
 def _read(path: Path) -> bytes | None:
@@ -83,11 +89,9 @@ def _read(path: Path) -> bytes | None:
         stored = path.read_bytes()
     except OSError:
         return None
-    expected, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-    return content if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() == expected else None
+    content = stored[_DIGEST_BYTES:]
+    return content if _digest(content) == stored[:_DIGEST_BYTES] else None
 
 
-def _unwritable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"dataset.cache={folder}: cannot be written ({error.strerror or error}); set dataset.cache to a folder that can"
-    )
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()

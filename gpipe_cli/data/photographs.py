@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from gpipe_cli.config.typed import RefusedError, one_line
-from gpipe_cli.data.readers import Files, Samples, one_process_at_a_time, read_folders
+from gpipe_cli.data.cache import locked
+from gpipe_cli.data.readers import Files, Samples, read_folders
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -135,7 +136,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
     try:
         # Unpacking needs a disk that can be written to; reading must not.
         if (meta.is_file() or devkit.is_file()) and os.access(root, os.W_OK):
-            with one_process_at_a_time(root):
+            with locked(root / ".download.lock"):
                 if not (meta.is_file() and (root / "train").is_dir() and (root / "val").is_dir()):
                     for split in ("train", "val"):
                         ImageNet(str(root), split=split)
@@ -156,7 +157,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
 def _download(name: str, root: Path) -> None:
     folder = root / PHOTOGRAPHS[name].folder
     try:
-        with one_process_at_a_time(root):
+        with locked(root / ".download.lock"):
             _open_listed(name, root, "training", download=True)
     except Exception as error:  # the network, the archive and the annotations fail in many ways
         raise ValueError(

@@ -6,10 +6,7 @@ download and teach a small model in minutes. Each reader checks what a user can 
 decoding an image.
 """
 
-import fcntl
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +16,7 @@ from torch import Tensor
 
 from gpipe_cli.config.dataset import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.data.cache import locked
 from gpipe_cli.data.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -101,18 +99,14 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[
     folder = root / reader.base_folder
     try:
         if download:
-            with one_process_at_a_time(root):
+            with locked(root / ".download.lock"):
                 reader(str(root), download=True)
         splits = [reader(str(root), train=train) for train in (True, False)]
     except (RuntimeError, OSError) as error:
+        why = f"the files of '{folder}' are missing or damaged ({one_line(error)})"
         if download:
-            raise ValueError(
-                f"dataset.download=true: could not download {reader.url} to '{root}' ({one_line(error)}); "
-                f"check the network, or unpack the archive so that '{folder}' exists"
-            ) from error
-        found = "are damaged or incomplete (MD5)" if folder.is_dir() else "are missing"
-        use = f"set dataset.download=true, or dataset.root to the folder that holds '{reader.base_folder}'"
-        raise RefusedError("dataset.root", root, f"the files of '{folder}' {found}; {use}") from error
+            raise RefusedError("dataset.download", True, f"{why}; check the network, or unpack {reader.url}") from error
+        raise RefusedError("dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}") from error
     train, test = (
         Samples(
             torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(),
@@ -167,12 +161,3 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
         targets = torch.tensor([number for _, number in listed], dtype=torch.int64)
         splits.append(Samples(Files(tuple(path for path, _ in listed)), targets, tuple(numbers)))
     return splits[0], splits[1]
-
-
-@contextmanager
-def one_process_at_a_time(root: Path) -> Iterator[None]:
-    """Every process of a run opens the data; only the first may download, the others wait and find the files."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".download.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends when the file is closed
-        yield
