@@ -30,7 +30,11 @@ class Catalogue:
     samples: int
     lengths: Tensor | None = None  # int32 (n, d): tokens of each sample along each dimension that varies
     groups: Tensor | None = None  # int32 (n,): the language of each sample, for temperature sampling
-    fixed_lengths: tuple[int, ...] = ()  # where all samples have the same: the window of a language model
+
+    @classmethod
+    def of_windows(cls, samples: int, lengths: tuple[int, ...]) -> "Catalogue":
+        """Of samples that all have the same lengths."""
+        return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
 class Split(Protocol):
@@ -61,9 +65,8 @@ class MiniBatches:
     """The samples of `catalogue` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; exactly
     one of the two is given. Epochs and positions count from 0.
 
-    shuffle: images, and samples that all have the same lengths, come in a new order each epoch. Others are sorted by
-    length, ties in a new order; cut; and the mini-batches are shuffled. Without it they are sorted by length, or stay
-    in order, the same each epoch.
+    shuffle: images come in a new order each epoch. Others are sorted by length, ties in a new order; cut; and the
+    mini-batches are shuffled. Without it they are sorted by length, or stay in order, the same each epoch.
 
     batch_tokens: a mini-batch of n samples, padded to lengths (S, T), counts as n * max(S, T) tokens: the larger of
     what the encoder and the decoder compute.
@@ -90,15 +93,12 @@ class MiniBatches:
     ) -> None:
         assert (batch_size is None) != (batch_tokens is None), (batch_size, batch_tokens)
         assert catalogue.samples > 0, catalogue.samples
-        assert catalogue.lengths is None or not catalogue.fixed_lengths, "lengths differ or are fixed"
         self.samples = catalogue.samples
         self._catalogue = catalogue
         self._batch_size, self._batch_tokens = batch_size, batch_tokens
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._temperature = None if temperature == 1 else temperature
-        longest = max(catalogue.fixed_lengths, default=0)
-        if catalogue.lengths is not None:
-            longest = int(catalogue.lengths.max())
+        longest = 0 if catalogue.lengths is None else int(catalogue.lengths.max())
         if batch_tokens is not None and batch_tokens < longest:
             raise ValueError(
                 f"batch_tokens={batch_tokens}: the longest sentence has {longest} tokens; use {longest} or more"
@@ -132,9 +132,9 @@ class MiniBatches:
 
     def _cut_epoch(self, epoch: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The samples of each mini-batch of an epoch, and what they are padded to."""
-        lengths, fixed = self._catalogue.lengths, self._catalogue.fixed_lengths
-        images = lengths is None and not fixed
-        generator = torch.Generator().manual_seed(seed_of("order" if images else "token order", self._seed, epoch))
+        lengths = self._catalogue.lengths
+        purpose = "order" if lengths is None else "token order"
+        generator = torch.Generator().manual_seed(seed_of(purpose, self._seed, epoch))
         order = torch.arange(self.samples)
         if self._temperature is not None:
             assert self._catalogue.groups is not None, "no languages to draw from"
@@ -144,17 +144,17 @@ class MiniBatches:
             order = order[torch.randperm(len(order), generator=generator)]
         if self._drop_last and self._batch_size is not None:  # before they are sorted, or it would be the longest ones
             order = order[: len(order) // self._batch_size * self._batch_size]
-        if lengths is not None:
-            order = order[_by_length(lengths[order])]
+        if lengths is None:
+            assert self._batch_size is not None, "images have no tokens"
+            return [(part, ()) for part in order.split(self._batch_size)]
+        order = order[_by_length(lengths[order])]
         if self._batch_size is not None:
             parts = order.split(self._batch_size)
         else:
             assert self._batch_tokens is not None
-            longest = [max(fixed)] * len(order) if lengths is None else lengths[order].amax(dim=1).tolist()
-            parts = order.split(_sizes(longest, self._batch_tokens))
-        widths = [fixed if lengths is None else tuple(lengths[part].amax(dim=0).tolist()) for part in parts]
-        batches = list(zip(parts, widths, strict=True))
-        if images or not self._shuffle:  # in the order of the samples
+            parts = order.split(_sizes(lengths[order].amax(dim=1).tolist(), self._batch_tokens))
+        batches = [(part, tuple(lengths[part].amax(dim=0).tolist())) for part in parts]
+        if not self._shuffle:
             return batches
         turns = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[turns[step % len(turns)]] for step in range(self.steps_per_epoch or len(turns))]

@@ -31,7 +31,7 @@ class TextSplit:
 
     @property
     def catalogue(self) -> Catalogue:
-        return Catalogue(len(self), fixed_lengths=(self.length,))
+        return Catalogue.of_windows(len(self), (self.length,))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """One int64 (n, length): the tokens of windows `indices`."""

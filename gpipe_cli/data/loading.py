@@ -20,17 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpipe_cli.data.batches import MiniBatches, Split
-from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.system.parent_death import end_with_parent
-
-
-def default_workers(name: str, cores: int) -> int:
-    """How many loader processes suit the data set `name` on a machine with `cores` cores.
-
-    Decoding files takes several cores at full speed; more than 8 rarely help one accelerator's host. Images in memory
-    need one process, enough to overlap with the step.
-    """
-    return max(1, min(cores, 8)) if name in DECODED else 1
 
 
 class LoadedBatches:

@@ -29,7 +29,7 @@ class SyntheticText:
 
     @property
     def catalogue(self) -> Catalogue:
-        return Catalogue(self.samples, fixed_lengths=(self.length,) * (2 if self.pairs else 1))
+        return Catalogue.of_windows(self.samples, (self.length,) * (2 if self.pairs else 1))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """int64 (n, length): tokens; or sources and targets so far, each of that shape."""

@@ -13,8 +13,9 @@ from gpipe_cli.assembly.build import open_data, outputs_of
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.language_model import TextSplit
-from gpipe_cli.data.loading import LoadedBatches, default_workers
+from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.pairs import languages_of
+from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.distributed.control_group import ControlGroup
@@ -172,4 +173,6 @@ def workers_of(config: TrainConfig) -> int:
         return config.data_workers
     if config.task != "classification":
         return 0  # a batch of text is a few look-ups, less than it takes to hand it over
-    return default_workers(config.dataset.name, usable_cores())
+    # Decoding files takes several cores at full speed; more than 8 rarely help one accelerator's host. Images in memory
+    # need one process, enough to overlap with the step.
+    return min(usable_cores(), 8) if config.dataset.name in DECODED else 1

@@ -166,7 +166,7 @@ def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:
 
 @pytest.mark.parametrize("limit", [{"batch_size": 4}, {"batch_tokens": 4 * 16 + 15}])
 def test_sentences_of_fixed_lengths(limit: dict[str, int]) -> None:
-    data = Catalogue(10, fixed_lengths=(16, 12))
+    data = Catalogue.of_windows(10, (16, 12))
     shuffled, ordered = batches_of(data, **limit), batches_of(data, **limit, shuffle=False)
     assert epoch_of(ordered, 0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     parts = epoch_of(shuffled, 0)
@@ -175,7 +175,7 @@ def test_sentences_of_fixed_lengths(limit: dict[str, int]) -> None:
     assert [shuffled.lengths(0, position) for position in range(3)] == [(16, 12)] * 3
 
 
-@pytest.mark.parametrize(("data", "longest"), [(sentences(), 30), (Catalogue(10, fixed_lengths=(8,)), 8)])
+@pytest.mark.parametrize(("data", "longest"), [(sentences(), 30), (Catalogue.of_windows(10, (8,)), 8)])
 def test_the_longest_sentence_must_fit(data: Catalogue, longest: int) -> None:
     line = rf"^batch_tokens={longest - 1}: the longest sentence has {longest} tokens; use {longest} or more$"
     with pytest.raises(ValueError, match=line):

@@ -21,7 +21,6 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length:
     stream = torch.arange(100, 111, dtype=torch.int32)  # 10 tokens to predict
     split = TextSplit(stream, length, Vocabulary(b""))
     assert len(split) == split.catalogue.samples == -(-10 // length)
-    assert split.catalogue.fixed_lengths == (length,)
     indices = torch.arange(len(split)).flip(0)  # in any order
     (inputs,) = split.inputs(7, indices.tolist(), (length,))
     targets = split.targets_of(indices, (length,))

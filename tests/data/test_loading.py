@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from image_files import EVERYTHING, opened, write_images
+from training_runs import configure
 
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
-from gpipe_cli.data.loading import LoadedBatches, default_workers
+from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.training.data_feed import workers_of
 
 
 @pytest.fixture
@@ -109,6 +111,7 @@ CONSUMER = """
 import signal, sys, time
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.training.data_feed import workers_of
 from gpipe_cli.data.synthetic_text import SyntheticText
 
 if __name__ == "__main__":
@@ -150,6 +153,8 @@ def test_a_killed_consumer_leaves_no_process_behind(tmp_path: Path, number: sign
     assert errors.count("Traceback") == (1 if number == signal.SIGINT else 0), errors  # the consumer's own, no worker's
 
 
-def test_default_workers() -> None:
-    assert [default_workers("image_folder", cores) for cores in (1, 2, 8, 64)] == [1, 2, 8, 8]
-    assert {default_workers(name, 64) for name in ("digits", "cifar10", "cifar100", "synthetic_images")} == {1}
+def test_decoding_files_has_several_workers_and_images_in_memory_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = configure("dataset=image_folder", "dataset.root=nowhere", "dataset.num_classes=2")
+    for cores, workers in ((1, 1), (2, 2), (64, 8)):
+        monkeypatch.setattr("gpipe_cli.training.data_feed.usable_cores", lambda cores=cores: cores)
+        assert [workers_of(folders), workers_of(configure())] == [workers, 1]

@@ -16,7 +16,6 @@ def make(seed: int = 0, *, pairs: bool = False) -> tuple[SyntheticText, Syntheti
 def test_targets_are_the_next_tokens() -> None:
     train, test = make()
     assert (train.catalogue.samples, test.catalogue.samples) == (40, 3)
-    assert train.catalogue.fixed_lengths == (16,)
     (inputs,) = train.inputs(0, range(40), (16,))
     targets = train.targets_of(torch.arange(40), (16,))
     assert inputs.shape == targets.shape == (40, 16)
@@ -26,7 +25,7 @@ def test_targets_are_the_next_tokens() -> None:
 
 def test_pairs_begin_with_begin() -> None:
     train, _ = make(pairs=True)
-    assert train.catalogue.fixed_lengths == (16, 16)
+    assert train.catalogue.lengths[3].tolist() == [16, 16]  # type: ignore[index]
     sources, so_far = train.inputs(0, [4, 2], (16, 16))
     targets = train.targets_of(torch.tensor([4, 2]), (16, 16))
     assert sources.shape == so_far.shape == targets.shape == (2, 16)

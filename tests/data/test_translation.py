@@ -53,7 +53,6 @@ def test_catalogue(splits: tuple[PairSplit, PairSplit]) -> None:
     assert train.vocabulary.size == 300
     catalogue = train.catalogue
     assert catalogue.samples == 124
-    assert catalogue.fixed_lengths == ()
     assert catalogue.lengths is not None
     assert catalogue.groups is not None
     assert catalogue.lengths.shape == (124, 2)
