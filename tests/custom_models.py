@@ -59,17 +59,6 @@ def says_costs(costs: Sequence[float | None] = (None,) * 8) -> nn.Sequential:
     return model
 
 
-class Recurrent(nn.Module):
-    """Returns a tensor and a tuple of tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(24, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> object:
-        return self.lstm(x.flatten(1, 2))
-
-
 class LookUp(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return {}["x"]  # type: ignore[no-any-return]
@@ -81,7 +70,7 @@ def reads_values() -> nn.Sequential:
 
 
 def returns_nested() -> nn.Sequential:
-    return nn.Sequential(Recurrent(), nn.Flatten(), nn.Linear(4, 10))
+    return nn.Sequential(Does(lambda x: (x, (x,))), nn.Flatten(), nn.Linear(4, 10))
 
 
 def looks_up() -> nn.Sequential:
@@ -92,13 +81,8 @@ def has_nothing() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.ReLU())
 
 
-class Named(nn.Linear):
-    def forward(self, x: torch.Tensor) -> object:  # type: ignore[override]
-        return {"x": super().forward(x)}
-
-
 def returns_names() -> nn.Sequential:
-    return nn.Sequential(Named(24, 2))
+    return nn.Sequential(Does(lambda x: {"x": x}), nn.Linear(24, 2))
 
 
 class Noise(nn.Module):
@@ -149,16 +133,6 @@ def refuses_company(x: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         raise RuntimeError("not alone")
     return x + 0
-
-
-_calls = 0
-
-
-def counts_calls(x: torch.Tensor) -> torch.Tensor:
-    """Where no copy of the layer can have a count of its own; gives what depends on it."""
-    global _calls
-    _calls += 1
-    return x * (1 + _calls / 1000)
 
 
 class Tracking(nn.Module):
@@ -333,7 +307,6 @@ hides_in_place = network_with(lambda: Does(lambda x: x.relu() if x.is_meta else 
 halves_unseen = network_with(Hidden)
 wants_no_values = network_with(lambda: Does(refuses_values))
 is_lonely = network_with(lambda: Does(refuses_company))
-counts = network_with(lambda: Does(counts_calls))
 tracks = network_with(Tracking)
 
 

@@ -146,18 +146,17 @@ def relu_after_norm() -> nn.Module:
     return nn.ReLU(inplace=True)
 
 
-def convolution(in_channels: int, out_channels: int, norm: Norm, stride: int = 1) -> AfterRelu:
+def convolution(in_channels: int, out_channels: int, norm: Norm) -> AfterRelu:
     """(ReLU,) 1x1 convolution, batch norm."""
-    return AfterRelu(Convolution(in_channels, out_channels, stride=(stride, stride)), norm(out_channels))
+    return AfterRelu(Convolution(in_channels, out_channels), norm(out_channels))
 
 
-def _bottleneck(in_channels: int, out_channels: int, stride: int, norm: Norm, *, seven: bool) -> AfterRelu:
-    """(ReLU,) 1x1 to a quarter of the channels, 3x3 or 1x7 and 7x1 there, 1x1 back; batch norm and ReLU between."""
+def _bottleneck(in_channels: int, out_channels: int, stride: int, norm: Norm, *kernels: tuple[int, int]) -> AfterRelu:
+    """(ReLU,) 1x1 to a quarter of the channels, the `kernels` there, 1x1 back; batch norm and ReLU between."""
     inner = out_channels // 4
-    kernels = [((1, 7), (1, stride)), ((7, 1), (stride, 1))] if seven else [((3, 3), (stride, stride))]
     layers: list[nn.Module] = [Convolution(in_channels, inner)]
-    for kernel, strides in kernels:
-        layers += [norm(inner), relu_after_norm(), SameConvolution(inner, inner, kernel, strides)]
+    for kernel in kernels:
+        layers += [norm(inner), relu_after_norm(), SameConvolution(inner, inner, kernel, (stride, stride))]
     return AfterRelu(*layers, norm(inner), relu_after_norm(), Convolution(inner, out_channels), norm(out_channels))
 
 
@@ -183,9 +182,13 @@ def operation(name: str, in_channels: int, out_channels: int, stride: int, norm:
         case "identity" if stride == 1 and in_channels == out_channels:
             return nn.Identity()
         case "identity" | "1x1":
-            return convolution(in_channels, out_channels, norm, stride)
-        case "3x3" | "1x7_7x1":
-            return _bottleneck(in_channels, out_channels, stride, norm, seven=name == "1x7_7x1")
+            assert stride == 1, "no cell halves the resolution by it"
+            return convolution(in_channels, out_channels, norm)
+        case "3x3":
+            return _bottleneck(in_channels, out_channels, stride, norm, (3, 3))
+        case "1x7_7x1":
+            assert stride == 1, "no cell halves the resolution by it"
+            return _bottleneck(in_channels, out_channels, stride, norm, (1, 7), (7, 1))
         case "separable_3x3_2" | "separable_5x5_2":
             return _separable(in_channels, out_channels, stride, norm, kernel=3 if "3x3" in name else 5)
     pool = Pool(name, stride)

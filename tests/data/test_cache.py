@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import stat
 import time
 from pathlib import Path
 
@@ -55,16 +54,6 @@ def test_several_processes_make_it_once(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert told == {(tmp_path / "made").read_text().strip()}
-
-
-def test_files_are_for_everyone_that_the_umask_lets_read(tmp_path: Path) -> None:
-    """A team shares a cache folder."""
-    old = os.umask(0o022)
-    try:
-        cached(tmp_path, "a", lambda: b"content")
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

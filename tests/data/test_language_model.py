@@ -1,12 +1,15 @@
 """Windows of a text: every token predicted once, from the token before it."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.data.language_model import TextSplit, open_documents
+from gpipe_cli.data.text import unigram_perplexity
 from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary
 
 DOCUMENTS = [f"def {name}():\n    return {number}\n" for number in range(30) for name in ("north", "south", "sea")]
@@ -69,3 +72,15 @@ def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     assert len(opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1]) == 1
     with pytest.raises(ValueError, match=rf"^model\.length={most + 1}: "):
         opened(tmp_path, DOCUMENTS, ["north sea"], length=most + 1)
+
+
+def test_unigram_perplexity_in_closed_form() -> None:
+    """Stream 4 4 4 5 predicts 4, 4, 5: counts plus one over 3 + 6 ids are 3/9 and 2/9; an unseen id has 1/9."""
+
+    def split(*tokens: int) -> TextSplit:
+        return TextSplit(torch.tensor(tokens, dtype=torch.int32), 2, SimpleNamespace(size=6))  # type: ignore[arg-type]
+
+    train = split(4, 4, 4, 5)
+    assert math.isclose(unigram_perplexity(train, split(0, 4)), 9 / 3)
+    assert math.isclose(unigram_perplexity(train, split(0, 5)), 9 / 2)
+    assert math.isclose(unigram_perplexity(train, split(5, 4, 5, 0)), (3 * 4.5 * 9) ** (1 / 3))

@@ -1,4 +1,4 @@
-"""The wiring is that of the TPU reference's tables, a cell is wired so, and its two inputs are treated as there."""
+"""A cell is wired as the TPU reference's tables say, and its two inputs are treated as there."""
 
 import pytest
 import torch
@@ -9,14 +9,6 @@ from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, CellGenotype, Feature
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.models.operations import AfterRelu, FactorizedReduction
 
-# The reference's tables, retyped: the operations of each cell (their states are in `test_wiring`).
-OPERATIONS = {
-    ("b", 1): "1x1 max_pool_3x3, identity separable_3x3_2, 1x1 separable_3x3_2, 1x1 identity, avg_pool_3x3 1x1",
-    ("d", 1): "1x1 max_pool_3x3, identity 1x7_7x1, 1x1 1x7_7x1, max_pool_3x3 identity, avg_pool_3x3 1x1",
-    ("b", 2): "max_pool_2x2 max_pool_3x3, identity 3x3, separable_5x5_2 max_pool_3x3, identity separable_3x3_2, "
-    "avg_pool_3x3 1x1",
-    ("d", 2): "max_pool_2x2 max_pool_3x3, identity 3x3, 1x7_7x1 max_pool_3x3, identity max_pool_2x2, avg_pool_3x3 1x1",
-}
 CURRENT = FeatureMap(12, 7)
 PREVIOUS = FeatureMap(8, 7)  # as many channels as a state, so it is state 1 as it is
 
@@ -56,7 +48,6 @@ def test_wiring(
     variant: Variant, stride: int, wiring: list[tuple[int, int]], output: list[int], previous: FeatureMap
 ) -> None:
     genotype = (NORMAL if stride == 1 else REDUCTION)[variant]
-    assert ", ".join(" ".join(name for name, _ in pair) for pair in genotype.pairs) == OPERATIONS[variant, stride]
     assert [tuple(state for _, state in pair) for pair in genotype.pairs] == wiring
     cell = build(genotype, stride, previous)
     x, skip = inputs(previous)
