@@ -7,7 +7,8 @@ be recomputed.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -36,8 +37,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        stored = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return stored + self.activations_bytes + self.workspace_bytes
+        return sum(astuple(self))
 
 
 def saved_bytes(
@@ -80,10 +80,9 @@ class MemoryModel:
         """The most activations held at once on each stage."""
         graphs, inputs = [], []
         for span in bounds:
-            graph = {n: memory.graph_bytes(*span) for n, memory in self._of_size.items()}
-            boundary = {n: memory.input_bytes(*span) for n, memory in self._of_size.items()}
-            graphs.append([graph[n] for n in self._sizes])
-            inputs.append([boundary[n] for n in self._sizes])
+            held = {n: (of.graph_bytes(*span), of.input_bytes(*span)) for n, of in self._of_size.items()}
+            graphs.append([held[n][0] for n in self._sizes])
+            inputs.append([held[n][1] for n in self._sizes])
         return peak_bytes(schedule, graphs, inputs)
 
     def fewest_recomputations(self, bounds: Bounds, limit_bytes: int | None) -> Recompute:
@@ -106,13 +105,12 @@ class MemoryModel:
         # `auto` needs no more than this: what is gained by keeping less, it does
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
         schedule = checked_schedule(self._config.schedule, self._config.partitions, len(self._sizes), mode)
-        known: dict[object, list[int]] = {}  # stages that hold as much at the same time reach as far
-        rows = []
-        for moments in map(_fullest, live(schedule)):
-            if moments not in known:
-                known[moments] = [self._reach(first, moments, limit_bytes) for first in range(len(self._workspace))]
-            rows.append(known[moments])
-        return rows
+
+        @cache  # stages that hold as much at the same time reach as far
+        def row(moments: tuple[tuple[int, int], ...]) -> list[int]:
+            return [self._reach(first, moments, limit_bytes) for first in range(len(self._workspace))]
+
+        return [row(_fullest(moments)) for moments in live(schedule)]
 
     def _reach(self, first: int, moments: Sequence[tuple[int, int]], limit_bytes: int) -> int:
         layers = len(self._workspace)

@@ -3,8 +3,9 @@
 Every way to run the mini-batch is a row. The console folds rows that say the same; check.json has each of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from gpipe_cli.units import loss, plural
 from gpipe_cli.verify.differences import TOLERANCE, Row
 
 CHECK = "check.json"
-
-
 RECOMPUTE = ("always", "except_last", "never")
+_KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor")))
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ def write_check(folder: Path, report: CheckReport) -> Path:
 def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     """Shows the table, what is wrong in full, and the verdict."""
     headings = ("partitions", "schedule", "recompute", "executor", "result")
-    folded = _folded([row for row in report.rows if row.micro_batches == report.rows[0].micro_batches])
+    usual = report.rows[0].micro_batches
+    folded = _folded([row for row in report.rows if row.micro_batches == usual])
     console.print()
     show_table(console, Table.of_rows("", map(Column, headings), map(_cells, folded)), gap=3)
     console.print()
-    usual = report.rows[0].micro_batches
-    others = [row for row in report.rows if row.micro_batches != usual]
-    notes = [
-        (f"M = {row.micro_batches}", f"{_result(row)}, against M = {usual}{'' if row.bad else _more(row)}")
-        for row in others
-    ]
+    notes = []
+    for row in report.rows:
+        if row.micro_batches != usual:
+            why = f": {row.text}" if row.text and not row.bad else ""
+            notes.append((f"M = {row.micro_batches}", f"{_result(row)}, against M = {usual}{why}"))
     if any(row.verdict == "within tolerance" for row in report.rows):
         notes.append(("tolerance", f"{TOLERANCE:.0e} of the gradients' norm, where they are summed in another order"))
     unusual = {row.text: row.verdict for row in report.rows if row.bad or row.verdict == "left out"}
@@ -99,39 +99,28 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     show_line(console, report.verdict, "bold")
 
 
-def _folded(rows: Sequence[Row]) -> list[list[Row]]:
+def _folded(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Rows that say the same, together where they are all of a kind, and by partitions where they are not."""
+    for group in _grouped(rows, lambda row: (row.schedule, row.executor == "pytorch", *_outcome(row))):
+        if _is_whole(group, rows):
+            yield group
+            continue
+        for part in _grouped(group, lambda row: (row.partitions,)):
+            yield from [part] if _is_whole(part, rows) else [[row] for row in part]
+
+
+def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> Iterable[list[Row]]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.schedule, row.executor == "pytorch", *_outcome(row)), []).append(row)
-    folded = []
-    for group in groups.values():
-        if _is_whole(group, rows):
-            folded.append(group)
-            continue
-        parts: dict[int, list[Row]] = {}
-        for row in group:
-            parts.setdefault(row.partitions, []).append(row)
-        for part in parts.values():
-            folded += [part] if _is_whole(part, rows) else [[row] for row in part]
-    return folded
+        groups.setdefault(key(row), []).append(row)
+    return groups.values()
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
     """Whether the group is all there is of its partitions, recompute modes and executors: then a line can say so."""
-    partitions = {row.partitions for row in group}
-    modes = {row.recompute for row in group}
-    executors = {row.executor for row in group}
-    there = [
-        row
-        for row in rows
-        if row.schedule == group[0].schedule
-        and row.partitions in partitions
-        and row.recompute in modes
-        and row.executor in executors
-        and row.verdict not in ("reference", "within tolerance")
-    ]
-    return len(there) == len(group)
+    kinds = [{of(row) for row in group} for of in _KINDS]
+    there = [row for row in rows if all(of(row) in kind for of, kind in zip(_KINDS, kinds, strict=True))]
+    return len(group) == sum(row.verdict not in ("reference", "within tolerance") for row in there)
 
 
 def _outcome(row: Row) -> tuple[object, ...]:
@@ -155,10 +144,6 @@ def _result(row: Row) -> str:
     value = "" if row.difference is None or row.layer is not None else f" ({row.difference:.1e})"
     where = "" if row.layer is None else f" in layer {row.layer}"
     return f"{row.verdict}{where}{value}"
-
-
-def _more(row: Row) -> str:
-    return f": {row.text}" if row.text else ""
 
 
 def _ranges(numbers: Iterable[int]) -> str:
