@@ -17,7 +17,6 @@ from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
-from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.system.files import write_whole
@@ -48,9 +47,8 @@ def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: P
     else:
         config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
     files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
-    name = model_name(config)
-    written = plan_json(config, name, profile, made, comparisons, files)
-    title = f"{name}, K = {len(made.stages)}, M = {made.micro_batches}"
+    written = plan_json(config, profile, made, comparisons, files)
+    title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
     try:
         write_whole(folder / SETTINGS, to_yaml(config))
         write_picture(folder / PICTURE, draw([predicted_view(title, made)]))

@@ -26,6 +26,7 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
+from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import share_lines
@@ -38,38 +39,43 @@ GRID_STAGES, GRID_TICKS = 16, 400  # a larger one cannot be read
 GRID_LINES = 34  # in the console: two blocks of sixteen stages
 GIB, MIB = 2**30, 2**20
 
+Facts = dict[str, Any]  # of plan.json
+
 
 def plan_json(
     config: TrainConfig,
-    model_name: str,
     profile: ModelProfile,
     plan: Plan,
     comparisons: Sequence[Comparison],
     files: Mapping[str, str],
-) -> dict[str, Any]:
+) -> Facts:
     """What plan.json holds of the plan of `config`; units stand in the names, and null is what is not known.
 
     Layers and stages have the operations, bytes sent and seconds of one micro-batch, the largest if they are uneven;
     all else is of an optimizer step. `files`: written beside plan.json, what each is -> where.
     """
-    samples, stages = mini_batch_samples(config, profile.lengths), len(plan.stages)
+    samples, k = mini_batch_samples(config, profile.lengths), len(plan.stages)
     tokens = None if config.task == "classification" else samples * max(profile.lengths)
     hardware = _hardware(config, plan)
     peak = hardware["flops_per_second"]
     flops = round(sum(cost.flops for cost in profile.costs) * samples)
-    layers = _layers(profile, plan)
+    layers, stages = _stages(profile, plan, hardware["memory_bytes"])
+    recomputed_flops = sum(
+        recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
+        for recomputed, (first, end) in zip(plan.recomputed, plan.bounds, strict=True)
+    )
     shares = asdict(plan.breakdown)
     recompute: str = config.recompute
     if recompute == "auto":
-        recompute = f"auto ({sum(plan.recomputed)} of {stages * plan.micro_batches} forwards)"
-    drawable = stages <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
+        recompute = f"auto ({sum(plan.recomputed)} of {k * plan.micro_batches} forwards)"
+    drawable = k <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
     return {
         "kind": "predicted",
-        "model_name": model_name,
+        "model_name": model_name(config),
         "dataset_name": config.dataset.name,
         "parameters": sum(layer["parameters"] for layer in layers),
         "layers": layers,
-        "stages": [_stage(profile, plan, layers, k, hardware["memory_bytes"]) for k in range(stages)],
+        "stages": stages,
         "micro_batches": plan.micro_batches,
         "schedule": config.schedule,
         "recompute": recompute,
@@ -83,63 +89,53 @@ def plan_json(
         "breakdown": shares,
         "idle": idle(shares),
         "bubble": shares["bubble"],
-        "ideal_bubble": ideal_bubble(stages, plan.micro_batches),
+        "ideal_bubble": ideal_bubble(k, plan.micro_batches),
         "imbalance": plan.imbalance,
         "step_flops": flops,  # forwards and backwards of all micro-batches, without recomputation
-        "recomputed_flops": _recomputed_flops(profile, plan, samples),
+        "recomputed_flops": round(recomputed_flops),
         # Of what all K devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
         # (Chowdhery et al., 2022, PaLM, section 4.1).
-        "utilisation": None if peak is None else flops / (peak * stages * plan.step_seconds),
+        "utilisation": None if peak is None else flops / (peak * k * plan.step_seconds),
         "comparisons": [_comparison(comparison) for comparison in comparisons],
         "grid": grid(plan.schedule, width=80).splitlines() if drawable else None,
         "files": dict(files),
     }
 
 
-def _layers(profile: ModelProfile, plan: Plan) -> list[dict[str, Any]]:
-    memory = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
-    stages = [k for k, size in enumerate(plan.balance) for _ in range(size)]
-    return [
-        {
-            "name": cost.name,
-            "stage": stages[at],
-            "parameters": cost.parameters,
-            "forward_flops": round(cost.forward.flops * plan.samples),
-            "saved_bytes": memory.graph_bytes(at, at + 1),  # that autograd keeps for the backward
-            "boundary_bytes": sum(t.bytes(plan.samples, profile.lengths) for t in cost.outputs),  # over a cut after it
-            "forward_seconds": seconds.graph,
-            "backward_seconds": seconds.backward,
+def _stages(profile: ModelProfile, plan: Plan, limit_bytes: int | None) -> tuple[list[Facts], list[Facts]]:
+    """All layers, and all stages."""
+    held = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
+    layers: list[Facts] = []
+    stages: list[Facts] = []
+    for k, (first, end) in enumerate(plan.bounds):
+        for at, cost in enumerate(profile.costs[first:end], first):
+            layer = {
+                "name": cost.name,
+                "stage": k,
+                "parameters": cost.parameters,
+                "forward_flops": round(cost.forward.flops * plan.samples),
+                "saved_bytes": held.graph_bytes(at, at + 1),  # that autograd keeps for the backward
+                "boundary_bytes": sum(t.bytes(plan.samples, profile.lengths) for t in cost.outputs),  # over a cut here
+                "forward_seconds": plan.costs.layers[at].graph,
+                "backward_seconds": plan.costs.layers[at].backward,
+            }
+            layers.append(layer)
+        memory = plan.memory[k]
+        stage = {
+            "layers": [layer["name"] for layer in layers[first:]],
+            "parameters": sum(layer["parameters"] for layer in layers[first:]),
+            "forward_flops": round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),
+            "boundary_bytes": layers[-1]["boundary_bytes"] if end < len(profile.costs) else None,
+            "forward_seconds": plan.stages[k].graph_seconds,
+            "backward_seconds": plan.stages[k].backward_seconds,
+            "recomputed": plan.recomputed[k],  # of the M micro-batches
+            "memory": {**asdict(memory), "total_bytes": memory.total_bytes, "limit_bytes": limit_bytes},
         }
-        for at, (cost, seconds) in enumerate(zip(profile.costs, plan.costs.layers, strict=True))
-    ]
+        stages.append(stage)
+    return layers, stages
 
 
-def _stage(
-    profile: ModelProfile, plan: Plan, layers: Sequence[Mapping[str, Any]], k: int, limit_bytes: int | None
-) -> dict[str, Any]:
-    first, end = plan.bounds[k]
-    memory = plan.memory[k]
-    return {
-        "layers": [layer["name"] for layer in layers[first:end]],
-        "parameters": sum(layer["parameters"] for layer in layers[first:end]),
-        "forward_flops": round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),
-        "boundary_bytes": layers[end - 1]["boundary_bytes"] if end < len(layers) else None,
-        "forward_seconds": plan.stages[k].graph_seconds,
-        "backward_seconds": plan.stages[k].backward_seconds,
-        "recomputed": plan.recomputed[k],  # of the M micro-batches
-        "memory": {**asdict(memory), "total_bytes": memory.total_bytes, "limit_bytes": limit_bytes},
-    }
-
-
-def _recomputed_flops(profile: ModelProfile, plan: Plan, samples: int) -> int:
-    each = (
-        recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
-        for recomputed, (first, end) in zip(plan.recomputed, plan.bounds, strict=True)
-    )
-    return round(sum(each))
-
-
-def _hardware(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     """One device and one link of the machine that is planned for."""
     devices = place(config)
     hardware = resolved(config.hardware, devices.stages[0])
@@ -158,7 +154,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
+def _comparison(comparison: Comparison) -> Facts:
     candidates = [
         {
             "value": candidate.value,
@@ -172,7 +168,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
     return {"setting": comparison.setting, "rule": comparison.rule, "candidates": candidates}
 
 
-def show_plan(console: Console, plan: Mapping[str, Any], folder: Path) -> None:
+def show_plan(console: Console, plan: Facts, folder: Path) -> None:
     """Writes plan.json, as `plan_json` made it, into ``folder``, which must exist, and shows it.
 
     Raises:
@@ -194,7 +190,7 @@ def show_plan(console: Console, plan: Mapping[str, Any], folder: Path) -> None:
         show_facts(console, [*plan["files"].items(), ("written to", str(folder / PLAN))])
 
 
-def _what(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     hardware = plan["hardware"]
     layers, partitions = plural(len(plan["layers"]), "layer"), plural(len(plan["stages"]), "partition")
     yield "model", f"{plan['model_name']}: {layers}, {count(plan['parameters'])} parameters"
@@ -219,7 +215,7 @@ def _what(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "costs from", hardware["source"]
 
 
-def _outcome(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _outcome(plan: Facts) -> Iterator[tuple[str, str]]:
     yield "predicted", f"step {_step(plan['step_seconds'])}"
     speed, tokens = f"{rate(plan['samples_per_second'])} {plan['sample']}s/s", plan["tokens_per_second"]
     yield "speed", f"{speed if tokens is None else f'{rate(tokens)} tokens/s, {speed}'}, predicted"
@@ -234,7 +230,7 @@ def _outcome(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from share_lines({"predicted": plan["breakdown"]}, plan["ideal_bubble"])
 
 
-def _show_layers(console: Console, layers: Iterable[Mapping[str, Any]]) -> None:
+def _show_layers(console: Console, layers: Iterable[Facts]) -> None:
     headings = ("layers", "params", "FLOPs", "saved", "sends", "forward", "backward")
     rows = []
     for _, group in groupby(layers, itemgetter("parameters", "forward_flops", "saved_bytes", "boundary_bytes")):
@@ -248,11 +244,11 @@ def _show_layers(console: Console, layers: Iterable[Mapping[str, Any]]) -> None:
     _show_rows(console, "layers: each, for one micro-batch; FLOPs are those of the forward", headings, rows)
 
 
-def _show_stages(console: Console, stages: Sequence[Mapping[str, Any]], micro_batches: int) -> None:
+def _show_stages(console: Console, stages: Sequence[Facts], micro_batches: int) -> None:
     uneven = len({stage["recomputed"] for stage in stages}) > 1
     headings = ["stage", "layers", "params", "FLOPs", "forward", "backward", "sends"]
 
-    def cells(stage: Mapping[str, Any]) -> list[str]:
+    def cells(stage: Facts) -> list[str]:
         sends = "-" if stage["boundary_bytes"] is None else size(stage["boundary_bytes"])
         times = [duration(stage["forward_seconds"]), duration(stage["backward_seconds"])]
         recomputed = [str(stage["recomputed"])] if uneven else []
@@ -269,12 +265,12 @@ def _show_stages(console: Console, stages: Sequence[Mapping[str, Any]], micro_ba
     _show_rows(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", headings, rows)
 
 
-def _show_memory(console: Console, stages: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> None:
+def _show_memory(console: Console, stages: Sequence[Facts], limit_bytes: int | None) -> None:
     largest = max(stage["memory"]["total_bytes"] for stage in stages)
     unit, name = (GIB, "GiB") if largest >= 10 * GIB else (MIB, "MiB")
     parts = ("weights", "gradients", "optimizer", "activations", "workspace")
 
-    def cells(stage: Mapping[str, Any]) -> list[str]:
+    def cells(stage: Facts) -> list[str]:
         held = rounded({part: stage["memory"][f"{part}_bytes"] / unit for part in parts})
         shares = [] if limit_bytes is None else [percent(stage["memory"]["total_bytes"] / limit_bytes)]
         return [f"{value:,.1f}" for value in (*held.values(), sum(held.values()))] + shares
@@ -285,7 +281,7 @@ def _show_memory(console: Console, stages: Sequence[Mapping[str, Any]], limit_by
     _show_rows(console, title, headings, rows)
 
 
-def _show_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
+def _show_comparison(console: Console, comparison: Facts) -> None:
     setting = comparison["setting"]
     rows = []
     for candidate in comparison["candidates"]:
@@ -320,9 +316,7 @@ def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequ
     console.print()
 
 
-def _alike(
-    stages: Sequence[Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], list[str]]
-) -> Iterator[tuple[list[int], list[str]]]:
+def _alike(stages: Sequence[Facts], cells: Callable[[Facts], list[str]]) -> Iterator[tuple[list[int], list[str]]]:
     """The numbers of consecutive stages that have the same cells, and these cells."""
     for same, group in groupby(enumerate(map(cells, stages)), itemgetter(1)):
         yield [number for number, _ in group], same

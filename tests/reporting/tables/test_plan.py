@@ -156,7 +156,7 @@ def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> Non
 def test_what_a_file_says_follows_from_the_plan(tmp_path: Path) -> None:
     """And what is shown here, from made-up plans, has the keys of a real one."""
     made, settings = planned("partitions=2", "hardware=h200"), (*EVEN, "partitions=2", "hardware=h200")
-    written = plan_json(configure(*settings), "AmoebaNet", traced(), made, (), {"picture": "plan.png"})
+    written = plan_json(configure(*settings), traced(), made, (), {"picture": "plan.png"})
     assert set(plan()) <= set(written)
     assert written["layers"][0].keys() == {"name", "stage", *LAYER_KEYS}
     assert sum(layer["parameters"] for layer in written["layers"]) == written["parameters"]
