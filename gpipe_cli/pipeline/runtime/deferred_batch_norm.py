@@ -11,6 +11,7 @@ Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the bia
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -18,33 +19,37 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class BatchStatistics:
-    """The slots of all batch norms of one stage: for each micro-batch one flat tensor (2, channels of all norms).
+@dataclass
+class _Slot:
+    """Of one micro-batch: a flat tensor (2, channels of all norms), its views for each norm, and values per channel of
+    the norms that have written to it."""
 
-    One flat tensor, so that a commit costs a dozen operations a stage and not a dozen a norm.
+    moments: torch.Tensor
+    views: list[tuple[torch.Tensor, torch.Tensor]]  # mean, variance
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+class BatchStatistics:
+    """The slots of all batch norms of one stage, one for each micro-batch.
+
+    All norms share one flat tensor, so that a commit costs a dozen operations a stage and not a dozen a norm.
     """
 
     def __init__(self, norms: Sequence[_BatchNorm] = ()) -> None:
-        self._norms: list[_BatchNorm] = []
-        self._offsets: list[int] = [0]
-        self._slots: list[torch.Tensor] = []
-        self._views: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each slot, for each norm: mean, variance
-        self._counts: list[dict[int, int]] = []
+        self._norms = list(norms)
+        self._slots: list[_Slot] = []  # by micro-batch; they stay from one mini-batch to the next
         self._open: int | None = None
         # of the newest mini-batch: each running statistic that it changed, and the mini-batch's own value of it
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._second: BatchStatistics | None = None  # of norms that are applied a second time in the same forward
-        for norm in norms:
-            self.register(norm)
 
     @property
-    def slots(self) -> Sequence[torch.Tensor]:
-        """The memory that norms have written to so far; it stays from one mini-batch to the next."""
-        return self._slots if self._second is None else [*self._slots, *self._second.slots]
+    def slots(self) -> list[torch.Tensor]:
+        """The memory that norms have written to so far."""
+        return [slot.moments for slot in self._slots] + ([] if self._second is None else self._second.slots)
 
     def register(self, norm: _BatchNorm) -> int:
         self._norms.append(norm)
-        self._offsets.append(self._offsets[-1] + norm.num_features)
         return len(self._norms) - 1
 
     def open(self, micro_batch: int) -> None:
@@ -54,11 +59,10 @@ class BatchStatistics:
         while len(self._slots) <= micro_batch:
             mean = self._norms[0].running_mean
             assert mean is not None
-            slot = torch.zeros(2, self._offsets[-1], dtype=mean.dtype, device=mean.device)
             sizes = [norm.num_features for norm in self._norms]
-            self._slots.append(slot)
-            self._views.append(list(zip(slot[0].split(sizes), slot[1].split(sizes), strict=True)))
-            self._counts.append({})
+            moments = torch.zeros(2, sum(sizes), dtype=mean.dtype, device=mean.device)
+            views = zip(moments[0].split(sizes), moments[1].split(sizes), strict=True)
+            self._slots.append(_Slot(moments, list(views)))
         self._open = micro_batch
         if self._second is not None:
             self._second.open(micro_batch)
@@ -73,14 +77,14 @@ class BatchStatistics:
         (recomputation)."""
         if self._open is None:
             return None, None
-        counts = self._counts[self._open]
-        if norm in counts:  # `nn.BatchNorm` would track the second application behind the first, and so does `commit`
+        slot = self._slots[self._open]
+        if norm in slot.counts:  # `nn.BatchNorm` would track the second application behind the first, as `commit` does
             if self._second is None:
                 self._second = BatchStatistics(self._norms)
                 self._second.open(self._open)
             return self._second.slot(norm, values_per_channel)
-        counts[norm] = values_per_channel
-        return self._views[self._open][norm]
+        slot.counts[norm] = values_per_channel
+        return slot.views[norm]
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -90,28 +94,28 @@ class BatchStatistics:
         the mean would cancel. Each product and each sum is an operation of its own, so that a channel gets the same
         bits wherever it lies in the flat tensor, hence for any cut.
         """
-        used = [(slot, counts) for slot, counts in zip(self._slots, self._counts, strict=True) if counts]
+        used = [slot for slot in self._slots if slot.counts]
         if not used:
             return
-        rows = tuple(tuple(counts.get(norm, 0) for norm in range(len(self._norms))) for _, counts in used)
+        rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
         channels = tuple(norm.num_features for norm in self._norms)
-        values, total = _values_of_channels(rows, channels, used[0][0].device)
-        slots_dtype = used[0][0].dtype
-        slots = [slot.double() for slot, _ in used]
+        dtype, device = used[0].moments.dtype, used[0].moments.device
+        values, total = _values_of_channels(rows, channels, device)
+        moments = [slot.moments.double() for slot in used]
         mean = torch.zeros_like(total)
-        for slot, count in zip(slots, values, strict=True):
-            mean += slot[0] * count
+        for moment, count in zip(moments, values, strict=True):
+            mean += moment[0] * count
         mean /= total
         squares = torch.zeros_like(total)
-        for slot, count in zip(slots, values, strict=True):
-            squares += slot[1] * (count - 1).clamp_(min=0)
-            difference = slot[0] - mean
+        for moment, count in zip(moments, values, strict=True):
+            squares += moment[1] * (count - 1).clamp_(min=0)
+            difference = moment[0] - mean
             squares += difference * difference * count
         variance = squares / (total - 1)
         seen = [any(row[norm] for row in rows) for norm in range(len(self._norms))]
-        self._update(mean.to(slots_dtype), variance.to(slots_dtype), seen)
-        for _, counts in used:
-            counts.clear()
+        self._update(mean.to(dtype), variance.to(dtype), seen)
+        for slot in used:
+            slot.counts.clear()
         if self._second is not None:
             self._second.commit()
             second = {id(running): value for running, value in self._second.newest}
@@ -146,10 +150,7 @@ def _values_of_channels(
     """For each micro-batch the values that each channel of all norms has, and their sum; from those of each norm."""
     repeats = torch.tensor(channels)
     values = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats).to(device) for row in rows]
-    total = values[0].clone()
-    for row in values[1:]:
-        total += row
-    return values, total
+    return values, torch.stack(values).sum(dim=0)  # whole numbers: exact in any order
 
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:

@@ -63,11 +63,9 @@ class P2PTransport:
         self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
         self._groups = {Kind.F: forward, Kind.B: backward}
         # activations are received from the stage before, gradients from the stage after
-        neighbours = {Kind.F: stage - 1, Kind.B: stage + 1}
-        self._edges = {Kind.F: stage - 1, Kind.B: stage}
         self._buffers = {
             kind: ReceiveBuffers(ranks[other], self._groups[kind], device, memory_format)
-            for kind, other in neighbours.items()
+            for kind, other in ((Kind.F, stage - 1), (Kind.B, stage + 1))
             if 0 <= other <= len(boundaries)
         }
         self.describe(boundaries)
@@ -76,7 +74,9 @@ class P2PTransport:
     def describe(self, boundaries: Sequence[Boundary]) -> None:
         """What crosses each edge from now on: in evaluation a model may hand on fewer tensors."""
         self.settle()
-        self._boundaries = {kind: boundaries[self._edges[kind]] for kind in self._buffers}
+        self._boundaries = {
+            kind: boundaries[self._stage - 1 if kind is Kind.F else self._stage] for kind in self._buffers
+        }
         for kind, buffers in self._buffers.items():
             buffers.described = tuple(t for t in self._boundaries[kind] if kind is Kind.F or t.has_gradient)
 

@@ -145,10 +145,8 @@ class Recorder:
     """Records steps on the stages (by index) of this process, which live on `devices`."""
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
-        by_device = {
-            device: HostClock() if device.type == "cpu" else StreamClock(device) for device in set(devices.values())
-        }
-        self.clocks: dict[int, Clock] = {stage: by_device[device] for stage, device in devices.items()}
+        of = {device: HostClock() if device.type == "cpu" else StreamClock(device) for device in devices.values()}
+        self.clocks: dict[int, Clock] = {stage: of[device] for stage, device in devices.items()}
 
     def begin_step(self, schedule: Schedule) -> Recording:
         for clock in set(self.clocks.values()):

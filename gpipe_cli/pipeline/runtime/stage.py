@@ -75,10 +75,7 @@ class Stage:
         self.layer_name = self.layer_shapes = ""  # of the layer that fails
         self._inputs = inputs
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
-        self._in_tuple = {
-            training: any(tensor.in_tuple for tensor in boundary)
-            for training, boundary in ((True, inputs), (False, in_evaluation))
-        }
+        self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in (in_evaluation, inputs)]
         self._first_layer = first_layer
         self._memory_format = memory_format
         self.statistics = BatchStatistics()
