@@ -125,30 +125,6 @@ def test_equal_layers_cost_what_each_of_them_costs(name: str, monkeypatch: pytes
     assert trace_layers(sample.model(), sample.inputs, training=True, lengths=sample.lengths) == shared
 
 
-class Counted(nn.Module):
-    """Says how often layers of its kind have been run."""
-
-    runs = 0
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times = times
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Counted.runs += 1
-        return self.linear(x) if self.times == 1 else self.linear(self.linear(x))
-
-
-def test_a_layer_is_traced_again_where_it_or_its_inputs_differ() -> None:
-    """Two sizes each. The first layer's inputs want no gradient, so its cost is another; a plain attribute differs."""
-    Counted.runs = 0
-    costs = trace((6,), a=Counted(1), b=Counted(1), c=Counted(2), d=Counted(1), e=Counted(2))
-    assert Counted.runs == 2 * 3
-    assert [cost.forward.flops for cost in costs.values()] == [72, 72, 144, 72, 144]
-    assert (costs["a"].backward.flops, costs["b"].backward.flops) == (72, 144)
-
-
 def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
     """`one` and `three` are equal and get equal inputs; nobody uses the first output of `one`."""
 

@@ -108,17 +108,6 @@ def test_costs_that_cannot_be_written_in_31_bits() -> None:
     assert ends[-1] < len(costs)
 
 
-def test_many_layers() -> None:
-    """A quarter of 1663 Transformer layers on 128 partitions (Table 1), with one layer that dominates: the slowest
-    case."""
-    costs = [1.0] * 200 + [1000.0] + [1.0] * 215
-    balance = partition(costs, 32)
-    assert len(balance) == 32
-    assert quality(costs, balance)[0] == 1000
-    assert balance.count(1) == 1  # the dominating layer stands alone
-    assert set(partition([1.0] * 416, 32)) == {13}
-
-
 def test_a_number_of_partitions_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="partitions=9: the model has only 8 layers; use partitions=8 or fewer"):
         partition([1.0] * 8, 9)

@@ -20,7 +20,6 @@ from gpipe_cli.pipeline.schedule.simulator import (
     EdgeCost,
     StageCost,
     live,
-    peak_bytes,
     simulate,
 )
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
@@ -181,18 +180,3 @@ def test_peak_of_kept_micro_batches() -> None:
             assert (one, all_) == ((1, min(k - stage, m)), (1, m))
             assert peak_live(build("gpipe", k, m, "except_last"))[stage] == (1, m - 1)
     assert peak_live(forward_only(2, 4)) == ((0, 0), (0, 0))
-
-
-def test_peak_bytes() -> None:
-    """Section 2.3: N samples at the boundary and one micro-batch inside, instead of everything. Of uneven ones,
-    two larger ones and two smaller ones: all of them at once, or the inputs and the graph of the one that runs."""
-    sizes = [[100] * 8, [50] * 8], [[3] * 8, [4] * 8]
-    assert peak_bytes(build("gpipe", 2, 8, "always"), *sizes) == (100 + 7 * 3, 50 + 7 * 4)
-    assert peak_bytes(build("gpipe", 2, 8, "never"), *sizes) == (800, 400)
-    assert peak_bytes(build("1f1b", 2, 8, "never"), *sizes) == (200, 50)
-    graphs, inputs = [[30, 30, 20, 20]], [[3, 3, 2, 2]]
-    assert peak_bytes(build("gpipe", 1, 4, "never"), graphs, inputs) == (100,)
-    assert peak_bytes(build("gpipe", 1, 4, "always"), graphs, inputs) == (
-        3 + 30,
-    )  # 0R1, when the smaller ones have gone
-    assert peak_bytes(build("1f1b", 1, 4, "never"), graphs, inputs) == (30,)
