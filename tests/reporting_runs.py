@@ -4,7 +4,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import fields
 from math import log as log_of
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -163,12 +162,6 @@ def timeline(second: float = 0.01, **changes: Any) -> TimelineView:
         "breakdown": shares(0.15),
     }
     return TimelineView(**(values | changes))
-
-
-def age(folder: Path) -> Path:
-    """Makes the one event file of a folder an old one: files of one second are not read in the order of writing."""
-    (file,) = folder.glob("*tfevents*")
-    return file.rename(folder / "events.out.tfevents.1.old")
 
 
 def log(**options: Any) -> tuple[Console, io.StringIO]:

@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import pytest
-from reporting_runs import description, evaluation, log, plan, recorded, step
+from reporting_runs import description, evaluation, log, plan, recorded, step, timeline
 
-from gpipe_cli.pipeline.runtime.recording import measured_timeline
-from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.schedules import build
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_page import write_page
-from gpipe_cli.reporting.plots.timeline_values import StepPicture, timeline_view
+from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -84,9 +80,9 @@ def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> N
     table = page.locator("tf-hparams-table-view")
     for run in RUNS:
         table.get_by_text(run, exact=True).first.wait_for()
-    for column in ("micro_batches", "model.filters", "final/top1", "final/samples_per_second"):
+    for column in ("micro_batches", "model.name", "final/top1", "final/samples_per_second"):
         table.get_by_text(column, exact=True).first.wait_for()
-    for shown in ("16.000", *(f"{top1:#.5g}" for top1 in TOP1.values()), "512.00"):
+    for shown in ("amoebanet", *(f"{top1:#.5g}" for top1 in TOP1.values()), "512.00"):
         table.get_by_text(shown, exact=True).first.wait_for()
     pane = page.locator("tf-hparams-query-pane")
     pane.get_by_text("final/memory_gib", exact=True).first.wait_for()
@@ -97,29 +93,6 @@ def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> N
     lines = page.locator("tf-hparams-parallel-coords-plot g.foreground path")
     lines.nth(len(RUNS) - 1).wait_for()
     assert lines.count() == len(RUNS)
-
-
-def picture(partitions: int) -> StepPicture:
-    """A step, measured and predicted. It begins at 100 s; all stages but the first have waited for it since 99.9 s."""
-    schedule = build("gpipe", partitions, 4, "except_last")
-    simulated = simulate(
-        schedule, [StageCost(0.01, 0.01, 0.02, 0.005)] * partitions, [EdgeCost(1e-3, 1e-3)] * (partitions - 1)
-    )
-    numbers: list[list[float]] = []
-    for k, spans in enumerate(simulated.stages):
-        free = 100.002 if k == 0 else 99.9
-        numbers.append([])
-        for span in spans:
-            start, end = (100.002 + seconds for seconds in span[1:])
-            numbers[k] += [free, start, end, end]
-            free = end
-        numbers[k] += [free, free + 0.005]
-    measured = measured_timeline(schedule, numbers, began_seconds=100.0)
-    views = [
-        timeline_view("step 5", kind, of, breakdown(of, 4, seconds), seconds, begin)
-        for kind, of, seconds, begin in (("measured", measured, 0.25, 100.0), ("predicted", simulated, 0.2, 0.0))
-    ]
-    return StepPicture(1, 5, *views)
 
 
 OUTSIDE = """() => {
@@ -143,8 +116,10 @@ OUTSIDE = """() => {
 
 def test_no_bar_leaves_its_lane_and_every_label_is_seen(page: "Page", tmp_path: Path) -> None:
     """A stage that had waited since before the step was drawn over its own name."""
-    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [picture(4)])
+    early, *others = timeline().stages[1]
+    waited = timeline(stages=(timeline().stages[0], (early._replace(start_seconds=-0.1), *others)))
+    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [StepPicture(1, 5, waited, timeline(kind="predicted"))])
     page.goto(f"file://{tmp_path}/timeline.html")
     assert page.locator("figure").count() == 2
-    assert page.locator("figure.measured rect.waiting").count() >= 3
+    assert page.locator("figure.measured rect.waiting").count() == 2
     assert page.evaluate(OUTSIDE) == []

@@ -1,6 +1,8 @@
+"""The events of runs, read back from their files as TensorBoard reads them."""
+
 import math
 import re
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,9 @@ import pytest
 from reporting_runs import (
     LANGUAGE_MODEL,
     TRANSLATIONS,
-    age,
     description,
     evaluation,
+    log,
     plan,
     recorded,
     shares,
@@ -20,10 +22,18 @@ from reporting_runs import (
     text_step,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata
 
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.run import tensorboard as dashboard
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.tensorboard import Dashboard
+from gpipe_cli.reporting.run.tensorboard_hparams import hyperparameters, varied_by
 from gpipe_cli.training.events import Translation
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -36,6 +46,12 @@ def curve(folder: Path, tag: str) -> list[tuple[int, Any]]:
     return [(event.step, pytest.approx(event.value)) for event in events(folder).Scalars(tag)]
 
 
+def words(folder: Path, tag: str) -> str:
+    """The newest text of a tag."""
+    text: str = events(folder).Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+    return text
+
+
 def charts(folder: Path) -> dict[str, dict[str, list[str]]]:
     """The tags of every chart in Custom Scalars, by category and title."""
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -45,13 +61,23 @@ def charts(folder: Path) -> dict[str, dict[str, list[str]]]:
     return {category.title: {c.title: list(c.multiline.tag) for c in category.chart} for category in categories}
 
 
-def test_every_curve_can_be_read_back(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path)
-    board.step(step(1))
-    board.step(step(2))
-    board.evaluated(evaluation(2))
-    board.flush()
-    board.flush()
+def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
+    """The settings of the run in ``folder``, the columns of its table, and its status, None if it has not ended."""
+    content = events(folder).PluginTagToContent(metadata.PLUGIN_NAME)
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    values = {key: getattr(value, value.WhichOneof("kind")) for key, value in start.hparams.items()}
+    end = content.get(metadata.SESSION_END_INFO_TAG)
+    status = None if end is None else metadata.parse_session_end_info_plugin_data(end).status
+    return values, metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG]), status
+
+
+def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(), log()[0])
+    for number in (1, 2):
+        reporter.step(step(number))
+        reporter.recorded(*recorded(number))
+    reporter.evaluated(evaluation(2))
+    reporter.finish("completed")
     expected = {
         "train/loss": [(1, 2.9), (2, 2.8)],
         "train/cross_entropy": [(1, 1.9), (2, 1.8)],
@@ -66,41 +92,72 @@ def test_every_curve_can_be_read_back(tmp_path: Path) -> None:
         "test/loss": [(2, 1.25)],
         "test/top1": [(2, 0.875)],
         "test/top5": [(2, 1.0)],
+        "idle/measured": [(1, 0.18), (2, 0.18)],
+        "bubble/measured": [(1, 0.1), (2, 0.1)],
+        "bubble/ideal": [(1, 0.2), (2, 0.2)],
+        **{f"step/{share}": [(1, value), (2, value)] for share, value in shares(0.1).items()},
+        "final/top1": [(2, 0.875)],
+        "final/top5": [(2, 1.0)],
+        "final/loss": [(2, 1.25)],
+        "final/samples_per_second": [(2, 512.0)],
+        "final/step_seconds": [(2, 0.0625)],
+        "final/bubble": [(2, 0.1)],
+        "final/memory_gib": [(2, 0.5)],
     }
     assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(expected)
     for tag, points in expected.items():
         assert curve(tmp_path, tag) == points
+    _, experiment, status = of_hparams(tmp_path)
+    assert status == api_pb2.STATUS_SUCCESS
+    metrics = [info.name.tag for info in experiment.metric_infos]
+    assert metrics[:2] == ["final/top1", "final/samples_per_second"]
+    final = {tag for tag in expected if tag.startswith("final/")}
+    assert {*final, "final/perplexity", "final/tokens_per_second", "final/token_accuracy"} == set(metrics)
+    assert len(list(tmp_path.glob("**/*tfevents*"))) == 1  # no run beside the run
 
 
-def test_the_curves_of_text_can_be_read_back(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path, task="translation")
-    board.step(text_step(1, cross_entropy=math.log(64), loss=5.0))
-    board.evaluated(text_evaluation(1))
-    board.flush()
+def test_the_curves_of_text(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, description(*LANGUAGE_MODEL), log()[0])
+    reporter.step(text_step(1, cross_entropy=math.log(64), loss=5.0))
+    reporter.evaluated(text_evaluation(1))
+    reporter.finish("failed", "a stage died")
     expected = {
         "train/perplexity": 64.0,
         "train/token_accuracy": 0.25,
         "speed/tokens_per_second": 16_000.0,
         "test/perplexity": 41.3,
         "test/token_accuracy": 0.312,
+        "final/perplexity": 41.3,
     }
-    assert not [tag for tag in events(tmp_path).Tags()["scalars"] if "top" in tag]
     for tag, value in expected.items():
         assert curve(tmp_path, tag) == [(1, value)]
-    assert not events(tmp_path).Tags()["tensors"]  # nothing was translated
+    stored = events(tmp_path).Tags()
+    assert not [tag for tag in stored["scalars"] if "top" in tag or "predicted" in tag]
+    assert "translations/text_summary" not in stored["tensors"]  # nothing was translated
+    _, experiment, status = of_hparams(tmp_path)
+    assert (status, experiment.metric_infos[0].name.tag) == (api_pb2.STATUS_FAILURE, "final/perplexity")
+    (memory,) = charts(tmp_path)["runs side by side"].pop("memory of every stage, GiB")
+    assert charts(tmp_path) == {  # and nothing predicted
+        "runs side by side": {
+            "perplexity": ["train/perplexity", "test/perplexity"],
+            "tokens per second": ["speed/tokens_per_second"],
+            "idle": ["idle/measured"],
+            "memory of every stage, GiB": [memory],
+        }
+    }
+    assert {tag for tag in stored["scalars"] if re.match(memory, tag)} == {  # as TensorBoard does
+        *("memory/stage_0_gib", "memory/stage_1_gib")
+    }
+    assert re.match(memory, dashboard.memory_tag(11))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
 def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
     from tensorboard.plugin_util import markdown_to_safe_html
 
     lines = Translation("fr-en", "a\nb\tc", "& &amp; \\", "")
     board = Dashboard(tmp_path, task="translation")
     board.evaluated(text_evaluation(4, translations=(*TRANSLATIONS, lines)))
-    board.flush()
-    (event,) = events(tmp_path).Tensors("translations/text_summary")
-    assert event.step == 4
-    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])  # what TensorBoard itself makes of it
+    shown = markdown_to_safe_html(words(tmp_path, "translations"))  # what TensorBoard itself makes of it
     rows = [
         re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
     ]
@@ -120,22 +177,6 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
     assert [step for step, _ in curve(tmp_path, dashboard.memory_tag(0))] == [2]
 
 
-def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
-    first = Dashboard(tmp_path)
-    first.describe("partitions: 2", "banner")
-    for number in range(1, 7):
-        first.step(step(number, loss=1.0))
-    first.evaluated(evaluation(4))
-    first.flush()
-    age(tmp_path)
-    second = Dashboard(tmp_path, first_step=4)
-    for number in range(5, 8):
-        second.step(step(number, loss=2.0))
-    second.flush()
-    assert curve(tmp_path, dashboard.TRAIN_LOSS) == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
-    assert curve(tmp_path, dashboard.TEST_LOSS) == [(4, 1.25)]
-
-
 def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     board.begin(description(plan=plan()))
@@ -143,41 +184,93 @@ def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) 
     board.step(step(2))  # nothing was recorded of it
     board.recorded(*recorded(3, bubble=0.14))
     board.flush()
-    assert curve(tmp_path, "idle/measured") == [(1, 0.18), (3, 0.22)]
-    assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
     assert curve(tmp_path, "bubble/measured") == [(1, 0.1), (3, 0.14)]
+    assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
     assert curve(tmp_path, "bubble/predicted") == [(1, 0.12), (3, 0.12)]
-    assert curve(tmp_path, "bubble/ideal") == [(1, 0.2), (3, 0.2)]
     assert curve(tmp_path, "speed/predicted_step_seconds") == [(1, 0.06), (3, 0.06)]
-    for share, value in shares(0.14).items():
-        assert curve(tmp_path, f"step/{share}")[1] == (3, value)
     chart = charts(tmp_path)["measured and predicted"]["bubble"]
     assert chart == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
-    (words,) = events(tmp_path).Tensors("prediction/text_summary")
-    table = words.tensor_proto.string_val[0].decode()
+    table = words(tmp_path, "prediction")
     assert "Predicted from measured layers: 60.0 ms a step" in table
-    assert "| idle | 20.0 % |" in table
-    assert "| of it set-up | 4.0 % |" in table
-    assert "| 1 | 512.0 MiB | 3.0 MiB |" in table
+    for row in ("| idle | 20.0 % |", "| of it set-up | 4.0 % |", "| 1 | 512.0 MiB | 3.0 MiB |"):
+        assert row in table
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
-def test_runs_stand_side_by_side_in_charts(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path, task="language_model")
-    board.begin(description(*LANGUAGE_MODEL))
-    board.recorded(*recorded(1))
-    board.step(text_step(1, memory_bytes=[2**30] * 12))
-    board.flush()
-    (memory,) = charts(tmp_path)["runs side by side"].pop("memory of every stage, GiB")
-    assert charts(tmp_path) == {  # and nothing predicted
-        "runs side by side": {
-            "perplexity": ["train/perplexity", "test/perplexity"],
-            "tokens per second": ["speed/tokens_per_second"],
-            "idle": ["idle/measured"],
-            "memory of every stage, GiB": [memory],
-        }
+def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
+    config = {
+        "partitions": 2,
+        "dry_run": False,
+        "max_steps": None,
+        "partition": {"balance": (4, 6)},
+        "gradient_clipping": float("inf"),
+        "model": {"name": "custom", "arguments": {"width": 64, "bias": True}, "weights": None},
     }
-    tags = events(tmp_path).Tags()["scalars"]
-    assert {tag for tag in tags if tag.startswith(("bubble", "speed/predicted"))} == {"bubble/measured", "bubble/ideal"}
-    shown = {tag for tag in tags if re.match(memory, tag)}  # as TensorBoard does
-    assert shown == {dashboard.memory_tag(stage) for stage in range(12)}
+    assert hyperparameters(config) == {
+        "partitions": 2.0,
+        "dry_run": False,
+        "partition.balance": "[4,6]",
+        "gradient_clipping": "inf",  # no number for JSON
+        "model.name": "custom",
+        "model.arguments": "{width:64,bias:true}",
+    }
+
+
+def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
+    keys = ["partitions", "micro_batches", "model.name", "model.filters"]
+    assert varied_by(Path("outputs/micro_batches=4,model=resnet"), keys) == ("micro_batches", "model.name")
+    assert varied_by(Path("outputs/+model.filters=8-2"), keys) == ("model.filters",)
+    assert varied_by(Path("outputs/2026-11-21_13-45-08_amoebanet_K2,unknown=3"), keys) == ()
+
+
+def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
+    folder = tmp_path / "seed=3,max_steps=20"
+    run = description("seed=3", "max_steps=20")
+    Reporter(folder, run, log()[0])  # and nothing after that
+    values, experiment, status = of_hparams(folder)
+    assert status is None
+    assert values == hyperparameters(asdict(run.config))
+    columns = {info.name: info for info in experiment.hparam_infos}
+    keys = all_keys(TrainConfig)  # of other models too
+    assert set(columns) == {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    assert {name for name, info in columns.items() if info.differs} == {
+        *("seed", "max_steps", "model.name", "partitions", "micro_batches")
+    }
+    number, switch, text = api_pb2.DATA_TYPE_FLOAT64, api_pb2.DATA_TYPE_BOOL, api_pb2.DATA_TYPE_STRING
+    types = {"partitions": number, "dry_run": switch, "model.name": text, "batch_size": text}  # or null
+    types["max_steps"] = number  # though it may be null: its values are numbers
+    assert {name: columns[name].type for name in types} == types
+    assert list(columns["schedule"].domain_discrete) == ["gpipe", "1f1b"]
+    assert list(columns["dataset.direction"].domain_discrete) == ["to_english", "from_english", "both", "null"]
+    assert list(columns["model.name"].domain_discrete) == []  # timm's may be any
+
+
+def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    """TensorBoard would keep the first settings and the first end of it."""
+    console, file = log()
+    first = Reporter(tmp_path, description(), console)
+    first.banner()
+    for number in range(1, 9):
+        first.step(step(number, loss=1.0))
+    first.evaluated(evaluation(4, top1=0.5))
+    first.evaluated(evaluation(8, top1=0.75, is_best=False))
+    first.finish("interrupted")
+    (path,) = tmp_path.glob("*tfevents*")
+    path = path.rename(tmp_path / "events.out.tfevents.1.old")  # files of one second are in no order
+    with path.open("ab") as torn:
+        torn.write(b"\x40\0\0\0\0\0\0\0\0\0")  # a record that was cut short when the process was killed
+    assert of_hparams(tmp_path)[2] == api_pb2.STATUS_UNKNOWN
+    assert f"gpipe train resume={tmp_path}" not in file.getvalue()  # no checkpoint was written
+
+    second = Reporter(tmp_path, description(f"resume={tmp_path}", "partitions=4", first_step=4), console)
+    values, _, status = of_hparams(tmp_path)
+    assert (values["partitions"], status) == (4.0, None)
+    result = read_result(tmp_path)
+    assert (result["best"]["step"], result["test"], result["steps"], result["epochs"]) == (4, None, 4, 1)
+    for number in range(5, 8):
+        second.step(step(number, loss=2.0))
+    second.finish("interrupted")
+    assert curve(tmp_path, "train/loss") == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
+    assert curve(tmp_path, "test/loss") == [(4, 1.25)]
+    assert "partitions: 2" in words(tmp_path, "config")
+    assert f"gpipe train resume={tmp_path}" in file.getvalue()
+    assert not list(tmp_path.glob("*.partial"))
