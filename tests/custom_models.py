@@ -59,9 +59,15 @@ def says_costs(costs: Sequence[float | None] = (None,) * 8) -> nn.Sequential:
     return model
 
 
-class LookUp(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return {}["x"]  # type: ignore[no-any-return]
+class Does(nn.Module):
+    """A layer that does what a function says."""
+
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> object:
+        return self.function(x)
 
 
 def reads_values() -> nn.Sequential:
@@ -70,19 +76,19 @@ def reads_values() -> nn.Sequential:
 
 
 def returns_nested() -> nn.Sequential:
-    return nn.Sequential(Does(lambda x: (x, (x,))), nn.Flatten(), nn.Linear(4, 10))
-
-
-def looks_up() -> nn.Sequential:
-    return nn.Sequential(LookUp(2, 2))
-
-
-def has_nothing() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.ReLU())
+    return nn.Sequential(Does(lambda x: (x, (x, x))), nn.Flatten(), nn.Linear(4, 10))
 
 
 def returns_names() -> nn.Sequential:
     return nn.Sequential(Does(lambda x: {"x": x}), nn.Linear(24, 2))
+
+
+def looks_up() -> nn.Sequential:
+    return nn.Sequential(Does(lambda x: {}["x"]), nn.Linear(2, 2))
+
+
+def has_nothing() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.ReLU())
 
 
 class Noise(nn.Module):
@@ -105,17 +111,6 @@ class Noise(nn.Module):
                 return x + float(self.generator.random())
 
 
-class Does(nn.Module):
-    """A layer without tensors that does what a function says."""
-
-    def __init__(self, function: Callable[[Any], object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> object:
-        return self.function(x)
-
-
 def halves_in_place(x: torch.Tensor) -> torch.Tensor:
     """Autograd does not see it."""
     x.detach().mul_(0.5)
@@ -136,26 +131,18 @@ def refuses_company(x: torch.Tensor) -> torch.Tensor:
 
 
 class Tracking(nn.Module):
-    """Follows the mean of what it sees, as some norms do, in every call."""
+    """Follows the mean of what it sees, as some norms do, in every call; in place or by another tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, inplace: bool = True) -> None:
         super().__init__()
+        self.inplace = inplace
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.lerp_(x.detach().mean(), 0.1)
-        return x + 0
-
-
-class Tracks(nn.Module):
-    """Follows the mean of what it sees by another tensor in the place of the buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen + x.detach().mean()
+        if self.inplace:
+            self.seen.lerp_(x.detach().mean(), 0.1)
+        else:
+            self.seen = self.seen + x.detach().mean()
         return x + 0
 
 
@@ -171,19 +158,15 @@ class Remembers(nn.Module):
         return x * self.calls
 
 
-class Asks(nn.Module):
+def asks() -> nn.Module:
     """Gives something else where gradients are recorded."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if torch.is_grad_enabled() else x * 3
+    return Does(lambda x: x * 2 if torch.is_grad_enabled() else x * 3)
 
 
-class Hidden(nn.Module):
-    """Works in place where neither autograd nor torch's count of changes sees it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.data.mul_(0.5)
-        return x + 0
+def halves_data(x: torch.Tensor) -> torch.Tensor:
+    """In place, where neither autograd nor torch's count of changes sees it."""
+    x.data.mul_(0.5)
+    return x + 0
 
 
 def marks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -304,7 +287,7 @@ def network_with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 works_in_place = network_with(lambda: nn.ReLU(inplace=True))
 scales_in_place = network_with(lambda: Does(halves_in_place))
 hides_in_place = network_with(lambda: Does(lambda x: x.relu() if x.is_meta else x.relu_()))
-halves_unseen = network_with(Hidden)
+halves_unseen = network_with(lambda: Does(halves_data))
 wants_no_values = network_with(lambda: Does(refuses_values))
 is_lonely = network_with(lambda: Does(refuses_company))
 tracks = network_with(Tracking)

@@ -1,14 +1,11 @@
 """`gpipe check` as a user calls it: real runs in worker processes, a verdict, an exit code."""
 
 import json
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import TINY, command, session_members, start_program, wait_until
+from training_runs import TINY, command
 
 IN_PROCESS = "executor=in_process"
 IMAGES = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
@@ -161,19 +158,3 @@ def test_bad_input_is_one_line(
     assert captured.err.startswith(line)
     assert len(captured.err.splitlines()) == 1
     assert not list(Path().glob("outputs/*")), "nothing is left behind"
-
-
-def test_interrupted_it_leaves_nothing() -> None:
-    program = start_program("check", *TINY)
-    try:
-        wait_until(lambda: len(session_members(program.pid)) > 2, 60, "a worker has started")
-        time.sleep(0.5)
-        program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=30)
-        assert program.returncode == 130
-        assert "Traceback" not in out + err
-        wait_until(lambda: not session_members(program.pid), 10, "all processes have ended")
-        assert not list(Path().glob("outputs/*"))
-    finally:
-        for number in session_members(program.pid):
-            subprocess.run(["kill", "-9", str(number)], check=False)

@@ -71,14 +71,14 @@ def layer(made: nn.Module) -> nn.Sequential:
     ("model", "kind", "words"),
     [
         (custom_models.works_in_place(), "in_place", "use inplace=False"),
-        (layer(custom_models.Hidden()), "in_place", "use inplace=False"),
+        (custom_models.halves_unseen(), "in_place", "use inplace=False"),
         (custom_models.draws_elsewhere("random"), "random", "draws from Python's random module"),
         (custom_models.draws_elsewhere("numpy"), "random", "draws from numpy.random"),
         (custom_models.draws_elsewhere("generator"), "state", "a source that torch's seed does not rule"),
         (layer(custom_models.Remembers()), "state", "it keeps something between calls"),
-        (layer(custom_models.Asks()), "state", "asks whether gradients are recorded"),
+        (layer(custom_models.asks()), "state", "asks whether gradients are recorded"),
         (custom_models.tracks(), "state", "changes its own seen"),
-        (layer(custom_models.Tracks()), "state", "changes its own seen"),
+        (layer(custom_models.Tracking(inplace=False)), "state", "changes its own seen"),
         (layer(nn.InstanceNorm2d(4, track_running_stats=True)), "state", "changes its own running_mean"),
         (layer(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "state", "changes its own parametrizations"),
     ],
@@ -111,7 +111,7 @@ def test_layers_that_can_are_left_alone() -> None:
 
 
 def test_a_layer_that_runs_another_is_no_state_and_what_one_raises_ends_the_watch() -> None:
-    raises = nn.Sequential(nn.Flatten(), custom_models.LookUp(2, 2), custom_models.Remembers())
+    raises = nn.Sequential(nn.Flatten(), custom_models.Does(lambda x: {}["x"]), custom_models.Remembers())
     for model in (custom_models.holds_another(), raises):
         assert watched(model).findings == ()
 
@@ -222,7 +222,7 @@ def buffered(table: torch.Tensor) -> nn.Module:
     [
         (lambda: [Block(norm := nn.BatchNorm2d(4, affine=False)), nn.Sequential(nn.Flatten(), norm)], "module 1"),
         (lambda: [buffered(table := torch.ones(4)), buffered(table)], "buffer table"),
-        (lambda: [Block(inner := custom_models.Asks()), Block(inner)], "module inner"),
+        (lambda: [Block(inner := custom_models.asks()), Block(inner)], "module inner"),
         (lambda: list(custom_models.holds_another().children())[1:3], "module others.0"),
         (lambda: [Block(activation := nn.ReLU()), Block(activation)], None),  # one of torch's functions
     ],

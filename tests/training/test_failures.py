@@ -159,6 +159,7 @@ def test_ctrl_c_while_workers_start_ends_everything(tmp_path: Path) -> None:
     os.killpg(program.pid, signal.SIGINT)
     program.communicate(timeout=BOUND)
     assert program.returncode == 130
+    assert not (tmp_path / "run").exists()
     wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
 
 
