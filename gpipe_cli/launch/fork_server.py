@@ -40,14 +40,14 @@ _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_ser
 class Worker:
     """A process that the server has forked, or will fork once it has imported everything."""
 
-    def __init__(self, status: Connection, server: int) -> None:
+    def __init__(self, connection: Connection, status: Connection, server: int) -> None:
+        self.connection = connection  # to the worker itself
         self.status = status  # receives its number, then its exit code
         self._server = server
         self.number: int | None = None
         self.exit_code: int | None = None  # of one that was ended by a signal: minus its number
 
-    def read(self) -> None:
-        """Receive one message of `status`."""
+    def read_status(self) -> None:
         try:
             number = self.status.recv()
         except (EOFError, OSError):  # the server has ended, and the kernel its workers
@@ -66,10 +66,10 @@ class Worker:
             return False
         return stat.rpartition(")")[2].split()[0] == "T"
 
-    def send_signal(self, number: int) -> None:
+    def kill(self) -> None:
         if self.number is not None and self.exit_code is None:
             with suppress(ProcessLookupError):
-                os.kill(self.number, number)
+                os.kill(self.number, signal.SIGKILL)
 
 
 class ForkServer:
@@ -102,26 +102,25 @@ class ForkServer:
                 )
         return self._process.pid, self._control
 
-    def fork(self, job: "Job", connection: Connection, activity: int) -> Worker:
+    def fork(self, job: "Job", activity: int) -> Worker:
         """Have it fork a worker that does the job; `activity` is a file that parent and worker both map."""
-        status, theirs = Pipe(duplex=False)
-        with theirs, open(os.memfd_create("gpipe_job"), "wb") as file:
+        connection, workers_end = Pipe()
+        status, servers_end = Pipe(duplex=False)
+        with workers_end, servers_end, open(os.memfd_create("gpipe_job"), "wb") as file:
             pickle.dump((os.getcwd(), sys.path, job), file)
             file.flush()
-            descriptors = [connection.fileno(), theirs.fileno(), file.fileno(), activity]
             number, control = self.start()
+            descriptors = [workers_end.fileno(), servers_end.fileno(), file.fileno(), activity]
             socket.send_fds(control, [b"."], descriptors)
-        return Worker(status, number)
+        return Worker(connection, status, number)
 
     def kill(self) -> None:
         """End it, in whatever state it is, and with it all that it has forked."""
         if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
             if self._starter == os.getpid():
-                self._process.kill()
                 self._process.wait()
-            else:
-                with suppress(ProcessLookupError):
-                    os.kill(self._process.pid, signal.SIGKILL)
             self._process = None
 
 

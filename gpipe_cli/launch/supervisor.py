@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
@@ -25,7 +25,7 @@ from gpipe_cli.system.interrupts import Interrupt
 OnMessage = Callable[[object], None]
 
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
-_PATIENCE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+_PATIENCE_SECONDS = 2.0  # for the server to report that workers have ended
 
 
 def run_task(
@@ -61,7 +61,6 @@ class Supervisor:
 
     def __init__(self, placement: Placement, timeout_seconds: float) -> None:
         self._placement, self._timeout_seconds = placement, timeout_seconds
-        self._connections: dict[int, Connection] = {}  # those that are open
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # those that may still send something
         self._failures: list[Failure] = []
@@ -73,11 +72,8 @@ class Supervisor:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         started = torchrun()
         for process in range(self._placement.processes) if started is None else (started.rank,):
-            ours, theirs = Pipe()
-            with theirs:
-                job = Job(task, self._placement, process, rendezvous, self._timeout_seconds)
-                self._workers[process] = fork_server.fork(job, theirs, self._activity_file)
-            self._connections[process] = ours
+            job = Job(task, self._placement, process, rendezvous, self._timeout_seconds)
+            self._workers[process] = fork_server.fork(job, self._activity_file)
             interrupt.check()
         self._running = dict(self._workers)
 
@@ -100,50 +96,50 @@ class Supervisor:
 
     def _receive(self, timeout: float, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""
-        statuses = {worker.status: worker for worker in self._running.values() if worker.exit_code is None}
-        ready = wait([*self._connections.values(), *statuses], timeout)
-        for status, worker in statuses.items():
-            if status in ready:
-                worker.read()
-        for process, connection in list(self._connections.items()):
-            if connection not in ready:
+        running = list(self._running.items())
+        statuses = [worker.status for _, worker in running if worker.exit_code is None]
+        connections = [worker.connection for _, worker in running if not worker.connection.closed]
+        ready = wait([*statuses, *connections], timeout)
+        for process, worker in running:
+            if worker.status in ready:
+                worker.read_status()
+            if worker.connection not in ready:
                 continue
             try:
-                message = connection.recv()
+                message = worker.connection.recv()
             except (EOFError, ConnectionError):
-                del self._connections[process]
+                worker.connection.close()
                 continue
             match message:
                 case Failure():
                     self._failures.append(message)
                 case Done():  # how it ends does not matter any more
-                    del self._running[process], self._connections[process]
+                    del self._running[process]
                 case _:
                     on_message(message)
 
     def _note_ended(self) -> None:
         """Processes that have ended before they had done their task, and whose messages have all been read."""
         for process, worker in list(self._running.items()):
-            if worker.exit_code is None or (process in self._connections and self._connections[process].poll()):
-                continue
-            self._connections.pop(process, None)  # its other end may be open in a loader process that it started
+            if worker.exit_code is None or (not worker.connection.closed and worker.connection.poll()):
+                continue  # its end of the connection may stay open in a loader process that it started
             del self._running[process]
             if not any(failure.process == process for failure in self._failures):
                 self._failures.append(self._killed(process, worker.exit_code))
 
     def stop(self) -> None:
-        """End every worker that still runs: by SIGTERM, and by SIGKILL if that is not enough."""
+        """End every worker that still runs; the kernel ends their data loaders with them."""
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + _PATIENCE_SECONDS
+        for worker in running:
+            worker.kill()
+        while running and (left := until - time.monotonic()) > 0:
+            ready = wait([worker.status for worker in running], left)
             for worker in running:
-                worker.send_signal(number)
-            while running and (left := until - time.monotonic()) > 0:
-                ready = wait([worker.status for worker in running], left)
-                for worker in running:
-                    if worker.status in ready:
-                        worker.read()
-                running = [worker for worker in running if worker.exit_code is None]
+                if worker.status in ready:
+                    worker.read_status()
+                    worker.kill()  # one whose number was not known yet
+            running = [worker for worker in running if worker.exit_code is None]
         if running:  # not forked yet; or the server is stopped, and cannot report how they ended
             fork_server.kill()
 
