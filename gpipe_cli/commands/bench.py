@@ -11,7 +11,7 @@ from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.setting_owners import BenchSettings
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import typed
+from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, show_bench, write_bench
 from gpipe_cli.reporting.tables.sweep import show_rest
@@ -30,19 +30,13 @@ OWN = tuple(BenchSettings.__dataclass_fields__)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     sweep = sweep_of("bench", arguments, _requested, lambda tree: _settings(tree).rounds)
     line = sweep.line
-    line.refuse_groups()
     line.refuse(REFUSED)
     if "rounds" in line.swept:
-        raise ValueError(
-            f"rounds={line.overrides['rounds']}: all rows of a table have the same rounds; give one number"
-        )
+        why = "all rows of a table have the same rounds; give one number"
+        raise RefusedError("rounds", line.overrides["rounds"], why)
     try:
         tree = compose(line, TrainConfig)
     finally:  # also after Ctrl-C

@@ -18,13 +18,8 @@ REFUSED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     line = read("check", arguments, "it tries all partitions, schedules and recompute modes by itself")
-    line.refuse_groups()
     line.refuse(REFUSED)
     tree = compose(line, TrainConfig)
     if tree is None:

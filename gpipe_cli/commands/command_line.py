@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from gpipe_cli.config.setting_owners import OWNERS, key_of, owner
 from gpipe_cli.config.settings import TrainConfig, check_yaml, from_tree
-from gpipe_cli.config.typed import ELSEWHERE, SettingError, nearest, one_line, quoted, settings, show, unknown
+from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
 _QUIET = (
@@ -54,23 +54,19 @@ class CommandLine:
     typed: tuple[str, ...]  # the settings among the arguments
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
-        """Raises ValueError for a setting that the command has no use for: key, and what to do instead."""
+        """Raises ValueError for a setting that the command has no use for: key, and what to do instead; and for a group
+        that is set to something else than the name of a choice."""
+        presets = {"presets": "the model and the data set choose it; leave it out, or give ~presets"}
+        remedies = presets | dict(remedies)  # Hydra ignores a choice that it lacks
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
             if remedy is not None and ("." in key or value not in (None, False)):
-                raise ValueError(f"{key}={show(value)}: {remedy}")
-
-    def refuse_groups(self) -> None:
-        """Raises ValueError for a group that is set to something else than the name of a choice."""
-        if (preset := self.overrides.get("presets")) is not None:  # which is optional: Hydra ignores one that it lacks
-            raise ValueError(
-                f"presets={show(preset)}: the model and the data set choose it; leave it out, or give ~presets"
-            )
+                raise RefusedError(key, value, remedy)
         for group in GROUPS:
             if not isinstance(choice := self.overrides.get(group, ""), str):
                 number = isinstance(choice, int | float) and group == "learning_rate"
                 hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
-                raise ValueError(f"{group}={show(choice)}: must be the name of a choice; {hint}")
+                raise RefusedError(group, choice, f"must be the name of a choice; {hint}")
 
 
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:

@@ -51,11 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     if arguments[:1] == ["-sc"]:  # tab completion asks for settings; runs are folders, which shells know by themselves
         return 0
     parser = _Parser(prog="gpipe compare", add_help=False, allow_abbrev=False)

@@ -10,17 +10,13 @@ from gpipe_cli.commands.command_line import compose, read, replace_batch_size
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
-from gpipe_cli.config.typed import show
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     line = read("evaluate", arguments, "call it once for each run")
     tree = compose(line, EvaluateSettings)
     if tree is None:
@@ -28,10 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     config = evaluation(from_tree(EvaluateSettings, tree))
     for key in line.overrides:
         if key.partition(".")[0] == "decode" and config.training.task != "translation":
-            raise ValueError(
-                f"{key}={show(line.overrides[key])}: nothing is translated by a run of "
-                f"model={choice_of(config.training.model)}; leave it out"
-            )
+            why = f"nothing is translated by a run of model={choice_of(config.training.model)}; leave it out"
+            raise RefusedError(key, line.overrides[key], why)
 
     fork_server.start()  # in a process beside this one, while this one imports torch itself
     with preparing():

@@ -10,20 +10,15 @@ from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.setting_owners import PlanSettings
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import show, typed
+from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     line = read("plan", arguments, "partitions=auto and micro_batches=auto compare by themselves")
-    line.refuse_groups()
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     if torchrun() is not None:
         raise ValueError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
@@ -34,10 +29,8 @@ def main(arguments: Sequence[str]) -> int:
         settings = typed(PlanSettings, {"solve": tree.pop("solve", None)})  # a recipe may not have it
     config, auto = training(tree, line.overrides)
     if settings.solve is not None and config.partition.balance is not None:
-        raise ValueError(
-            f"partition.balance={show(config.partition.balance)}: is a cut of one size of the model, and "
-            f"solve={settings.solve} tries others; leave it out"
-        )
+        why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
+        raise RefusedError("partition.balance", config.partition.balance, why)
     if settings.solve is not None and auto:
         raise ValueError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():

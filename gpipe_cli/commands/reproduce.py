@@ -54,11 +54,7 @@ class ReproduceSettings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0

@@ -10,19 +10,15 @@ from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import TrainConfig, find_run, from_tree, load
-from gpipe_cli.config.typed import show
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     sweep = sweep_of("train", arguments, requested)
     line = sweep.line
-    line.refuse_groups()
+    line.refuse({})
     if isinstance(run := line.overrides.get("resume"), str) and "resume" not in line.swept:
         saved = load(find_run("resume", run, str(line.overrides.get("output") or "outputs")))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
@@ -50,9 +46,7 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
         return RunRequest(*training(tree, given))
     for key in ("init_from", "init_head"):
         if given.get(key) is not None:
-            raise ValueError(
-                f"{key}={show(given[key])}: the run that is resumed has its weights already; leave {key} out"
-            )
+            raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
     replace_batch_size(tree, given)
     auto = take_auto(tree)
     saved = load(find_run("resume", str(tree.resume), str(tree.output)))

@@ -6,7 +6,7 @@ machine must have, what is smaller on two CPU cores (a desk), and which experime
 file of its own in this room.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 from gpipe_cli.config.setting_owners import key_of, owner
 from gpipe_cli.config.settings import load_recipe
 from gpipe_cli.config.typed import nearest, one_line, show, typed
+from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
@@ -107,7 +108,8 @@ def load(name: str) -> Recipe:
 
 def settings_of(name: str) -> tuple[str, ...]:
     """Keys of what recipes/<name>.yaml and its family set, in dotted form: `model.variant`."""
-    return tuple(_keys(_read(name)))
+    tree = _read(name)
+    return *tree, *dict(flattened(tree))
 
 
 def check_settings(name: str, given: Sequence[str]) -> None:
@@ -120,13 +122,6 @@ def check_settings(name: str, given: Sequence[str]) -> None:
             raise ValueError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
         if owner(setting) is not None and key not in keys:
             raise ValueError(f"{setting}: {name} does not run what reads it (gpipe {owner(setting)}); leave it out")
-
-
-def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in tree.items():
-        yield key
-        if isinstance(value, Mapping):
-            yield from (f"{key}.{inner}" for inner in _keys(value))
 
 
 def _read(name: str) -> dict[str, Any]:
