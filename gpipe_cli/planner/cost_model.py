@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
@@ -51,7 +51,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
     devices = place(config)
     costs = costs_by_rates(
         profile,
-        rates or _rates_of_sheet(config, devices.stages[0], devices.threads),
+        rates or rates_of_sheet(resolved(config.hardware, devices.stages[0]), devices.threads),
         micro_batches_of(config, profile.lengths)[1],
         at_once=devices.at_once,
         linked=devices.distributed or len(set(devices.stages)) > 1 or config.hardware.name != "auto",
@@ -65,13 +65,6 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
     if given is not None:
         return _weighted(costs, given, "partition.costs")
     return costs if profile.own_costs is None else _weighted(costs, profile.own_costs, "gpipe_cost of the layers")
-
-
-def _rates_of_sheet(config: TrainConfig, device: str, threads: int) -> DeviceRates:
-    hardware = resolved(config.hardware, device)
-    if hardware.tflops is None or hardware.memory_gb_per_second is None:
-        return rates_of_sheet(load_hardware("h200"), threads, "other_device")
-    return rates_of_sheet(hardware, threads)
 
 
 def costs_by_rates(

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 
 COMPUTING = (OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.NARROW, OperationKind.DEPTHWISE)
@@ -63,8 +64,12 @@ class DeviceRates:
     together: int = 1
 
 
-def rates_of_sheet(hardware: HardwareConfig, threads: int, basis: Basis = "data_sheet") -> DeviceRates:
-    """The rates of a data sheet, where all kinds of operations are alike; a CPU's sheet is that of one thread."""
+def rates_of_sheet(hardware: HardwareConfig, threads: int) -> DeviceRates:
+    """The rates of a data sheet, where all kinds of operations are alike; a CPU's sheet is that of one thread. Those of
+    an H200 where there is none."""
+    basis: Basis = "data_sheet"
+    if hardware.tflops is None or hardware.memory_gb_per_second is None:
+        hardware, basis = load_hardware("h200"), "other_device"
     assert hardware.tflops is not None
     assert hardware.memory_gb_per_second is not None
     speed = threads if hardware.name == "cpu" else 1
