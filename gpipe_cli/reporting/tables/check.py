@@ -58,16 +58,7 @@ class CheckReport:
 
 def write_check(folder: Path, report: CheckReport) -> Path:
     """Writes check.json; returns where it is."""
-    values = {
-        "identical": report.identical,
-        "verdict": report.verdict,
-        "loss": report.loss,
-        "rows": [asdict(row) for row in report.rows],
-        "findings": [asdict(finding) for finding in report.findings],
-        "shared": report.shared,
-        "config": report.config,
-    }
-    write_result(folder, values, CHECK)
+    write_result(folder, asdict(report) | {"identical": report.identical, "verdict": report.verdict}, CHECK)
     return folder / CHECK
 
 
