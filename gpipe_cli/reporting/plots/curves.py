@@ -6,7 +6,6 @@ wide and pale and the last one thin and dark, each within the one before, and th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -32,16 +31,6 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
 DASHED_FROM = 6  # runs; fewer are told apart by their colours
 
 
-@dataclass(frozen=True)
-class Style:
-    """How one curve is drawn."""
-
-    colour: str
-    width: float
-    dashes: Any  # as matplotlib has them
-    order: int  # the higher, the nearer to the eye
-
-
 def draw_curves(comparison: Comparison, tags: Sequence[str]) -> Picture:
     """A panel for each tag, under each other, every run in each; an image of shape (height, width, 3).
 
@@ -51,17 +40,17 @@ def draw_curves(comparison: Comparison, tags: Sequence[str]) -> Picture:
     return pixels(_figure(comparison, tags))
 
 
-def styles(count: int, groups: Sequence[Sequence[int]]) -> list[Style]:
-    """How each of ``count`` curves is drawn, of which those in a group lie over each other."""
-    made = [
-        Style(run_colour(n, count), THIN, DASHES[n % len(DASHES)] if count >= DASHED_FROM else "-", 2 + n)
-        for n in range(count)
-    ]
+def styles(count: int, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """How each of ``count`` curves is drawn, as matplotlib has it; those in a group lie over each other."""
+    made: list[dict[str, Any]] = []
+    for n in range(count):
+        dashes = DASHES[n % len(DASHES)] if count >= DASHED_FROM else "-"
+        made.append({"color": run_colour(n, count), "linewidth": THIN, "linestyle": dashes, "zorder": 2 + n})
     for group in groups:
         for rank, position in enumerate(group):
             depth = 1 - rank / (len(group) - 1)  # 1: the widest, behind all others
-            colour = run_colour(position, count, lightness=0.42 + 0.44 * depth)
-            made[position] = Style(colour, THIN + (WIDE - THIN) * depth, "-", 2 + rank)
+            colour, width = run_colour(position, count, lightness=0.42 + 0.44 * depth), THIN + (WIDE - THIN) * depth
+            made[position] = {"color": colour, "linewidth": width, "linestyle": "-", "zorder": 2 + rank}
     return made
 
 
@@ -106,13 +95,8 @@ def _panel(axes: Axes, comparison: Comparison, tag: str, last_step: int, lowest:
         smoothed |= long
         drawn = running_median(values) if long else values
         highest, least = max([highest, *finite]), min([least, *finite])
-        points: dict[str, Any] = (
-            {"marker": "o", "markersize": style.width + 2.5} if len(values) <= MARKED_POINTS else {}
-        )
-        axes.plot(
-            curve.steps, drawn, color=style.colour, linewidth=style.width, linestyle=style.dashes, zorder=style.order,
-            solid_capstyle="round", **points,
-        )  # fmt: skip
+        points = {"marker": "o", "markersize": style["linewidth"] + 2.5} if len(values) <= MARKED_POINTS else {}
+        axes.plot(curve.steps, drawn, solid_capstyle="round", **style, **points)
     remarks = []
     if smoothed:
         remarks.append(f"running median of {MEDIAN_STEPS} steps, of runs with more than {LONG}")
@@ -144,11 +128,8 @@ def _frame(axes: Axes, tag: str, remarks: Sequence[str], groups: Sequence[str], 
         axes.set_title(text, loc="right", fontsize=8.5, color=PALE_INK, pad=7)
 
 
-def _legend(figure: Figure, shown: Sequence[str], made: Sequence[Style], across: int) -> None:
-    handles = [
-        Line2D([], [], color=one.colour, linewidth=min(one.width, 6), linestyle=one.dashes)
-        for one in made[:MOST_ENTRIES]
-    ]
+def _legend(figure: Figure, shown: Sequence[str], made: Sequence[dict[str, Any]], across: int) -> None:
+    handles = [Line2D([], [], **one | {"linewidth": min(one["linewidth"], 6)}) for one in made[:MOST_ENTRIES]]
     handles += [Line2D([], [], color="white")] * (len(shown) - len(handles))  # `and 3 more`
     for line, name in zip(handles, shown, strict=True):
         line.set_label(name)

@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
+from gpipe_cli.reporting.plots.palette import INK, PALE_INK
 from gpipe_cli.reporting.plots.picture import (
     BAR_HEIGHT,
     DPI,
+    MARGIN,
     WIDTH_INCHES,
     Picture,
     add_axes,
@@ -26,8 +27,9 @@ from gpipe_cli.reporting.plots.picture import (
     name_stages,
     new_figure,
     pixels,
+    show_axis,
 )
-from gpipe_cli.reporting.plots.timeline_values import BarKind, axis_ticks, axis_unit
+from gpipe_cli.reporting.plots.timeline_values import BarKind, axis_unit
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.units import count, duration, percent, plural, size
 
@@ -35,7 +37,6 @@ LEFT_INCHES, RIGHT_INCHES = 0.78, 2.3  # at the right stand parameters and memor
 TITLE_INCHES, HEADING_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.24, 0.5, 0.46
 ROW_INCHES, PANEL_INCHES = 0.85, 5.2  # a row is lower where this would make the panel higher
 PARTS: tuple[BarKind, ...] = ("F", "B")  # of a layer
-MARGIN = 1.004  # of the axis behind the longest bar
 FONT, LEAST_FONT = 8.0, 6.0
 CHARACTER_INCHES, LINE_INCHES = 0.068, 0.13  # of a layer's name in the larger font
 LEAST_GAP_PIXELS = 4  # smaller layers touch each other
@@ -70,16 +71,12 @@ def draw(run: RunDescription) -> Picture:
 def _frame(axes: Axes, run: RunDescription, end: float, mean: float) -> range:
     """Everything around the bars: stages, the axis, the mean; returns the stages that are named."""
     shown = name_stages(axes, run.placement.partitions)
-    axes.set_xlim(0, end * MARGIN)
     if run.prediction is not None:
         name, unit = axis_unit(end)
         words = f"predicted time of one micro-batch, {name} (from {run.prediction.costs.source})"
     else:
         unit, words = 0.01, "share of the model's computation, %"
-    axes.set_xticks(axis_ticks(end))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
-    axes.grid(axis="x", color=GRID, linewidth=0.6)
-    axes.set_xlabel(words, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
+    show_axis(axes, end, unit, words)
     if run.placement.partitions > 1:
         axes.axvline(mean, zorder=3, **MEAN_LINE)
     return shown

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from numpy.typing import NDArray
 
-from gpipe_cli.reporting.plots.palette import INK, PALE_INK, Colour, rgb
+from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK, Colour, rgb
+from gpipe_cli.reporting.plots.timeline_values import axis_ticks
 from gpipe_cli.system.files import write_whole
 
 Picture = NDArray[np.uint8]  # of shape (height, width, 3)
@@ -26,6 +27,7 @@ DPI = 160
 WIDTH_INCHES = 11.0
 SHOWN_STAGES = 16  # of more than these only some are named
 BAR_HEIGHT = 0.86  # of a row
+MARGIN = 1.004  # of an axis behind the longest bar
 LEGEND_LINE_INCHES = 0.16
 
 
@@ -52,6 +54,16 @@ def name_stages(axes: Axes, stages: int) -> range:
     axes.set_ylim(stages - 0.5, -0.5)
     axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown], color=INK)
     return shown
+
+
+def show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
+    """The axis below bars that end at `end`, in units of so much; without numbers if there are no `words`."""
+    axes.set_xlim(0, end * MARGIN)
+    axes.set_xticks(axis_ticks(end))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
+    axes.tick_params(labelbottom=bool(words))
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    axes.set_xlabel(words, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
 
 
 def add_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], **look: Any) -> None:

@@ -14,9 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
+from gpipe_cli.reporting.plots.palette import INK, PALE_INK
 from gpipe_cli.reporting.plots.picture import (
     DPI,
+    MARGIN,
     WIDTH_INCHES,
     Picture,
     add_axes,
@@ -26,8 +27,9 @@ from gpipe_cli.reporting.plots.picture import (
     name_stages,
     new_figure,
     pixels,
+    show_axis,
 )
-from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_ticks, axis_unit, in_percent
+from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
 MOST_BARS = 3000  # of all panels, drawn one by one
@@ -35,7 +37,6 @@ LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 SAMPLES = 4  # a pixel, across
-MARGIN = 1.004  # of the time axis behind the last bar
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 CHARACTER_INCHES = 0.068  # of a bar's name
 
@@ -65,14 +66,8 @@ def draw(views: Sequence[TimelineView]) -> Picture:
 def _frame(axes: Axes, view: TimelineView, end: float, last: bool) -> None:
     """Everything around the bars: title, stages, time."""
     name_stages(axes, len(view.stages))
-    axes.set_xlim(0, end * MARGIN)
     name, seconds = axis_unit(end)
-    axes.set_xticks(axis_ticks(end))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / seconds:g}")
-    axes.tick_params(labelbottom=last)
-    axes.grid(axis="x", color=GRID, linewidth=0.6)
-    if last:
-        axes.set_xlabel(f"time since the step began, {name}", fontsize=9, color=PALE_INK, loc="right", labelpad=3)
+    show_axis(axes, end, seconds, f"time since the step began, {name}" if last else "")
     title: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0, "pad": 7}
     axes.set_title(f"{view.kind}  ·  {view.title}", loc="left", fontweight="bold", **title)
     shares = in_percent(view.breakdown)

@@ -262,7 +262,7 @@ def test_identical_curves_are_all_seen(runs: list[RunRecord]) -> None:
     picture = draw_curves(compare(runs[:2]), ["train/loss"])
     assert picture.dtype == np.uint8
     for style in styles(2, [[0, 1]]):  # both colours are in the panel, above the legend, and the pale one has a rim
-        colour = np.frombuffer(bytes.fromhex(style.colour[1:]), np.uint8)
+        colour = np.frombuffer(bytes.fromhex(style["color"][1:]), np.uint8)
         assert (np.abs(picture[:-80].astype(int) - colour).max(axis=2) <= 2).sum() > 500, style
 
 
