@@ -71,22 +71,19 @@ def load_optimizer_state(
     """Put back what `optimizer_state` gave; a parameter without saved state starts fresh, a frozen one has none."""
     if optimizer is None:
         return
-    keys: dict[str, dict[str, torch.Tensor]] = {}
     for path, tensor in saved.items():
         name, _, key = path.rpartition("/")
-        keys.setdefault(name, {})[key] = tensor
-    for name, parameter in parameters.items():
-        if name not in keys or not parameter.requires_grad:
+        parameter = parameters.get(name)
+        if parameter is None or not parameter.requires_grad:
             continue
-        state = optimizer.state[parameter]
-        for key, tensor in keys[name].items():
-            if tensor.dim() == 0:
-                # a step count: torch keeps it as a tensor on the CPU, older timm as a plain number
-                state[key] = tensor.clone()
-            elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
-                state[key] = tensor.to(parameter.device, copy=True)
-            else:
-                state[key] = torch.empty_like(parameter).copy_(tensor)
+        if tensor.dim() == 0:
+            # a step count: torch keeps it as a tensor on the CPU, older timm as a plain number
+            value = tensor.clone()
+        elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
+            value = tensor.to(parameter.device, copy=True)
+        else:
+            value = torch.empty_like(parameter).copy_(tensor)
+        optimizer.state[parameter][key] = value
 
 
 def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:

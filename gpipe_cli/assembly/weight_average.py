@@ -24,25 +24,22 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._decay, self.updates = decay, 0
-        names: dict[torch.Tensor, list[str]] = {}  # layers may share a tensor, which then has several
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if tensor.is_floating_point():
-                names.setdefault(tensor, []).append(name)
-        self._live = [(tuple(own), tensor) for tensor, own in names.items()]
-        self.average: dict[str, torch.Tensor] = {}
-        for own, tensor in self._live:
-            self.average |= dict.fromkeys(own, tensor.detach().clone())
+        named = {
+            name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if tensor.is_floating_point()
+        }
+        self._pairs = {tensor: tensor.detach().clone() for tensor in named.values()}  # layers may share a tensor
+        self.average = {name: self._pairs[tensor] for name, tensor in named.items()}
 
     @torch.no_grad()
     def update(self, statistics: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
         """Follow the weights. `statistics`: buffers of the module, and what is averaged in place of their values."""
         self.updates += 1
-        if not self._live:  # a stage of activations and pools
+        if not self._pairs:  # a stage of activations and pools
             return
         decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
         instead = {id(buffer): value for buffer, value in statistics}
-        averages = [self.average[own[0]] for own, _ in self._live]
-        torch._foreach_lerp_(averages, [instead.get(id(tensor), tensor) for _, tensor in self._live], 1 - decay)
+        newest = [instead.get(id(tensor), tensor) for tensor in self._pairs]
+        torch._foreach_lerp_(list(self._pairs.values()), newest, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -55,7 +52,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for own, tensor in self._live:
+        for tensor, average in self._pairs.items():
             kept = tensor.clone()
-            tensor.copy_(self.average[own[0]])
-            self.average |= dict.fromkeys(own, kept)
+            tensor.copy_(average)
+            average.copy_(kept)

@@ -118,23 +118,18 @@ class _Row(NamedTuple):
 
 def _read_rows(file: Path) -> list[_Row]:
     """The lines of a file that are not empty, at least one."""
+    rows = []
     # Not splitlines(): U+2028 and its like may be part of a sentence.
-    rows = [_read_row(file, number, line) for number, line in enumerate(read_utf8(file).split("\n"), 1) if line.strip()]
+    for number, line in enumerate(read_utf8(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        columns = [column.strip() for column in line.split("\t")]
+        if len(columns) != 3 or not all(columns) or not _LANGUAGES.fullmatch(columns[2]):
+            raise ValueError(
+                f"text file '{file}' line {number}: must have 3 columns, separated by tabs and none of them empty: "
+                "source, target and languages (such as de-en)"
+            )
+        rows.append(_Row(number, *columns))
     if not rows:
         raise ValueError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
     return rows
-
-
-def _read_row(file: Path, number: int, line: str) -> _Row:
-    fields = [field.strip() for field in line.split("\t")]
-    if len(fields) != 3:
-        raise ValueError(
-            f"text file '{file}' line {number}: has {len(fields)} columns; must have 3, separated by tabs: source, "
-            "target and languages (such as de-en)"
-        )
-    for name, field in zip(_Row._fields[1:], fields, strict=True):
-        if not field:
-            raise ValueError(f"text file '{file}' line {number}: the {name} is empty; fill it in or delete the line")
-    if not _LANGUAGES.fullmatch(fields[2]):
-        raise ValueError(f"text file '{file}' line {number}: languages '{fields[2]}' must be of the form de-en")
-    return _Row(number, *fields)

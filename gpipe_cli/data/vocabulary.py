@@ -11,20 +11,18 @@ part of the model: the embedding and the softmax have a row for each piece.
 """
 
 import io
-import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.cache import cached, digest_of
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
 """In targets: nothing to predict here. The number is the default of torch's cross-entropy."""
 
-_BYTES = 256
 _MOST_LINES = 1_000_000  # more teach the pieces nothing new; evenly spaced ones are used
 _MOST_CHARACTERS = 1000  # SentencePiece silently leaves out what is longer than 4192 bytes
 
@@ -117,12 +115,6 @@ def make_vocabulary(
         "allow_whitespace_only_pieces": True,  # indentation
         "add_dummy_prefix": word_prefix,
     }
-    least = UNKNOWN + 1 + len(symbols) + _BYTES + 1
-    if size < least:
-        raise ValueError(
-            f"dataset.vocabulary={size}: bytes and symbols alone take {least - 1} ids; use "
-            f"dataset.vocabulary={least} or more"
-        )
     name = digest_of("vocabulary", [sentencepiece.__version__, options], lines)
     return Vocabulary(cached(cache, f"vocabulary-{name}", lambda: _train(lines, options)))
 
@@ -140,12 +132,7 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
             minloglevel=2,  # or its progress is printed on stderr
             **options,
         )
-    except RuntimeError as error:
-        reason, size = one_line(error), options["vocab_size"]
-        if found := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", reason):
-            raise ValueError(
-                f"dataset.vocabulary={size}: the corpus needs at least {found[1]}, one for each of its characters; use "
-                f"dataset.vocabulary={found[1]} or more"
-            ) from error
-        raise ValueError(f"dataset.vocabulary={size}: SentencePiece cannot learn it ({reason})") from error
+    except RuntimeError as error:  # such as "Vocabulary size is smaller than required_chars. 265 vs 289."
+        why = one_line(error).rpartition("] ")[2]
+        raise RefusedError("dataset.vocabulary", options["vocab_size"], f"{why}; use a larger one") from error
     return model.getvalue()

@@ -95,7 +95,6 @@ def amoebanet(
     In training with the auxiliary head it returns (logits, auxiliary logits), both (N, classes).
 
     Args:
-        variant: "b" or "d".
         normal_cells: L, without the reduction cells; at least 3.
         filters: D, the filters of the first stack.
         image_size: S, pixels.
@@ -103,7 +102,6 @@ def amoebanet(
         auxiliary_head: whether there is one, behind the normal cell before the second reduction.
         batch_norm_momentum: weight of the *new* statistics (torch's meaning: 1 - TensorFlow's decay).
         batch_norm_epsilon: added to the variance; 1e-3 is the default of the reference's network.
-        dropout: probability to drop a feature before the classifier.
         drop_path: probability to drop an operation's result at the end of the training.
         stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it; "auto" is "small"
             for images of at most 64 pixels.

@@ -26,14 +26,10 @@ class CellGenotype:
 
     State 0 is the cell's input behind a 1x1 convolution and state 1 the output of the cell before that input; each pair
     of steps adds the next state (2, 3, ...) as the sum of two operations.
-
-    Attributes:
-        pairs: for each new state, its two steps.
-        output: the states that are concatenated as the cell's output.
     """
 
-    pairs: tuple[tuple[Step, Step], ...]
-    output: tuple[int, ...]
+    pairs: tuple[tuple[Step, Step], ...]  # for each new state, its two steps
+    output: tuple[int, ...]  # the states that are concatenated as the cell's output
 
 
 # The cells that keep the resolution. The drawing of D's that its authors published joins three states, their code four.
@@ -100,16 +96,11 @@ class Cell(nn.Module):
     The first cell of a network takes one tensor (N, C, H, W) alone, which is then both current and previous.
 
     Args:
-        genotype: the wiring.
-        filters: F, the channels of every state; the output has F times the number of states that it joins.
-        stride: 1, or 2 for a reduction cell, whose operations on states 0 and 1 halve the resolution.
+        filters: F, the channels of every state; `output`, the result's shape, has F for each of the states it joins.
+        stride: 1, or 2 for a reduction cell.
         current: shape of the input.
         previous: shape of the input's predecessor; None for the first cell.
-        norm: builds a batch normalisation.
         drop_path: probability to drop an operation's result at the end of the training.
-
-    Attributes:
-        output: shape of the output.
     """
 
     def __init__(

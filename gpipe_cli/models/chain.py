@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.config.typed import RefusedError
+
 # The modules of the stem, the modules whose children are a layer each (`*`: of every child), the modules of the head.
 FAMILIES = {
     "ResNet": ("conv1 bn1 act1 maxpool", "layer1 layer2 layer3 layer4", "global_pool dropout fc"),
@@ -32,21 +34,19 @@ FAMILIES = {
 def chain(model: Any) -> nn.Sequential:
     """The layers of a model of timm as a sequence; it holds the model's own modules, not copies.
 
-    Raises ValueError for a model whose class is not one of the families, or that is built in a way which the chain does
-    not know.
+    Raises RefusedError for a model whose class is none of the families, or that is built in a way unknown here.
     """
     from timm import models
 
-    kind = type(model).__name__
+    kind, name = type(model).__name__, model.pretrained_cfg["architecture"]
     # A class by itself and not its subclasses: what these change is not known here.
     if kind not in FAMILIES or type(model) is not getattr(models, kind):
-        raise ValueError(f"model.name: timm's class {kind} has no chain of layers; use one of {', '.join(FAMILIES)}")
+        use = f"use one of {', '.join(FAMILIES)}"
+        raise RefusedError("model.name", name, f"timm's class {kind} has no chain of layers; {use}")
     if kind == "VisionTransformer" and (model.attn_pool is not None or model.dynamic_img_size):
         what = "pools by attention" if model.attn_pool is not None else "takes images of any size"
-        raise ValueError(
-            f"model.name: this VisionTransformer {what}, which its chain of layers does not know; use one that does "
-            "not, such as model.name=vit_tiny_patch16_224"
-        )
+        use = "which its chain of layers does not know; use one that does not, such as vit_tiny_patch16_224"
+        raise RefusedError("model.name", name, f"this VisionTransformer {what}, {use}")
     stem, parents, head = FAMILIES[kind]
     layers = {"stem": stem.split()} if stem else {}
     for path in itertools.chain.from_iterable(_children(model, parent) for parent in parents.split()):
@@ -59,14 +59,12 @@ def chain(model: Any) -> nn.Sequential:
             layers[path] = [path]
     layers["head"] = head.split()
     sequence = nn.Sequential()
-    for name, steps in layers.items():
-        piece = TokenStem if kind == "VisionTransformer" and name == "stem" else Piece
-        sequence.add_module(name.replace(".", "_"), piece(model, steps))
+    for path, steps in layers.items():
+        piece = TokenStem if kind == "VisionTransformer" and path == "stem" else Piece
+        sequence.add_module(path.replace(".", "_"), piece(model, steps))
     if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
-        raise ValueError(
-            f"model.name: this {kind} has tensors that its chain of layers does not know, such as "
-            f"{min(forgotten)}; use another member of the family"
-        )
+        why = f"this {kind} has tensors that its chain of layers does not know, such as {min(forgotten)}"
+        raise RefusedError("model.name", name, f"{why}; use another member of the family")
     return sequence.train(model.training)
 
 

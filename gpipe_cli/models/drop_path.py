@@ -11,17 +11,13 @@ class ScheduledDropPath(nn.Module):
 
     The probability to keep an example is `1 - progress * drop_probability`. In evaluation, and as long as everything is
     kept, the input is returned as it is and no random number is drawn.
-
-    Attributes:
-        drop_probability: probability to drop at the end of the training, in [0, 1).
-        progress: share of all training steps that is done, 0 to 1; `set_progress` sets it.
     """
 
     def __init__(self, drop_probability: float) -> None:
         super().__init__()
         assert 0 <= drop_probability < 1, drop_probability
-        self.drop_probability = drop_probability
-        self.progress = 0.0
+        self.drop_probability = drop_probability  # at the end of the training
+        self.progress = 0.0  # share of all training steps that is done; `set_progress` sets it
 
     def forward(self, x: Tensor) -> Tensor:
         keep = 1 - self.progress * self.drop_probability

@@ -5,7 +5,7 @@ Padding is TensorFlow's SAME everywhere: the output is ceil(input / stride) long
 right and at the bottom. It follows the input's size at run time.
 
 A model is built on the meta device and each process initialises only its own layers, so every module that owns
-parameters can fill them in alone: that is what `reset_parameters` does here.
+parameters can fill them in alone: that is what `reset_parameters` does here, from torch's default generator.
 """
 
 import math
@@ -60,7 +60,6 @@ class Convolution(nn.Conv2d):
         return convolve(x, self.weight, self.stride, (0, 0), self.groups)
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's default generator."""
         variance_scaling_(self.weight, math.prod(self.kernel_size) * self.out_channels // self.groups)
 
 
@@ -68,7 +67,6 @@ class Linear(nn.Linear):
     """A fully connected layer with bias, (N, in) -> (N, out)."""
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's default generator; the bias starts at zero."""
         variance_scaling_(self.weight, self.out_features)
         nn.init.zeros_(self.bias)
 
@@ -102,9 +100,7 @@ class Pool(nn.Module):
 
     def __init__(self, name: str, stride: int) -> None:
         super().__init__()
-        self.average, self.kernel = {"max_pool_2x2": (False, 2), "max_pool_3x3": (False, 3), "avg_pool_3x3": (True, 3)}[
-            name
-        ]
+        self.average, self.kernel = name.startswith("avg"), int(name[-1])
         self.stride = stride
         assert self.kernel % 2 == 1 or stride == self.kernel, "the last window would have to start outside"
 

@@ -88,10 +88,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
     # Shapes alone tell the class, and what it can do, before a large model is given memory.
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=num_classes)
-    try:
-        chain(model)
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name", f"model.name={name}", 1)) from None
+    chain(model)
     accepted = inspect.signature(type(model).__init__).parameters
     settings: dict[str, Any] = {"num_classes": num_classes, "drop_rate": dropout}
     if "drop_path_rate" in accepted:

@@ -25,7 +25,6 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's default generator; the bias starts at zero."""
         nn.init.xavier_uniform_(self.weight, gain=self.scale)
         nn.init.zeros_(self.bias)
 
@@ -33,15 +32,9 @@ class Projection(nn.Linear):
 class Embedding(nn.Embedding):
     """Vectors of tokens with their positions added, (N, S) integers -> (N, S, width).
 
-    The vectors come from N(0, 1 / width) and are multiplied by sqrt(width), so that one entry has the variance 1.
+    `length` is the longest sequence, tokens. Positions have no parameters, so it is a check and no size.
 
-    Args:
-        vocabulary: tokens are 0 to vocabulary - 1.
-        width: entries of a vector.
-        length: the longest sequence, tokens. Positions have no parameters, so this is a check and no size.
-
-    Raises:
-        ValueError: an odd width, which has no two halves for sines and cosines.
+    Raises ValueError for an odd width, which has no two halves for sines and cosines.
     """
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
@@ -51,7 +44,6 @@ class Embedding(nn.Embedding):
         super().__init__(vocabulary, width)
 
     def reset_parameters(self) -> None:
-        """Draw new vectors from torch's default generator."""
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -84,11 +76,8 @@ def sinusoids(length: int, like: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention with four matrices and their biases, queries (N, T, width) -> (N, T, width).
 
-    Args:
-        width: entries of the vectors that come in and go out.
-        heads: how many heads.
-        head_width: entries of a query, a key or a value; `heads * head_width` need not be `width`.
-        dropout: probability to drop an attention weight.
+    head_width: entries of a query, a key or a value; `heads * head_width` need not be `width`. dropout: probability to
+    drop an attention weight.
     """
 
     def __init__(self, width: int, heads: int, head_width: int, dropout: float) -> None:

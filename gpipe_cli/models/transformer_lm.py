@@ -33,7 +33,6 @@ def transformer_lm(
         layers: L, the layers between embedding and softmax.
         width: entries of a token's vector; the heads share them.
         hidden: entries between the two maps of a feed-forward part.
-        heads: attention heads.
         vocabulary: tokens are 0 to vocabulary - 1.
         length: the longest sequence, tokens.
         dropout: probability to drop an entry of what a part of a layer adds.
