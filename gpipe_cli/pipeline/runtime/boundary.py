@@ -6,6 +6,7 @@ kernels, which choose by strides, do the same; images lie channels last where th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TypeAlias
 
@@ -74,18 +75,13 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
-def layout_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def layout_strides(shape: tuple[int, ...], memory_format: torch.memory_format) -> tuple[int, ...]:
     """The strides of a dense tensor of this shape, channels last where that is asked for and there are four
     dimensions."""
-    order = list(range(len(shape)))
-    if len(shape) == 4 and memory_format is torch.channels_last:
-        order = [0, 2, 3, 1]
-    strides = [0] * len(shape)
-    size = 1
-    for dimension in reversed(order):
-        strides[dimension] = size
-        size *= max(1, shape[dimension])
-    return tuple(strides)
+    if len(shape) != 4:
+        memory_format = torch.contiguous_format
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
 def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:

@@ -29,27 +29,29 @@ def materialize(
     built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that.
     Raises ValueError for a layer that cannot initialise itself.
     """
-    stage = nn.Sequential()
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
-        for name, layer in list(whole().named_children())[first_layer : first_layer + layers]:
-            stage.add_module(name, layer.to(device))
-        return stage
-    chosen = list(model.named_children())[first_layer : first_layer + layers]
-    for name, layer in chosen:
-        layer.to_empty(device="cpu")
-        seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
-        for path, module in layer.named_modules():
-            if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                continue
-            reset = getattr(module, "reset_parameters", None)
-            if reset is None:
-                where = f"{name}.{path}" if path else name
-                raise ValueError(
-                    f"layer {where} ({type(module).__name__}) has parameters or buffers but no reset_parameters(); "
-                    "give it one that sets them all, so that every process can initialise its own layers alone"
-                )
-            with torch.no_grad():
-                reset()
+        model = whole()
+    stage = nn.Sequential()
+    for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
+        if whole is None:
+            layer.to_empty(device="cpu")
+            seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
+            _initialise(name, layer)
         stage.add_module(name, layer.to(device))
     return stage
+
+
+@torch.no_grad()
+def _initialise(name: str, layer: nn.Module) -> None:
+    for path, module in layer.named_modules():
+        if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            where = f"{name}.{path}" if path else name
+            raise ValueError(
+                f"layer {where} ({type(module).__name__}) has parameters or buffers but no reset_parameters(); "
+                "give it one that sets them all, so that every process can initialise its own layers alone"
+            )
+        reset()

@@ -40,37 +40,37 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     """Tell apart what the stages did during a step.
 
     Args:
-        timeline: with its events, as far as transfers and updates are to be seen.
+        timeline: measured or simulated.
         micro_batches: M.
         step_seconds: from the beginning of the step to its end, whatever it does besides; if left out, from the first
             action's beginning to the end of the last action or update.
     """
-    stages = len(timeline.stages)
-    assert stages > 0
+    assert timeline.stages
     assert micro_batches > 0
     begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
     if step_seconds is None:
         ends = [event.end_seconds for events in timeline.events for event in events if event.what is EventKind.UPDATE]
         step_seconds = max([end, *ends]) - begin
 
-    busy = timeline.busy_seconds
-    recompute = sum(timeline.kind_seconds(Kind.R))
-    update = timeline.event_seconds(EventKind.UPDATE)
-    transfer = idle = set_up = 0.0
-    for k in range(stages):
-        events = timeline.events[k] if timeline.events else ()
-        transfers, updates = (
-            sum(_inside(event, begin, end) for event in events if event.what is what)
-            for what in (EventKind.TRANSFER, EventKind.UPDATE)
+    busy = [sum(span.seconds for span in spans) for spans in timeline.stages]
+    recompute = sum(span.seconds for spans in timeline.stages for span in spans if span.action.kind is Kind.R)
+    update = transfer = idle = set_up = 0.0
+    for worked, events in zip(busy, timeline.events, strict=True):
+        updating = [event for event in events if event.what is EventKind.UPDATE]
+        transfers = sum(_inside(event, begin, end) for event in events if event.what is EventKind.TRANSFER)
+        updated, updates = (
+            sum(event.seconds for event in updating),
+            sum(_inside(event, begin, end) for event in updating),
         )
         transfer += transfers
-        idle += max(0.0, window - busy[k] - transfers - updates)
-        set_up += max(0.0, step_seconds - window - (update[k] - updates))
+        update += updated
+        idle += max(0.0, window - worked - transfers - updates)
+        set_up += max(0.0, step_seconds - window - (updated - updates))
     unequal = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches
     imbalance = min(idle, unequal)
 
     # Clocks of several machines may contradict each other a little: of what was found, not of K times the step.
-    total = sum(busy) + transfer + sum(update) + idle + set_up
+    total = sum(busy) + transfer + update + idle + set_up
     scale = 1 / total if total > 0 else 0.0
     return Breakdown(
         compute=(sum(busy) - recompute) * scale,
@@ -78,7 +78,7 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
         bubble=(idle - imbalance) * scale,
         imbalance=imbalance * scale,
         transfer=transfer * scale,
-        update=sum(update) * scale,
+        update=update * scale,
         set_up=set_up * scale,
     )
 

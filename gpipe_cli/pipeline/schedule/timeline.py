@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.schedules import Action
 
 
 class Span(NamedTuple):
@@ -57,14 +57,14 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between, if that is known.
+    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between.
 
     Spans of a stage do not overlap. A Timeline's own numbers are about actions: its window reaches from the first
     action's beginning to the last one's end.
     """
 
     stages: tuple[tuple[Span, ...], ...]
-    events: tuple[tuple[Event, ...], ...] = ()
+    events: tuple[tuple[Event, ...], ...]
 
     @property
     def start_seconds(self) -> float:
@@ -81,21 +81,6 @@ class Timeline:
         """From the beginning of the first action to the end of the last."""
         return self.end_seconds - self.start_seconds
 
-    @property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """For each stage, the time spent in actions, recomputation included."""
-        return tuple(sum(span.seconds for span in spans) for spans in self.stages)
-
-    def kind_seconds(self, kind: Kind) -> tuple[float, ...]:
-        """For each stage, the time spent in actions of one kind (what the paper's overhead breakdown adds up)."""
-        return tuple(sum(s.seconds for s in spans if s.action.kind is kind) for spans in self.stages)
-
-    def event_seconds(self, what: EventKind) -> tuple[float, ...]:
-        """For each stage, the time spent in events of one kind; zeros if none were recorded."""
-        if not self.events:
-            return (0.0,) * len(self.stages)
-        return tuple(sum(e.seconds for e in events if e.what is what) for events in self.events)
-
     def chrome_trace(self, name: str, pid: int = 0) -> list[dict[str, Any]]:
         """Events of the Chrome trace format (a row per stage), which Perfetto and ``chrome://tracing`` open.
 
@@ -105,8 +90,9 @@ class Timeline:
         ``ph`` M. Actions are coloured by micro-batch where the viewer follows ``cname``; Perfetto chooses colours of
         its own.
         """
-        events = self.events or [()] * len(self.stages)
-        rows: list[list[Span | Event]] = [[*spans, *beside] for spans, beside in zip(self.stages, events, strict=True)]
+        rows: list[list[Span | Event]] = [
+            [*spans, *beside] for spans, beside in zip(self.stages, self.events, strict=True)
+        ]
         begin = min((piece.start_seconds for row in rows for piece in row), default=0.0)
         result: list[dict[str, Any]] = []
 

@@ -80,7 +80,7 @@ def timeline_view(
     stages = []
     for k, spans in enumerate(timeline.stages):
         done: list[tuple[str, Span | Event]] = [(span.action.kind.value, span) for span in spans]
-        done += [(event.what.value, event) for event in (timeline.events[k] if timeline.events else ())]
+        done += [(event.what.value, event) for event in timeline.events[k]]
         bars = [
             Bar(
                 cast(BarKind, what),

@@ -141,7 +141,6 @@ def test_updates_follow_a_stages_last_action_and_share_the_machine() -> None:
     # 0B0 and then 0's update share with 1's: 3 + 4, then 0's update has 2 of 3 left.
     assert slowed.events[1][-1].end_seconds == 7
     assert slowed.events[0][-1].end_seconds == 9
-    assert simulate(build("gpipe", 2, 1, "never"), equal(2, 1, 1)).event_seconds(EventKind.UPDATE) == (0, 0)
 
 
 def test_waiting_and_exposed_transfers() -> None:
