@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -61,7 +62,10 @@ def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
             stack.enter_context(_put_back(stage.module))
             seen = _Seen(watch, stage.device)
             for name, layer in stage.module.named_children():
-                stack.enter_context(seen.layer(name, layer))
+                begins = layer.register_forward_pre_hook(partial(seen.begins, name), prepend=True)
+                ended = layer.register_forward_hook(partial(seen.ended, name))
+                stack.callback(begins.remove)
+                stack.callback(ended.remove)
         try:
             yield watch
         except ChangedInputError as error:
@@ -74,61 +78,50 @@ class _Seen:
 
     def __init__(self, watch: Watch, device: torch.device) -> None:
         self._watch, self._device = watch, device
+        self._before: tuple[Any, ...] = ()  # as things were when the layer began that runs now
         self._outputs: dict[str, Tensors] = {}  # of first runs
-        self._running: list[str] = []  # a layer may run another, which it holds without torch's knowledge
+        self._depth = 0  # a layer may run another, which it holds without torch's knowledge
         self._differs = False  # a layer has given other values: those behind it are given other values
 
-    @contextmanager
-    def layer(self, name: str, layer: nn.Module) -> Iterator[None]:
-        """Inside, every run of the layer is watched."""
-        before: list[Any] = []
+    def begins(self, name: str, layer: nn.Module, inputs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer)}
+        given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
+        self._before = held, given, self._generator().clone(), random.getstate(), _numpy_state()
 
-        def begins(module: nn.Module, inputs: Any) -> None:
-            self._running.append(name)
-            if len(self._running) > 1:
-                return
-            held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer)}
-            given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
-            before[:] = held, given, self._generator().clone(), random.getstate(), _numpy_state()
-
-        def ended(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._running.pop()
-            if self._running:
-                return
-            held, given, generator, python, numpy = before
-            if not all(same_bits(*pair) for pair in given):
-                self._watch.found("in_place", name, str(ChangedInputError(name)))
-                for tensor, value in given:  # it is what the layer before gave
-                    _write_back(tensor, value)
-            moved = {"Python's random module": random.getstate() != python, "numpy.random": _numpy_state() != numpy}
-            if sources := [source for source in moved if moved[source]]:
-                self._watch.found(
-                    "random",
-                    name,
-                    f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
-                    "another cut get other numbers; use torch's functions",
-                )
-            self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
-            now = dict(_tensors(layer))
-            changed = [
-                key
-                for key, (tensor, value, version) in held.items()
-                # spectral norm that has converged writes what stood there before, until the weights change; weights
-                # themselves are written to by torch, to bring them together in memory
-                if (tensor._version != version and not isinstance(tensor, nn.Parameter))
-                or (key in now and not same_bits(now[key], value))
-            ]  # fmt: skip
-            for tensor, value, _ in held.values():
+    def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        held, given, generator, python, numpy = self._before
+        if not all(same_bits(*pair) for pair in given):
+            self._watch.found("in_place", name, str(ChangedInputError(name)))
+            for tensor, value in given:  # it is what the layer before gave
                 _write_back(tensor, value)
-            self._state(name, changed, as_tuple(output))
-            before.clear()
-
-        handles = layer.register_forward_pre_hook(begins, prepend=True), layer.register_forward_hook(ended)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        moved = {"Python's random module": random.getstate() != python, "numpy.random": _numpy_state() != numpy}
+        if sources := [source for source in moved if moved[source]]:
+            self._watch.found(
+                "random",
+                name,
+                f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
+                "another cut get other numbers; use torch's functions",
+            )
+        self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
+        now = dict(_tensors(layer))
+        changed = [
+            key
+            for key, (tensor, value, version) in held.items()
+            # spectral norm that has converged writes what stood there before, until the weights change; weights
+            # themselves are written to by torch, to bring them together in memory
+            if (tensor._version != version and not isinstance(tensor, nn.Parameter))
+            or (key in now and not same_bits(now[key], value))
+        ]  # fmt: skip
+        for tensor, value, _ in held.values():
+            _write_back(tensor, value)
+        self._state(name, changed, as_tuple(output))
+        self._before = ()
 
     def _state(self, name: str, changed: list[str], outputs: Tensors) -> None:
         """What the layer remembers: tensors of its own that it has changed; or something that only its outputs show."""

@@ -1,4 +1,4 @@
-"""What neighbours send each other, and that the wait for one that has died ends."""
+"""What a transport does when a neighbour has died, or a step has failed."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import fork_server
-from transport_runs import CPU, SIZES, TIMEOUT, activation, neighbour
+from transport_runs import CPU, SIZES, TIMEOUT, neighbour
 
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
@@ -36,14 +36,10 @@ def answer(connection: Connection) -> Any:
     return connection.recv()
 
 
-def test_tensors_arrive_and_a_peer_that_dies_ends_every_wait(neighbours: list[Connection]) -> None:
-    """With their values, types and layout. The wait for a dead one ends long before the timeout of two minutes, and
-    whatever was waited for, as the same kind of error: a consequence and not a cause."""
+def test_a_peer_that_dies_ends_every_wait(neighbours: list[Connection]) -> None:
+    """Long before the timeout of two minutes, and whatever was waited for, as the same kind of error: a consequence and
+    not a cause."""
     first, second = neighbours
-    gradients = answer(first)
-    assert isinstance(gradients, list), gradients
-    for m, gradient in zip((1, 0), gradients, strict=True):
-        assert torch.equal(torch.from_numpy(gradient), -activation(m)[0])
     assert answer(first) == "waiting"
     second.send("die")
     began = time.monotonic()
