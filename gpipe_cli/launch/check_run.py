@@ -110,7 +110,8 @@ class _Checked:
             profile = profile_model(config)
         except ChangedInputError as error:
             self._findings.append(Finding("in_place", error.layer, str(error)))
-            self._refuse(config.partitions, "in_process", "fails", str(error), error.layer)
+            for variant in self._ways(config.partitions, "in_process"):
+                self._add(variant, "fails", str(error), error.layer)
         else:
             self._shared = tuple(shared.text for shared in profile.shared)
             self._place(profile)
@@ -126,15 +127,17 @@ class _Checked:
             try:
                 self._together[partitions] = make_placement(replace(config, executor="in_process"), profile)
             except SeparatedError as error:
-                self._refuse(partitions, "in_process", "fails", str(error))
+                for variant in self._ways(partitions, "in_process"):
+                    self._add(variant, "fails", str(error))
                 continue
             if partitions > 1 and config.executor != "in_process":
                 placement = make_placement(config, profile)
                 if placement.distributed:
                     apart[partitions] = placement
                 else:
-                    text = f"executor=distributed: {partitions} processes would need a GPU each"
-                    self._refuse(partitions, "distributed", "left out", text)
+                    for variant in self._ways(partitions, "distributed"):
+                        text = f"executor=distributed: {partitions} processes would need a GPU each"
+                        self._add(variant, "left out", text)
         whole = self._config.micro_batches
         together = [
             Variant(partitions, whole, schedule, mode, "in_process")
@@ -149,15 +152,9 @@ class _Checked:
             self.runs.append(({partitions: apart[partitions]}, self._ways(partitions, "distributed")))
 
     def _ways(self, partitions: int, executor: Executor) -> list[Variant]:
+        """Every schedule and recomputation."""
         whole = self._config.micro_batches
         return [Variant(partitions, whole, *way, executor) for way in product(SCHEDULES, MODES)]
-
-    def _refuse(
-        self, partitions: int, executor: Executor, verdict: Verdict, text: str, layer: str | None = None
-    ) -> None:
-        """Rows of what cannot be run at all."""
-        for variant in self._ways(partitions, executor):
-            self.rows[variant] = Row(*variant, verdict, layer=layer, text=text)
 
     def on_message(self, message: object) -> None:
         """Take a worker's message."""
@@ -172,16 +169,16 @@ class _Checked:
 
     def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
         """Leaves out what cannot be compared with anything, and what has failed in one process already."""
-        worth = []
         for variant in variants:
             same = self.rows.get(variant._replace(executor="in_process"))
             if variant.executor == "distributed" and same is not None and same.verdict == "fails":
                 self._add(variant, "left out", "what fails in one process is not run in several")
             elif variant.executor == "distributed" and variant.schedule not in self.references:
                 self._add(variant, "left out", f"the reference of {variant.schedule} failed")
-            else:
-                worth.append(variant)
-        return worth
+        return self._missing(variants)
+
+    def _missing(self, variants: Sequence[Variant]) -> list[Variant]:
+        return [variant for variant in variants if variant not in self.rows]
 
     def end(self, variants: Sequence[Variant], failure: Failure | None, *, alone: bool) -> None:
         """Workers, or one that was `alone`, have run these variants, or failed; what they did not come to is left out.
@@ -192,15 +189,15 @@ class _Checked:
             return
         if failure.reason is Reason.USER and not self.rows:
             raise ValueError(failure.text)
-        missing = [variant for variant in variants if variant not in self.rows]
+        missing = self._missing(variants)
         told = any(self.rows[variant].verdict == "fails" for variant in variants if variant in self.rows)
         if missing and (alone or not told):
             self._add(missing.pop(0), "fails", failure.text)  # it was killed, or could not report it itself
         for variant in missing:
             self._add(variant, "left out", "not run: processes that work together ended with the failure before")
 
-    def _add(self, variant: Variant, verdict: Verdict, text: str) -> None:
-        self.rows[variant] = Row(*variant, verdict, text=text)
+    def _add(self, variant: Variant, verdict: Verdict, text: str, layer: str | None = None) -> None:
+        self.rows[variant] = Row(*variant, verdict, layer=layer, text=text)
 
     def facts(self, found: LayersWatched) -> list[tuple[str, str]]:
         """What is checked, in labelled lines."""
@@ -229,10 +226,13 @@ class _Checked:
             return row
         if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
             assert self._watched is not None
-            if self._watched.batch_norm or self._watched.draws:
-                norm = "batch norm normalizes each micro-batch (paper, section 2.2)"
-                dropout = "random numbers, as for dropout, are drawn for each micro-batch"
-                return replace(row, verdict="differs, as it must", text=norm if self._watched.batch_norm else dropout)
+            why = ""
+            if self._watched.batch_norm:
+                why = "batch norm normalizes each micro-batch (paper, section 2.2)"
+            elif self._watched.draws:
+                why = "random numbers, as for dropout, are drawn for each micro-batch"
+            if why:
+                return replace(row, verdict="differs, as it must", text=why)
         own = [finding for finding in self._findings if finding.layer == row.layer]
         if row.verdict == "differs" and row.layer is None:  # its sums have another order: no layer can be named
             own = [finding for finding in self._findings if finding.kind in ("random", "state")]

@@ -23,7 +23,7 @@ import torch
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.dataset import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.model import CustomConfig
-from gpipe_cli.config.optimizer import ConstantLearningRateConfig, SGDConfig
+from gpipe_cli.config.optimizer import SGDConfig
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of
@@ -169,8 +169,8 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
 
 
 def _reference(config: TrainConfig, devices: Devices) -> TrainConfig:
-    """As many processes as those of `config` that compute at the same time, of as many threads; all else is the same
-    for any configuration. A power of two, at most 16 of them: how much others slow each other down lies between."""
+    """As many processes as those of `config` that compute at the same time, of as many threads; all else that matters
+    is the same for any configuration. A power of two, at most 16: how much others slow each other down lies between."""
     at_once = min(config.partitions, max(1, usable_cores() // devices.threads), _MOST_PROCESSES)
     layers = CustomConfig("custom", f"{reference_layers.__name__}:layers", None, None)
     augmentation = AugmentationConfig(None, False, 0, 0)
@@ -182,11 +182,10 @@ def _reference(config: TrainConfig, devices: Devices) -> TrainConfig:
         config,
         partitions=2 ** (at_once.bit_length() - 1) if devices.distributed else 1,
         micro_batches=1, schedule="gpipe", recompute="never", executor="auto", partition=PartitionConfig(None),
-        preset=None, batch_size=reference_layers.SAMPLES, batch_tokens=None, epochs=1, max_steps=None, seed=0,
-        gradient_clipping=0.0, label_smoothing=0.0, ema_decay=0.0, init_from=None, init_head="auto", freeze=None,
-        evaluate_every_epochs=1, memory_format=memory_format_of(config), threads=devices.threads, data_workers=0,
-        resume=None, cost="figures", hardware=load_hardware("cpu"), model=layers, dataset=images,
-        optimizer=SGDConfig("sgd", 0.0, False, 0.0), learning_rate=ConstantLearningRateConfig("constant", 1.0, 0.0),
+        batch_size=reference_layers.SAMPLES, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
+        init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=devices.threads,
+        cost="figures", hardware=load_hardware("cpu"), model=layers, dataset=images,
+        optimizer=SGDConfig("sgd", 0.0, False, 0.0),
     )  # fmt: skip
 
 

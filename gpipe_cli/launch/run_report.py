@@ -214,26 +214,20 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
 
     Raises ValueError for what the training would refuse.
     """
-    data, steps_per_epoch = _data_of_dry_run(prepared.config)
+    config, data, steps_per_epoch = prepared.config, DataFacts(), None
+    if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
+        try:
+            train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
+        except ValueError as error:
+            data = DataFacts(notes=(("not read", one_line(error)),))
+        else:
+            batches = mini_batches(config, train.catalogue, training=True)
+            refuse_short_last(config, batches)
+            data, steps_per_epoch = DataFacts(len(train), len(test)), batches.steps_per_epoch
     write_whole(folder / CONFIG, text)
-    run = describe(prepared, text, data, frozen_facts(prepared.placement), steps_per_epoch)
-    reporter = Reporter(folder, run)
+    reporter = Reporter(folder, describe(prepared, text, data, frozen_facts(prepared.placement), steps_per_epoch))
     reporter.banner()
     reporter.finish("dry_run")
-
-
-def _data_of_dry_run(config: TrainConfig) -> tuple[DataFacts, int | None]:
-    """How many samples and steps an epoch has, or a line on why that is not known. Text is not read: its vocabulary
-    may take minutes to learn."""
-    if not isinstance(config.dataset, ImagesConfig):
-        return DataFacts(), None
-    try:
-        train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
-    except ValueError as error:
-        return DataFacts(notes=(("not read", one_line(error)),)), None
-    batches = mini_batches(config, train.catalogue, training=True)
-    refuse_short_last(config, batches)
-    return DataFacts(len(train), len(test)), batches.steps_per_epoch
 
 
 def describe(
