@@ -87,8 +87,8 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             ) from None
         _remember(file, found, _busy(found["share_of_core"], placement.processes_here, placement.threads), log)
     times = LayerTimes(**found)
-    in_process = None if placement.distributed else place(config).at_once
-    return measured_costs(profile, mean, placement.processes_here, times, in_process=in_process)
+    at_once = placement.processes_here if placement.distributed else place(config).at_once
+    return measured_costs(profile, mean, at_once, times)
 
 
 def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:

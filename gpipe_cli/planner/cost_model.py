@@ -146,20 +146,14 @@ class LayerTimes:
         return max(1.0, sum(map(sum, self.together)) / sum(map(sum, self.alone))) if self.together else 1.0
 
 
-def measured_costs(
-    profile: ModelProfile, samples: float, processes: int, times: LayerTimes, *, in_process: int | None = None
-) -> StepCosts:
-    """Seconds of a micro-batch of `samples`, a mean, from what `processes` workers on one machine have measured for
-    one of as many or just more.
+def measured_costs(profile: ModelProfile, samples: float, at_once: int, times: LayerTimes) -> StepCosts:
+    """Seconds of a micro-batch of `samples`, a mean, from what workers have measured for one of as many or just more.
 
-    `in_process`: all stages are in one process, and so many of them compute at the same time.
+    `at_once`: the workers, if there are several, or how many stages of one process compute at the same time.
     """
     timed = math.ceil(samples)
     layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)
-    if in_process is None:
-        slowdown = slowdowns(processes, processes, times.slowdown, processes)
-    else:
-        slowdown = slowdowns(in_process, len(layers))
+    slowdown = slowdowns(at_once, len(layers), times.slowdown, at_once)
     latency, bandwidth = times.link or (0.0, 0.0)
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"

@@ -57,16 +57,10 @@ def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | N
                 "recompute=auto: needs the memory of this GPU, which has no file in conf/hardware; give "
                 "hardware.memory_gib=..."
             )
-        if config.hardware.name == "auto":
-            limit /= _stages_of_a_device(stages)
+        if config.hardware.name == "auto":  # stages share the memory of a GPU, or of this machine
+            started = torchrun() if stages[0] == "cpu" else None
+            limit /= max(map(stages.count, stages)) if started is None else started.here
     return None if limit is None else int(limit * 2**30)
-
-
-def _stages_of_a_device(stages: tuple[str, ...]) -> int:
-    """How many stages share the memory of one: of a GPU, or of this machine."""
-    if stages[0] == "cpu" and (started := torchrun()) is not None:
-        return started.here
-    return max(stages.count(device) for device in stages)
 
 
 def _devices(config: TrainConfig) -> tuple[tuple[str, ...], bool]:

@@ -72,15 +72,8 @@ def profile_model(
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
     costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss, memory_format=memory_format)
-    known: dict[object, LayerWeights] = {}
-    weights = []
-    for layer in model.children():
-        sizes = tuple((p.shape, p.dtype, p.requires_grad) for p in layer.parameters())
-        key = (sizes, tuple((b.shape, b.dtype) for b in layer.buffers()))
-        if key not in known:
-            known[key] = _layer_weights(config, layer)
-        weights.append(known[key])
-    return ModelProfile(costs, evaluation, tuple(weights), inputs, lengths, frozen, shared, _own_costs(model))
+    weights = tuple(_layer_weights(config, layer) for layer in model.children())
+    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared, _own_costs(model))
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:

@@ -47,8 +47,7 @@ def test_every_layer_has_seconds(cache: Path) -> None:
     assert [s.backward > 0 for s in costs.layers] == [False] + [True] * 6
     assert min(costs.updates) > 0, "also of the frozen layer: that of its moving averages"
     assert costs.set_up > 0
-    assert costs.slowdown[:1] in ((1.0,), ())  # (): two processes were as fast as one
-    assert len(costs.slowdown) in (2, 0)
+    assert 1.0 == costs.slowdown[0] <= costs.slowdown[1]
     assert min(edge.forward_seconds for edge in costs.edges) > 0
     assert lines == [f"timing each of {len(profile.costs)} layers for micro-batches of 3 (cost=measured) ..."]
     (file,) = cache.iterdir()

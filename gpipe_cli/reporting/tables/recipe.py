@@ -41,19 +41,15 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
         write_result(folder, vars(reproduction) | {"tables": tables}, f"{REPRODUCTION}.json")
         write_whole(folder / f"{REPRODUCTION}.md", markdown(reproduction))
     finally:  # what cannot be written is shown all the same
-        _show(console, reproduction, folder)
-
-
-def _show(console: Console, reproduction: Reproduction, folder: Path) -> None:
-    for table in reproduction.tables:
+        for table in reproduction.tables:
+            console.print()
+            show_line(console, table.title, "bold")
+            show_table(console, table, repeated=sum(not column.origin for column in table.columns), gap=3)
         console.print()
-        show_line(console, table.title, "bold")
-        show_table(console, table, repeated=sum(not column.origin for column in table.columns), gap=3)
-    console.print()
-    show_facts(console, reproduction.notes)
-    show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
-    show_facts(console, reproduction.files)
-    show_facts(console, [("written to", str(folder / f"{REPRODUCTION}.md"))])
+        show_facts(console, reproduction.notes)
+        show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
+        show_facts(console, reproduction.files)
+        show_facts(console, [("written to", str(folder / f"{REPRODUCTION}.md"))])
 
 
 def markdown(reproduction: Reproduction) -> str:
