@@ -29,8 +29,8 @@ class RunConsole:
         self._words = words_of(run.config.task)
         self._line_seconds = line_seconds
         self._bar: Progress | None = None
-        self._epoch = 0  # whose means follow
-        self._means = EpochMeans()
+        self._epoch = 0  # whose sums follow: samples or for text tokens, and what they add to the loss and the accuracy
+        self._sums = (0, 0.0, 0.0)
         self._speed: float | None = None
         self._learning_rate: float | None = None
         self._line_waits = False  # the epoch has ended, but its evaluation may still come
@@ -63,7 +63,8 @@ class RunConsole:
         self._turn_to(message.epoch)
         elements = message.tokens if self._words.text else message.samples
         assert elements is not None, "a step of text without its tokens"
-        self._means.add(elements, message.cross_entropy, message.top1)
+        counted, losses, right = self._sums
+        self._sums = counted + elements, losses + elements * message.cross_entropy, right + elements * message.top1
         self._speed, self._learning_rate = speed, message.learning_rate
         self._line_waits = message.position == self._run.steps_per_epoch
         if self._bar is not None:
@@ -99,17 +100,23 @@ class RunConsole:
     def _turn_to(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._show_waiting()
-            self._epoch, self._means = epoch, EpochMeans()
+            self._epoch, self._sums = epoch, (0, 0.0, 0.0)
 
     def _show_waiting(self) -> None:
         if self._line_waits:
             self._line(self._of_epochs(self._epoch))
         self._line_waits = False
 
+    def _means(self) -> tuple[str, str]:
+        """Loss and accuracy of the epoch so far, whatever the sizes of its mini-batches."""
+        counted, losses, right = self._sums
+        return (loss(losses / counted), percent(right / counted)) if counted else (loss(None), percent(None))
+
     def _advance(self, bar: Progress, step: int) -> None:
+        mean_loss, accuracy = self._means()
         state = (
-            f"loss {loss(self._means.loss)}",
-            f"{self._words.accuracy} {percent(self._means.top1)}",
+            f"loss {mean_loss}",
+            f"{self._words.accuracy} {accuracy}",
             f"{rate(self._speed)} {self._words.speed}",
             f"lr {learning_rate(self._learning_rate)}",
         )
@@ -121,8 +128,7 @@ class RunConsole:
             self._header_shown = True
         line = self._columns(
             epoch,
-            loss(self._means.loss),
-            percent(self._means.top1),
+            *self._means(),
             *(("", "", "") if test is None else self._tested(test)),
             rate(self._speed),
             learning_rate(self._learning_rate),
@@ -147,29 +153,3 @@ class RunConsole:
             end += widths[at]
             line += f" {cells[at]}".rjust(end - len(line))
         return line
-
-
-class EpochMeans:
-    """Loss and accuracy of the epoch so far: means over its elements, whatever the sizes of its mini-batches.
-
-    Elements are what the means of a mini-batch are over: samples, or for text tokens.
-    """
-
-    def __init__(self) -> None:
-        self.elements = 0
-        self._loss = 0.0
-        self._top1 = 0.0
-
-    def add(self, elements: int, loss: float, top1: float) -> None:
-        self.elements += elements
-        self._loss += elements * loss
-        self._top1 += elements * top1
-
-    @property
-    def loss(self) -> float | None:
-        return self._loss / self.elements if self.elements else None
-
-    @property
-    def top1(self) -> float | None:
-        """Share, 0 to 1."""
-        return self._top1 / self.elements if self.elements else None

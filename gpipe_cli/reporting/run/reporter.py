@@ -45,7 +45,7 @@ class Reporter:
     """Reports one run into ``folder``, which is made if need be.
 
     ``result.json`` is there from the beginning (status ``running``) and follows every evaluation, so that a run that
-    was killed leaves what it had. ``finish`` ends the report; calls after it do nothing.
+    was killed leaves what it had. ``finish`` is called last, and once.
     """
 
     def __init__(self, folder: Path, run: RunDescription, console: Console | None = None) -> None:
@@ -58,7 +58,7 @@ class Reporter:
         self._error: str | None = None
         self._steps = run.first_step
         self._memory_bytes: tuple[int, ...] = ()
-        self._checkpoint: str | None = None
+        self._checkpoint = 0  # the step after which the last one was written
         self._medians = StepMedians(run.warm_up_steps)
         self._activation_bytes: tuple[int, ...] | None = None
         self._library_bytes: tuple[int, ...] | None = None
@@ -73,7 +73,7 @@ class Reporter:
         self._test, self._best = _earlier(run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
-        self._write()
+        write_result(self._folder, self._result())
         self._dashboard = Dashboard(folder, run.first_step, run.config.task)
         with self.optional():
             self._dashboard.begin(run)
@@ -92,8 +92,6 @@ class Reporter:
 
     def step(self, message: StepDone, predicted_activation_bytes: tuple[int, ...] | None = None) -> None:
         """A step was done; where its activations were counted, with what was to be expected of its mini-batch."""
-        if self._status != "running":
-            return
         self._steps = message.step
         self._memory_bytes = message.memory_bytes
         quantities = {
@@ -115,16 +113,12 @@ class Reporter:
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """It is known where the time of a step went: timeline_values.SHARES -> share of stage-time, 0 to 1."""
-        if self._status != "running":
-            return
         self._medians.add(breakdown)
         with self.optional():
             self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
         """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
-        if self._status != "running":
-            return
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
@@ -153,21 +147,19 @@ class Reporter:
 
     def evaluated(self, message: Evaluated) -> None:
         """The test set was seen."""
-        if self._status != "running":
-            return
         self._test = _tested(self._run.config.task, message)
         if message.is_best:
             self._best = self._test
         self._console.evaluated(message)
         with self.optional():
-            self._write()
+            write_result(self._folder, self._result())
             self._dashboard.evaluated(message)
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint is complete on disk."""
         with self.optional():
             self._dashboard.flush()  # what came before it is not done again, should the run be killed
-        self._checkpoint = f"{self._folder}, after step {step:,}"
+        self._checkpoint = step
 
     @contextmanager
     def optional(self) -> Iterator[None]:
@@ -183,35 +175,33 @@ class Reporter:
             self._incomplete = True
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Ends the report, at whatever point; repeated, it does nothing.
+        """Ends the report, at whatever point.
 
         Raises:
             OSError: everything is shown, and result.json could not be written.
         """
-        if self._status != "running":
-            return
         self._status, self._error = status, error
+        result = self._result()
         unwritten: OSError | None = None
-        try:
-            self._write()  # first of all: if the console is closed, writing to it ends the process
+        try:  # first of all: if the console is closed, writing to it ends the process
+            write_result(self._folder, result)
         except OSError as failed:
             unwritten = failed
         if status != "interrupted":  # whoever did that waits
             self._draw_cut()
         with self.optional():
-            self._dashboard.end(status, self._steps, self._result())
+            self._dashboard.end(status, self._steps, result)
         self._console.stop()
         if self._steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
-        peak = self._run.flops.peak_source
-        show_summary(self._console.console, self._result(), self._folder, peak, *self._resumable())
+        show_summary(self._console.console, result, self._folder, self._run.flops.peak_source, *self._resumable())
         if unwritten is not None:
             raise unwritten
 
     def _resumable(self) -> tuple[str, str | None]:
         """In words, the checkpoint to go on from, and the folder to name then."""
-        if self._checkpoint is not None:
-            return self._checkpoint, str(self._folder)
+        if self._checkpoint:
+            return f"{self._folder}, after step {self._checkpoint:,}", str(self._folder)
         if (source := self._run.config.resume) is not None:
             return f"no new one; that of {source} is still there", source
         return "none was written yet, there is nothing to resume", None
@@ -227,9 +217,6 @@ class Reporter:
         kind = kind_of_speed(self._run.speed_kind, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
-
-    def _write(self) -> None:
-        write_result(self._folder, self._result())
 
     def _result(self) -> dict[str, Any]:
         run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median

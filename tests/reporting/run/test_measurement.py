@@ -5,7 +5,6 @@ import pytest
 from reporting_runs import placement
 
 from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.reporting.run.console import EpochMeans
 from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, memory_result, process_seconds
 
 
@@ -20,16 +19,6 @@ def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_o
     assert (medians.median("tokens"), medians.recent("tokens", 2)) == (600.0, 450.0)
     assert medians.quartiles("tokens") == [450.0, 800.0]
     assert StepMedians(warm_up_steps=0).median("tokens") is None
-
-
-def test_means_weigh_samples_not_mini_batches() -> None:
-    means = EpochMeans()
-    assert means.loss is None
-    assert means.top1 is None
-    means.add(30, 1.0, 0.5)
-    means.add(10, 3.0, 0.1)
-    assert means.loss == pytest.approx(1.5)
-    assert means.top1 == pytest.approx(0.4)
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:

@@ -102,9 +102,6 @@ def test_interrupted_before_the_first_step(tmp_path: Path) -> None:
     reporter.banner()
     reporter.start()
     reporter.finish("interrupted")
-    reporter.finish("failed", "too late")
-    reporter.step(step(1))
-    reporter.evaluated(evaluation(1))
     result = read_result(tmp_path)
     assert (result["status"], result["steps"], result["test"]) == ("interrupted", 0, None)
     assert result["samples_per_second"] is None
@@ -112,7 +109,6 @@ def test_interrupted_before_the_first_step(tmp_path: Path) -> None:
     assert text.count("interrupted before the first step") == 1
     assert "there is nothing to resume" in text
     assert "gpipe train" not in text
-    assert "too late" not in text
 
 
 def test_what_is_no_number_is_null_in_the_result_of_a_failed_run(tmp_path: Path) -> None:
