@@ -35,25 +35,14 @@ if TYPE_CHECKING:
     from gpipe_cli.planner.plan import Plan
     from gpipe_cli.reporting.run.description import RunDescription, Status
 
-TRAIN_LOSS = "train/loss"  # what is minimized
-TRAIN_CROSS_ENTROPY = "train/cross_entropy"  # comparable with test/loss
-# Scores of the training and of the test set, by the names of result.json; of images also top5, of text token_accuracy.
-TRAIN_TOP1 = "train/top1"
-TRAIN_PERPLEXITY = "train/perplexity"  # of the cross-entropy
+# Tags that other files read. In train/ and test/ stand the scores of a training and of the test set by the names of
+# result.json; in idle/, bubble/ and step/ shares of the stage-time of a step.
+TRAIN_LOSS = "train/loss"  # what is minimized; train/cross_entropy is comparable with test/loss
 TEST_LOSS = "test/loss"
 TEST_TOP1 = "test/top1"
-TEST_PERPLEXITY = "test/perplexity"
-LEARNING_RATE = "learning_rate"
-GRADIENT_NORM = "gradient_norm"
+TEST_PERPLEXITY = "test/perplexity"  # of the cross-entropy
 SAMPLES_PER_SECOND = "speed/samples_per_second"
 TOKENS_PER_SECOND = "speed/tokens_per_second"
-STEP_SECONDS = "speed/step_seconds"
-PREDICTED_STEP_SECONDS = "speed/predicted_step_seconds"
-IDLE_MEASURED = "idle/measured"  # shares of the stage-time of a step, as all below
-IDLE_PREDICTED = "idle/predicted"
-BUBBLE_MEASURED = "bubble/measured"
-BUBBLE_PREDICTED = "bubble/predicted"
-BUBBLE_IDEAL = "bubble/ideal"  # (K-1)/(M+K-1)
 # What became of a run, once, beside its settings. HParams shows the first five of a task at first, and as parallel
 # coordinates only runs that have all of what is shown. The memory is that of the fullest stage.
 _OF_ALL = ("step_seconds", "bubble", "memory_gib", "loss")
@@ -61,19 +50,6 @@ FINAL_OF_IMAGES = ("top1", "samples_per_second", *_OF_ALL, "top5")
 FINAL_OF_TEXT = ("perplexity", "tokens_per_second", *_OF_ALL, "token_accuracy")
 
 GIB = 2**30
-
-
-def memory_tag(stage: int) -> str:
-    """Peak memory of a stage in GiB."""
-    return f"memory/stage_{stage}_gib"
-
-
-EVERY_MEMORY = r"memory/stage_\d+_gib$"  # of all stages, however many a run has, as charts of Custom Scalars name tags
-
-
-def share_tag(share: str) -> str:
-    """Measured share of the stage-time of a step."""
-    return f"step/{share}"
 
 
 class Dashboard:
@@ -111,12 +87,12 @@ class Dashboard:
         metrics = [f"final/{name}" for name in dict.fromkeys((*own, *others))]
         self._events.add(experiment_summary(values, varied_by(self._folder, values), metrics))
         self._events.add(start_summary(values, time.time()))
-        self._constants = {BUBBLE_IDEAL: run.ideal_bubble}
+        self._constants = {"bubble/ideal": run.ideal_bubble}
         if (plan := run.prediction) is not None:
             shares = asdict(plan.breakdown)
-            self._constants[IDLE_PREDICTED] = idle(shares)
-            self._constants[BUBBLE_PREDICTED] = shares["bubble"]
-            self._constants[PREDICTED_STEP_SECONDS] = plan.step_seconds
+            self._constants["idle/predicted"] = idle(shares)
+            self._constants["bubble/predicted"] = shares["bubble"]
+            self._constants["speed/predicted_step_seconds"] = plan.step_seconds
             self._events.add(self._summary.text("prediction", _prediction_table(plan)), self._first_step)
         self._events.add(self._summary.custom_scalars(_layout(self._text, run.prediction is not None)))
         self._events.flush()
@@ -135,8 +111,8 @@ class Dashboard:
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """Where the time of a step went."""
-        shares = {share_tag(share): value for share, value in breakdown.items()}
-        measured = {IDLE_MEASURED: idle(breakdown), BUBBLE_MEASURED: breakdown["bubble"]}
+        shares = {f"step/{share}": value for share, value in breakdown.items()}
+        measured = {"idle/measured": idle(breakdown), "bubble/measured": breakdown["bubble"]}
         self._draw(step, measured | shares | self._constants)
 
     def evaluated(self, message: Evaluated) -> None:
@@ -170,13 +146,13 @@ class Dashboard:
 def _training(message: StepDone) -> dict[str, float | None]:
     return {
         TRAIN_LOSS: message.loss,
-        TRAIN_CROSS_ENTROPY: message.cross_entropy,
-        LEARNING_RATE: message.learning_rate,
-        GRADIENT_NORM: message.gradient_norm,
+        "train/cross_entropy": message.cross_entropy,
+        "learning_rate": message.learning_rate,
+        "gradient_norm": message.gradient_norm,
         SAMPLES_PER_SECOND: message.samples / message.seconds,
         TOKENS_PER_SECOND: None if message.tokens is None else message.tokens / message.seconds,
-        STEP_SECONDS: message.seconds,
-        **{memory_tag(stage): peak / GIB for stage, peak in enumerate(message.memory_bytes)},
+        "speed/step_seconds": message.seconds,
+        **{f"memory/stage_{stage}_gib": peak / GIB for stage, peak in enumerate(message.memory_bytes)},
     }
 
 
@@ -196,16 +172,16 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     TensorBoard merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a chart
     does not depend on K, and runs of images and of text add to each other.
     """
-    accuracy = ("perplexity", [TRAIN_PERPLEXITY, TEST_PERPLEXITY]) if text else ("top-1", [TRAIN_TOP1, TEST_TOP1])
+    accuracy = ("perplexity", ["train/perplexity", TEST_PERPLEXITY]) if text else ("top-1", ["train/top1", TEST_TOP1])
     speed = ("tokens per second", [TOKENS_PER_SECOND]) if text else ("samples per second", [SAMPLES_PER_SECOND])
-    runs = [accuracy, speed, ("idle", [IDLE_MEASURED]), ("memory of every stage, GiB", [EVERY_MEMORY])]
+    runs = [accuracy, speed, ("idle", ["idle/measured"]), ("memory of every stage, GiB", [r"memory/stage_\d+_gib$"])]
     layout = {"runs side by side": {title: ["Multiline", tags] for title, tags in runs}}
     if predicted:
         layout["measured and predicted"] = {
-            "idle": ["Multiline", [IDLE_MEASURED, IDLE_PREDICTED]],
-            "bubble": ["Multiline", [BUBBLE_MEASURED, BUBBLE_PREDICTED, BUBBLE_IDEAL]],
-            "step seconds": ["Multiline", [STEP_SECONDS, PREDICTED_STEP_SECONDS]],
-            "step": ["Multiline", [share_tag(share) for share in SHARES]],
+            "idle": ["Multiline", ["idle/measured", "idle/predicted"]],
+            "bubble": ["Multiline", ["bubble/measured", "bubble/predicted", "bubble/ideal"]],
+            "step seconds": ["Multiline", ["speed/step_seconds", "speed/predicted_step_seconds"]],
+            "step": ["Multiline", [f"step/{share}" for share in SHARES]],
         }
     return layout
 

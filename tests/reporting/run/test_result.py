@@ -1,7 +1,5 @@
 from pathlib import Path
 
-import pytest
-
 from gpipe_cli.reporting.run.result import RESULT, read_result, write_result
 
 
@@ -11,10 +9,3 @@ def test_round_trip_and_what_is_no_number_becomes_null(tmp_path: Path) -> None:
     expected = {"loss": None, "deep": [{"x": None}, [1, None, 0.1]], "at": str(tmp_path), "text": "ä"}
     assert read_result(tmp_path) == expected
     assert "NaN" not in (tmp_path / RESULT).read_text()
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    write_result(tmp_path, {"status": "running"})
-    with pytest.raises(TypeError):
-        write_result(tmp_path, {"status": "completed", "oops": object()})
-    assert read_result(tmp_path) == {"status": "running"}

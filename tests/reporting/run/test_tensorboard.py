@@ -26,7 +26,6 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
-from gpipe_cli.reporting.run import tensorboard as dashboard
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.tensorboard import Dashboard
@@ -148,7 +147,7 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
     assert {tag for tag in stored["scalars"] if re.match(memory, tag)} == {  # as TensorBoard does
         *("memory/stage_0_gib", "memory/stage_1_gib")
     }
-    assert re.match(memory, dashboard.memory_tag(11))
+    assert re.match(memory, "memory/stage_11_gib")
 
 
 def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
@@ -172,9 +171,9 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
     board.step(text_step(2, loss=math.nan, cross_entropy=200.0))  # fits Python's floats, not those of an event
     board.flush()
     assert [event.value for event in events(tmp_path).Scalars("train/perplexity")] == [math.inf, math.inf]
-    assert all(math.isnan(event.value) for event in events(tmp_path).Scalars(dashboard.TRAIN_LOSS))
-    assert [step for step, _ in curve(tmp_path, dashboard.GRADIENT_NORM)] == [2]
-    assert [step for step, _ in curve(tmp_path, dashboard.memory_tag(0))] == [2]
+    assert all(math.isnan(event.value) for event in events(tmp_path).Scalars("train/loss"))
+    assert [step for step, _ in curve(tmp_path, "gradient_norm")] == [2]
+    assert [step for step, _ in curve(tmp_path, "memory/stage_0_gib")] == [2]
 
 
 def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
