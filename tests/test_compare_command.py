@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from training_runs import TINY, command
 
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.system.files import FolderLock
+
+Compare = Callable[..., tuple[int, str, str]]
 
 FILES = {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
 RUN = [*TINY, "executor=in_process", "hardware=cpu", "max_steps=2", "checkpoint.every_epochs=0"]
@@ -35,18 +37,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(autouse=True)
-def _here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compare(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+    """`gpipe compare`, called in `place`: its exit code, and what it wrote to stdout and stderr."""
     monkeypatch.chdir(place)
 
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        code = command(monkeypatch, "compare", *map(str, arguments))
+        return code, *capsys.readouterr()
 
-def test_a_sweep_is_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert command(monkeypatch, "compare", "outputs/sweep", "outputs/sweep/K2", "--output", str(tmp_path / "new")) == 0
-    captured = capsys.readouterr()
-    shown = " ".join(captured.out.split())
-    assert captured.err == ""
+    return run
+
+
+def rows(table: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(table)))
+
+
+def test_a_sweep_is_compared(compare: Compare, tmp_path: Path) -> None:
+    code, shown, error = compare("outputs/sweep", "outputs/sweep/K2", "--output", tmp_path / "new")
+    shown = " ".join(shown.split())
+    assert (code, error) == (0, "")
     assert "2 runs, completed" in shown  # K = 2 is named twice and shown once
     assert "train/loss is identical to the last bit: partitions=1, partitions=2" in shown
     files = {file.name: file for file in (tmp_path / "new").iterdir()}
@@ -54,11 +64,9 @@ def test_a_sweep_is_compared(
     page = files["comparison.html"].read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 2
     assert "identical to the last bit" in page
-    assert command(monkeypatch, "compare", "outputs/sweep", "--csv") == 0
-    captured = capsys.readouterr()
-    assert captured.out == files["comparison.csv"].read_text(encoding="utf-8")
-    one, two = csv.DictReader(io.StringIO(captured.out))
-    for row, k in ((one, 1), (two, 2)):
+    table = compare("outputs/sweep", "--csv")[1]
+    assert table == files["comparison.csv"].read_text(encoding="utf-8")
+    for row, k in zip(rows(table), (1, 2), strict=True):
         result = read_result(Path(f"outputs/sweep/K{k}"))
         assert row["partitions"] == str(k)
         assert float(row["samples_per_second"]) == result["samples_per_second"]
@@ -67,50 +75,34 @@ def test_a_sweep_is_compared(
         assert float(row["bubble_measured"]) == result["bubble"]["measured"]
 
 
-def test_what_a_sweep_was_refused_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_what_a_sweep_was_refused_is_named_and_what_it_began_again_counts_once(
+    compare: Compare, tmp_path: Path
 ) -> None:
-    """It leaves no run, so that a comparison of the sweep once showed two rows of three without a word."""
-    shutil.copytree("outputs/sweep", tmp_path / "sweep")  # two that were possible
-    runs = [
-        {"run": number, "round": 1, "name": name, "folder": name, "exit_code": 2, "error": f"{name}: a mini-batch has"}
-        for number, name in enumerate(("micro_batches=64", "micro_batches=65"), start=1)
-    ]
-    write_result(tmp_path / "sweep", {"command": "train", "arguments": [], "runs": runs}, "sweep.json")
-    for folder in (tmp_path / "sweep", tmp_path):
-        assert command(monkeypatch, "compare", str(folder), "--csv") == 0
-        captured = capsys.readouterr()
-        assert [row["partitions"] for row in csv.DictReader(io.StringIO(captured.out))] == ["1", "2"]
-        for size, line in zip((64, 65), captured.err.splitlines(), strict=True):
-            name = f"micro_batches={size}"
-            refused = f"gpipe compare: left out: {tmp_path / 'sweep'}: {name} ended before its first step: {name}: "
-            assert line == f"{refused}a mini-batch has"
-
-
-def test_what_a_sweep_began_again_counts_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A sweep killed in a cell and resumed once showed the cell twice, interrupted and completed."""
+    """Two rows of three were shown without a word, and a cell that was killed and resumed twice."""
     sweep = tmp_path / "sweep"
     for name in ("partitions=1", "partitions=1-2", "by_hand"):
         shutil.copytree("outputs/sweep/K2" if name == "by_hand" else "outputs/sweep/K1", sweep / name)
-    run = {"run": 1, "round": 1, "name": "partitions=1", "folder": "partitions=1-2", "exit_code": 0}
-    saved = {"command": "train", "arguments": [], "runs": [run], "abandoned": ["partitions=1"]}
+    done = {"run": 1, "round": 1, "name": "partitions=1", "folder": "partitions=1-2", "exit_code": 0}
+    name = "micro_batches=64"
+    refused = {"run": 2, "round": 1, "name": name, "folder": name, "exit_code": 2, "error": f"{name}: a mini-batch has"}
+    saved = {"command": "train", "arguments": [], "runs": [done, refused], "abandoned": ["partitions=1"]}
     write_result(sweep, saved, "sweep.json")
 
     def shown(*folders: Path) -> list[str]:
-        assert command(monkeypatch, "compare", *map(str, folders), "--csv") == 0
-        captured = capsys.readouterr()
-        assert captured.err == ""
-        return [Path(row["folder"]).name for row in csv.DictReader(io.StringIO(captured.out))]
+        code, table, error = compare(*folders, "--csv")
+        assert code == 0
+        why = f"{name} ended before its first step: {name}: a mini-batch has"
+        assert error.splitlines()[0] == f"gpipe compare: left out: {sweep}: {why}"
+        return [Path(row["folder"]).name for row in rows(table)]
 
     for folder in (sweep, tmp_path):
         assert shown(folder) == ["by_hand", "partitions=1-2"], "what somebody put there is compared as well"
     assert shown(sweep, sweep / "partitions=1") == ["by_hand", "partitions=1-2", "partitions=1"], "asked for"
-    write_result(sweep, {**saved, "runs": [{**run, "folder": "partitions=1"}]}, "sweep.json")
+    write_result(sweep, {**saved, "runs": [{**done, "folder": "partitions=1"}, refused]}, "sweep.json")
     assert "partitions=1" in shown(sweep), "a folder that is in use again"
 
 
+@pytest.mark.usefixtures("compare")
 def test_files_are_written_for_who_reads_only_the_first_line(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -122,7 +114,7 @@ def test_files_are_written_for_who_reads_only_the_first_line(tmp_path: Path) -> 
 
 
 def test_all_of_outputs_and_what_is_wrong_with_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torn = tmp_path / "outputs" / "torn"
     shutil.copytree("outputs", torn.parent, symlinks=True)
@@ -131,10 +123,9 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
     (torn / "result.json").write_text('{"status": ', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for number in range(2):  # of a comparison nothing is compared again
-        assert command(monkeypatch, "compare", "outputs", "nowhere") == 0
-        shown, wrong = capsys.readouterr()
+        code, shown, wrong = compare("outputs", "nowhere")
         named = [line.partition(": left out: ")[2].partition(":")[0] for line in wrong.splitlines()]
-        assert named == ["nowhere", "outputs/torn/result.json"]
+        assert (code, named) == (0, ["nowhere", "outputs/torn/result.json"])
         assert "3 runs" in shown
         assert "failed: boom" in shown
         made = sorted(Path("outputs").glob("*_compare"))
@@ -142,23 +133,20 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
         assert {file.name for file in made[0].iterdir()} == FILES
 
 
-def test_a_folder_that_is_being_written_to_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_being_written_to_is_left_alone(compare: Compare, tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    assert command(monkeypatch, "compare", "outputs/sweep", "--output", str(tmp_path)) == 2
+    code, _, error = compare("outputs/sweep", "--output", tmp_path)
     lock.release()
-    assert f"--output {tmp_path}: process {os.getpid()} on" in capsys.readouterr().err
+    assert code == 2
+    assert f"--output {tmp_path}: process {os.getpid()} on" in error
     assert not list(tmp_path.iterdir())
 
 
-def test_a_single_run_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_single_run_is_shown(compare: Compare, tmp_path: Path) -> None:
     for name in ("comparison.html", "curves.png"):  # of other runs; without the page they are not a comparison's
         (tmp_path / name).write_bytes(b"of other runs")
-    assert command(monkeypatch, "compare", "outputs/failed", "--output", str(tmp_path)) == 0
-    shown = capsys.readouterr().out
+    code, shown, _ = compare("outputs/failed", "--output", tmp_path)
+    assert code == 0
     assert "1 run\n" in shown
     assert "no run has curves" in shown
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bars.png", "comparison.csv", "comparison.html"]
@@ -174,15 +162,13 @@ def test_a_single_run_is_shown(
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Path, arguments: str, named: str,
-    remedy: str,
-) -> None:  # fmt: skip
+    compare: Compare, place: Path, arguments: str, named: str, remedy: str
+) -> None:
     (place / "empty").mkdir(exist_ok=True)
     (place / "file").touch()
     before = sorted(place.rglob("*"))
-    assert command(monkeypatch, "compare", *arguments.split()) == 2
-    shown, error = capsys.readouterr()
-    assert (shown, error.count("\n")) == ("", 1)
+    code, shown, error = compare(*arguments.split())
+    assert (code, shown, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"gpipe compare: {named}")
     assert remedy in error
     assert sorted(place.rglob("*")) == before
@@ -196,6 +182,7 @@ def test_tab_completion_leaves_folders_to_the_shell(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("compare")
 def test_csv_imports_no_torch() -> None:
     code = "import sys; from gpipe_cli.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     arguments = [sys.executable, "-c", code, "compare", "outputs/sweep", "--csv"]
@@ -204,18 +191,15 @@ def test_csv_imports_no_torch() -> None:
     assert not {"torch", "tensorboard", "matplotlib"} & set(answer.stderr.split())
 
 
-def test_a_run_that_cannot_be_read_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_read_is_one_line(compare: Compare, tmp_path: Path) -> None:
     """Pipes and devices were read for ever."""
     run = tmp_path / "run"
     shutil.copytree("outputs/sweep/K1", run)
     result, event = run / "result.json", run / "events.out.tfevents.1.x"
 
     def refused(file: Path) -> None:
-        assert command(monkeypatch, "compare", str(run)) == 2
-        shown, error = capsys.readouterr()
-        assert (shown, error.count("\n")) == ("", 1)
+        code, shown, error = compare(run)
+        assert (code, shown, error.count("\n")) == (2, "", 1)
         assert error.startswith(f"gpipe compare: {file}: ")
 
     os.mkfifo(event)
