@@ -39,7 +39,7 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
         connection.send("waiting")
         for wait in (
             lambda: transport.receive(Action(Kind.B, 0, 1)),
-            lambda: control.gather(torch.zeros(2)).wait(),
+            lambda: control.gather(torch.zeros(2))(),
             control.barrier,
             lambda: control.collect(1),
         ):

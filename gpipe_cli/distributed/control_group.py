@@ -18,21 +18,7 @@ from gpipe_cli.distributed.activity import Awaited
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
-
-
-class Gathered:
-    """A gather that may still be on its way."""
-
-    def __init__(self, parts: list[torch.Tensor], work: dist.Work | None, waits: Waits) -> None:
-        self._parts, self._work, self._waits = parts, work, waits
-
-    def wait(self) -> list[torch.Tensor]:
-        """One vector of each process, in the order of the stages."""
-        if self._work is not None:
-            with _lost_peers(), self._waits(Awaited.PROCESS):
-                self._work.wait()
-            self._work = None
-        return self._parts
+Gathered = Callable[[], list[torch.Tensor]]  # waits: a vector of each process, in the order of the stages
 
 
 class ControlGroup:
@@ -56,24 +42,40 @@ class ControlGroup:
     def gather(self, vector: torch.Tensor) -> Gathered:
         """Begin to collect one float64 vector, of the same length everywhere, from every process to every process."""
         if self._group is None:
-            return Gathered([vector], None, self.waits)
+            return lambda: [vector]
         parts = [torch.empty_like(vector) for _ in range(self.size)]
-        with _lost_peers():
-            return Gathered(parts, dist.all_gather(parts, vector, group=self._group, async_op=True), self.waits)
+        with self._waiting():
+            work = dist.all_gather(parts, vector, group=self._group, async_op=True)
+
+        def wait() -> list[torch.Tensor]:
+            with self._waiting():
+                work.wait()
+            return parts
+
+        return wait
 
     def collect(self, value: Any) -> list[Any]:
         """One small object of each process, everywhere; waits for all of them."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        with _lost_peers(), self.waits(Awaited.PROCESS):
+        with self._waiting():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
         if self._group is not None:
-            with _lost_peers(), self.waits(Awaited.PROCESS):
+            with self._waiting():
                 dist.barrier(group=self._group)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What Gloo raises as a plain RuntimeError is a consequence of another process's failure, and not its cause."""
+        try:
+            with self.waits(Awaited.PROCESS):
+                yield
+        except RuntimeError as error:
+            raise PeerLostError(f"another process of the run is gone or silent: {error}") from error
 
     def _clock_offset(self) -> float:
         """By how much this process's monotonic clock is ahead of process 0's: nothing on the same machine.
@@ -97,15 +99,6 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:  # not Linux: nothing else tells several machines apart, so they count as one
         return ""
-
-
-@contextmanager
-def _lost_peers() -> Iterator[None]:
-    """What Gloo raises as a plain RuntimeError: a consequence of another process's failure, and not its cause."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLostError(f"another process of the run is gone or silent: {error}") from error
 
 
 def gradient_norm(parts: Sequence[torch.Tensor]) -> float:

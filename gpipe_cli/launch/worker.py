@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import sys
 import time
 import traceback
 from array import array
@@ -108,12 +107,8 @@ def keep_freed_memory() -> None:
 
     A step frees and allocates the same tensors again; each return costs the page faults of touching new memory.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):  # another C library: slower, not wrong
         libc = ctypes.CDLL("libc.so.6")
-        trim_threshold, mmap_threshold = -1, -3
         libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, (1 << 31) - 1)
-    except (OSError, AttributeError):
-        pass  # another C library: slower, not wrong

@@ -42,7 +42,7 @@ class StepResult:
     def metrics(self) -> StepMetrics:
         """What all processes know of it together; waits for them."""
         return StepMetrics.unpack(
-            self.placement, self.gathered.wait(), None if self.before is None else self.before.schedule
+            self.placement, self.gathered(), None if self.before is None else self.before.schedule
         )
 
 
@@ -141,7 +141,7 @@ def gather_recording(
     vector = StepMetrics.pack(
         engine.placement, micro_batches, before=recording, clock_offset_seconds=control.clock_offset_seconds
     )
-    return StepMetrics.unpack(engine.placement, control.gather(vector).wait(), recording.schedule).seconds_before
+    return StepMetrics.unpack(engine.placement, control.gather(vector)(), recording.schedule).seconds_before
 
 
 def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
@@ -157,7 +157,7 @@ def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: R
         if objective is not None:
             total += objective.totals()
     numbers = torch.tensor(astuple(total), dtype=torch.float64)
-    elements, *sums = torch.stack(control.gather(numbers).wait()).sum(dim=0).tolist()
+    elements, *sums = torch.stack(control.gather(numbers)()).sum(dim=0).tolist()
     return Totals(int(elements), *sums)
 
 

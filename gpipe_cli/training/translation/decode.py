@@ -191,7 +191,7 @@ def decode(
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64) if objective is None else objective.table()
             # processes are in the order of the stages: the last one has seen the logits
-            found = iter(control.gather(known.flatten()).wait()[-1].view(shape).tolist())
+            found = iter(control.gather(known.flatten())()[-1].view(shape).tolist())
             for at in growing:
                 beams[at].advance([next(found) for _ in beams[at].growing])
         for at, beam in zip(chosen, beams, strict=True):
