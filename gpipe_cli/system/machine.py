@@ -20,7 +20,9 @@ def usable_cores(root: Path = _ROOT) -> int:
     `root` is where /proc and /sys are.
     """
     pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares = [quota / period for quota, period in _cpu_quotas(root) if period > 0]
+    quotas = [text.split() for text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")]
+    # microseconds of computing in each period of so many; `max`, or -1: no limit
+    shares = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal()]
     return max(1, int(min([pinned, *shares])))
 
 
@@ -39,14 +41,6 @@ def cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cpu_quotas(root: Path) -> Iterator[tuple[int, int]]:
-    """Microseconds of computing in each period of so many microseconds, of every group that has such a limit."""
-    for text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"):
-        quota, _, period = text.partition(" ")
-        if quota.isdecimal() and period.isdecimal():  # `max`, or -1: no limit
-            yield int(quota), int(period)
 
 
 def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> Iterator[str]:
