@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.dataset import AugmentationConfig
+from gpipe_cli.config.typed import RefusedError
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,8 @@ def build_transform(
     vary = augmentation or AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
     for setting, pixels in (("cutout", vary.cutout), ("shift", vary.shift)):
         if pixels >= image_size:
-            raise ValueError(
-                f"dataset.augmentation.{setting}={pixels}: the images are only {image_size} pixels wide "
-                f"(dataset.image_size); use {image_size - 1} or less, or 0 to switch it off"
-            )
+            why = f"the images are only {image_size} pixels wide; use {image_size - 1} or less, or 0 to switch it off"
+            raise RefusedError(f"dataset.augmentation.{setting}", pixels, why)
     steps: list[Callable[[Tensor], Tensor]] = []
     if vary.random_resized_crop is not None:
         # Aspect ratio 3/4 to 4/3, bilinear: torchvision's defaults and the TPU code's.

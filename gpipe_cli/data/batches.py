@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.seeds import seed_of
 from gpipe_cli.data.temperature import temperature_draws
 
@@ -100,9 +101,8 @@ class MiniBatches:
         self._temperature = None if temperature == 1 else temperature
         longest = 0 if catalogue.lengths is None else int(catalogue.lengths.max())
         if batch_tokens is not None and batch_tokens < longest:
-            raise ValueError(
-                f"batch_tokens={batch_tokens}: the longest sentence has {longest} tokens; use {longest} or more"
-            )
+            why = f"the longest sentence has {longest} tokens; use {longest} or more"
+            raise RefusedError("batch_tokens", batch_tokens, why)
         # Two are kept: loading runs ahead into the next epoch while the loss still needs the targets of this one.
         self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
         self.steps_per_epoch = 0  # not known before epoch 0 is cut

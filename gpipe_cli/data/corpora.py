@@ -8,6 +8,8 @@ a user's own files.
 from collections.abc import Iterable
 from pathlib import Path
 
+from gpipe_cli.config.typed import RefusedError
+
 _SECTION_CHARACTERS = 2000
 _TEST_EVERY = 10
 
@@ -62,16 +64,8 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
 
     Raises ValueError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
-    if not root.is_dir() and not root.is_file():
-        raise ValueError(f"dataset.root={root}: no such file or folder; set it to a text file, or a folder of *.txt")
     train_folder, test_folder = root / "train", root / "test"
     if train_folder.is_dir() or test_folder.is_dir():
-        for folder in (train_folder, test_folder):
-            if not folder.is_dir():
-                raise ValueError(
-                    f"dataset.root={root}: no folder '{folder}'; give both 'train' and 'test', or put the *.txt files "
-                    "into the root itself and the last tenth of each becomes the test text"
-                )
         return _read_folder(root, train_folder), _read_folder(root, test_folder)
     halves = [_cut_last_tenth(text) for text in _read_folder(root, root)]
     train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*halves, strict=True))
@@ -85,8 +79,8 @@ def _read_folder(root: Path, folder: Path) -> Documents:
     paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.txt") if path.is_file())
     texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
-        found = f"{len(paths)} *.txt files without text" if paths else "no *.txt file"
-        raise ValueError(f"dataset.root={root}: an empty corpus, '{folder}' holds {found}; add text")
+        why = f"'{folder}' has no text in {len(paths)} *.txt files"
+        raise RefusedError("dataset.root", root, f"{why}; set it to a text file, to a folder of them, or add text")
     return texts
 
 
@@ -102,7 +96,9 @@ def read_utf8(path: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"text file '{path}': line {line} is not UTF-8 ({error.reason}); convert it") from error
     except OSError as error:
-        raise ValueError(f"text file '{path}': cannot be read ({error.strerror}); replace or delete it") from error
+        raise ValueError(
+            f"text file '{path}': cannot be read ({error.strerror}); mend it, or set dataset.root"
+        ) from error
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from gpipe_cli.config.dataset import ImagesConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.augmentation import build_transform
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.photographs import read_photographs
@@ -82,16 +83,12 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
             train, test = read_photographs(name, root, download=dataset.download, partial=dataset.partial)
     if train.class_names != test.class_names:
         odd = sorted(set(train.class_names) ^ set(test.class_names))
-        raise ValueError(
-            f"dataset.root={root}: the training and the test images must have the same classes in the same order, but "
-            f"{len(odd)} differ ({', '.join(odd[:3])}); complete the data, or remove what is not part of it"
-        )
+        why = f"training and test images must have the same classes in the same order, but {len(odd)} differ"
+        raise RefusedError("dataset.root", root, f"{why} ({', '.join(odd[:3])}); complete them, or remove some")
     names = train.class_names
     if dataset.num_classes != len(names):
-        raise ValueError(
-            f"dataset.num_classes={dataset.num_classes}: {name} has {len(names)} classes "
-            f"({', '.join(names[:3])}{', …' if len(names) > 3 else ''}); use dataset.num_classes={len(names)}"
-        )
+        why = f"{name} has {len(names)} classes ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        raise RefusedError("dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}")
     if dataset.classes is not None:
         train, test = _choose(dataset.classes, name, train, test)
     # The single centre crop of test images: the TPU code's share for ImageNet and for folders. The transfer sets
@@ -109,20 +106,17 @@ def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[S
 
     Raises ValueError for classes that do not exist, twice the same, fewer than two, or without an image.
     """
-    setting, names = f"dataset.classes=[{','.join(map(str, classes))}]", splits[0].class_names
-    for number in classes:
-        if not 0 <= number < len(names):
-            raise ValueError(f"{setting}: {name} has no class {number}; use numbers from 0 to {len(names) - 1}")
-        if classes.count(number) > 1:
-            raise ValueError(f"{setting}: class {number} is given more than once; name each class once")
-    if len(classes) < 2:
-        raise ValueError(f"{setting}: must name 2 classes or more; use dataset.classes=null for all {len(names)}")
+    names = splits[0].class_names
+    if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < len(names) for number in classes):
+        why = f"must be 2 or more different classes of {name}, from 0 to {len(names) - 1}"
+        raise RefusedError("dataset.classes", classes, f"{why}; use dataset.classes=null for all")
     new_number = torch.full((len(names),), -1, dtype=torch.int64)
     new_number[list(classes)] = torch.arange(len(classes))
     for split, samples in zip(SPLITS, splits, strict=True):
         targets = new_number[samples.targets]
         kept = (targets >= 0).nonzero().flatten()
         if len(kept) == 0:
-            raise ValueError(f"{setting}: {name} has no {split} image of these classes; choose others or complete it")
+            why = f"{name} has no {split} image of these classes; choose others or complete it"
+            raise RefusedError("dataset.classes", classes, why)
         pixels: Pixels = Subset(samples.pixels, kept.tolist())  # type: ignore[arg-type]  # anything with an index
         yield Samples(pixels, targets[kept], tuple(names[number] for number in classes))

@@ -75,24 +75,16 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     """
     if root.is_dir():
         files = (root / "train.tsv", root / "test.tsv")
-        for file in files:
-            if not file.is_file():
-                why = f"no file '{file}'; expected train.tsv and test.tsv, or one file"
-                raise RefusedError("dataset.root", root, why)
         rows = [_read_rows(file) for file in files]
-    elif root.is_file():
+    else:
         files, rows = (root, root), [[], []]
         for row in _read_rows(root):
             rows[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
         for split, part in zip(SPLITS, rows, strict=True):
             if not part:
-                raise ValueError(
-                    f"dataset.root={root}: 1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no "
-                    f"{split} line is left; add lines, or use a folder with train.tsv and test.tsv"
-                )
-    else:
-        use = "set it to a *.tsv file, or a folder with train.tsv and test.tsv"
-        raise RefusedError("dataset.root", root, f"no such file or folder; {use}")
+                why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
+                use = "add lines, or use a folder with train.tsv and test.tsv"
+                raise RefusedError("dataset.root", root, f"{why}; {use}")
     languages = tuple(sorted({row.languages for part in rows for row in part}))
     numbers = {name: number for number, name in enumerate(languages)}
     train, test = (

@@ -114,18 +114,10 @@ def test_chosen_classes_are_renumbered_in_the_given_order(digits: Splits) -> Non
             assert torch.equal(part[0, index], whole[0, places[index]])
 
 
-@pytest.mark.parametrize(
-    ("classes", "said"),
-    [
-        ((0, 10), r"digits has no class 10; use numbers from 0 to 9"),
-        ((-1, 3), r"digits has no class -1; use numbers from 0 to 9"),
-        ((3, 4, 3), r"class 3 is given more than once; name each class once"),
-        ((), r"must name 2 classes or more; use dataset\.classes=null for all 10"),
-    ],
-)
-def test_classes_that_cannot_be_chosen(classes: tuple[int, ...], said: str) -> None:
+@pytest.mark.parametrize("classes", [(0, 10), (-1, 3), (3, 4, 3), (), (4,)])
+def test_classes_that_cannot_be_chosen(classes: tuple[int, ...]) -> None:
     given = ",".join(map(str, classes))
-    with pytest.raises(ValueError, match=rf"^dataset\.classes=\[{given}\]: {said}$"):
+    with pytest.raises(ValueError, match=rf"^dataset\.classes=\[{given}\]: must be 2 .* from 0 to 9; use .*=null"):
         opened("digits", classes=classes)
 
 

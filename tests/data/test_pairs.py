@@ -60,11 +60,10 @@ def test_one_line_about_what_is_wrong(tmp_path: Path, content: str | bytes, mess
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^dataset\.root=\S+/none: no such file or folder; [^\n]*$"):
-        read_parallel_text(tmp_path / "none")
     (tmp_path / "train.tsv").write_text("a\tb\tde-en")
-    with pytest.raises(ValueError, match=r"^dataset\.root=\S+: no file '\S+/test\.tsv'; [^\n]*$"):
-        read_parallel_text(tmp_path)
+    for root, file in ((tmp_path / "none", "none"), (tmp_path, "test.tsv")):
+        with pytest.raises(ValueError, match=rf"^text file '{tmp_path / file}': cannot be read .* dataset\.root$"):
+            read_parallel_text(root)
 
 
 def test_languages_of_pairs() -> None:
