@@ -96,9 +96,7 @@ def read_utf8(path: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"text file '{path}': line {line} is not UTF-8 ({error.reason}); convert it") from error
     except OSError as error:
-        raise ValueError(
-            f"text file '{path}': cannot be read ({error.strerror}); mend it, or set dataset.root"
-        ) from error
+        raise ValueError(f"text file '{path}': cannot be read ({error.strerror}); see dataset.root") from error
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary, make_vocabulary
@@ -65,10 +66,9 @@ def open_documents(
     splits = [TextSplit(_encoded(documents, vocabulary, cache), length, vocabulary) for documents in (train, test)]
     for name, split in zip(SPLITS, splits, strict=True):
         if len(split.tokens) <= length:
-            raise ValueError(
-                f"model.length={length}: the {name} text has only {len(split.tokens)} tokens, and a window needs "
-                f"one more than its length; use model.length={len(split.tokens) - 1} or less, or a longer text"
-            )
+            why = f"the {name} text has only {len(split.tokens)} tokens, and a window needs one more than its length"
+            use = f"use model.length={len(split.tokens) - 1} or less, or a longer text"
+            raise RefusedError("model.length", length, f"{why}; {use}")
     return splits[0], splits[1]
 
 

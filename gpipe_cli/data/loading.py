@@ -89,9 +89,9 @@ class LoadedBatches:
                 text = "a data loading process died; is the machine out of memory or shared memory?"
                 raise RuntimeError(text) from error
             raise
-        if isinstance(batch, _Unreadable):
+        if isinstance(batch, str):
             self.close()
-            raise ValueError(batch.message)
+            raise ValueError(batch)
         return tuple(batch)
 
     def close(self) -> None:
@@ -105,24 +105,18 @@ class LoadedBatches:
                 worker.kill()  # one that is stopped (SIGSTOP) has not read the request to end
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """Returned in place of a batch: an exception raised in a worker would arrive as the text of its traceback."""
-
-    message: str
-
-
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """The data set as the DataLoader sees it: the arguments of `Split.inputs` in, a mini-batch out."""
+    """The data set as the DataLoader sees it: the arguments of `Split.inputs` in, a mini-batch out, or why there is
+    none: an exception raised in a worker would arrive as the text of its traceback."""
 
     split: Split
 
-    def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor, ...] | _Unreadable:
+    def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor, ...] | str:
         try:
             return self.split.inputs(*key)
         except ValueError as error:
-            return _Unreadable(str(error))
+            return str(error)
 
 
 def _set_up_worker(worker: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.pairs import Pairs, target_language
@@ -118,9 +119,8 @@ def open_pairs(
     shortened = [_without_long(split, length) for split in splits]
     for name, split in zip(SPLITS, shortened, strict=True):
         if len(split) == 0:
-            raise ValueError(
-                f"model.length={length}: every {name} pair is longer; use a larger model.length, or shorter sentences"
-            )
+            why = f"every {name} pair is longer; use a larger model.length, or shorter sentences"
+            raise RefusedError("model.length", length, why)
     return shortened[0], shortened[1]
 
 
@@ -151,10 +151,9 @@ def _check_lengths(splits: list[PairSplit], length: int) -> None:
     longest, index = int(split.longer.max()), int(split.longer.argmax())
     if longest > length:
         many = sum(int((split.longer > length).sum()) for split in splits)
-        raise ValueError(
-            f"model.length={length}: {split.pairs.where(index)} has {longest} tokens, and {many} pairs are too long; "
-            f"use model.length={longest} or more, or dataset.drop_long=true"
-        )
+        why = f"{split.pairs.where(index)} has {longest} tokens, and {many} pairs are too long"
+        use = f"use model.length={longest} or more, or dataset.drop_long=true"
+        raise RefusedError("model.length", length, f"{why}; {use}")
 
 
 def _without_long(split: PairSplit, length: int) -> PairSplit:

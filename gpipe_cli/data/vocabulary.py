@@ -82,10 +82,8 @@ def make_vocabulary(
     if pieces is not None:
         vocabulary = Vocabulary(pieces)
         if vocabulary.size > size:
-            raise ValueError(
-                f"dataset.vocabulary={size}: the vocabulary of that run has {vocabulary.size} ids; "
-                f"use dataset.vocabulary={vocabulary.size}"
-            )
+            why = f"the vocabulary of that run has {vocabulary.size} ids; use dataset.vocabulary={vocabulary.size}"
+            raise RefusedError("dataset.vocabulary", size, why)
         if missing := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
             raise ValueError(
                 f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "

@@ -16,6 +16,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, FeatureMap, Variant
 from gpipe_cli.models.operations import Convolution, Linear, Norm, SameConvolution, relu_after_norm
 
@@ -114,9 +115,8 @@ def amoebanet(
     divisor = 4 if small else 16
     if filters % divisor:
         below = max(filters // divisor, 1) * divisor
-        raise ValueError(
-            f"model.filters={filters}: the bottlenecks need a multiple of {divisor}; use {below} or {below + divisor}"
-        )
+        why = f"the bottlenecks need a multiple of {divisor}; use {below} or {below + divisor}"
+        raise RefusedError("model.filters", filters, why)
     norm = partial(nn.BatchNorm2d, eps=batch_norm_epsilon, momentum=batch_norm_momentum)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["stem"], current = _stem(image_size, norm, small=small)
@@ -141,10 +141,9 @@ def amoebanet(
         add(f"cell_{index:02d}", width, stride=1)
         if auxiliary_head and index == reductions[1] - 1:
             if current.size < AUXILIARY_POOL:
-                raise ValueError(
-                    f"dataset.image_size={image_size}: the auxiliary head would see {current.size}x{current.size} "
-                    f"pixels, but needs {AUXILIARY_POOL}x{AUXILIARY_POOL}; use model.auxiliary_head=false"
-                )
+                sees = f"the auxiliary head would see {current.size}x{current.size} pixels"
+                why = f"{sees}, but needs {AUXILIARY_POOL}x{AUXILIARY_POOL}; use model.auxiliary_head=false"
+                raise RefusedError("dataset.image_size", image_size, why)
             layers["auxiliary_head"] = AuxiliaryHead(current, num_classes, norm)
     layers["classifier"] = Classifier(current.channels, num_classes, dropout)
     return nn.Sequential(layers)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.models.chain import chain
 
 
@@ -55,10 +55,9 @@ def build_timm(
     except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
         if not fetch:
             raise
-        raise ValueError(
-            f"model.pretrained=true: the weights of {name} cannot be had here ({_reason(error)}); "
-            "give model.weights=FILE or use model.pretrained=false"
-        ) from error
+        why = f"the weights of {name} cannot be had here ({_reason(error)})"
+        use = "give model.weights=FILE or use model.pretrained=false"
+        raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
     if weights is not None:
         _load(model, Path(weights))
     return chain(model)
@@ -72,12 +71,12 @@ def _check_name(name: str) -> None:
     if not timm.is_model(architecture):
         near = get_close_matches(architecture, timm.list_models(), n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
-        raise ValueError(f"model.name={name}: timm has no model of this name; {remedy}")
+        raise RefusedError("model.name", name, f"timm has no model of this name; {remedy}")
     tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
         known = ", ".join(get_close_matches(tag, tags, n=3, cutoff=0.0))
         remedy = f"some that it has: {known}" if known else f"use {architecture}"
-        raise ValueError(f"model.name={name}: timm has no weights {tag} for {architecture}; {remedy}")
+        raise RefusedError("model.name", name, f"timm has no weights {tag} for {architecture}; {remedy}")
 
 
 def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
@@ -94,16 +93,14 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
     if "drop_path_rate" in accepted:
         settings["drop_path_rate"] = drop_path
     elif drop_path:
-        raise ValueError(f"model.drop_path={drop_path}: {name} has no branches to drop; use 0")
+        raise RefusedError("model.drop_path", drop_path, f"{name} has no branches to drop; use 0")
     if "img_size" in accepted:
         settings["img_size"] = image_size
         patch = max(getattr(model, "patch_embed", getattr(model, "stem", None)).patch_size)  # type: ignore[union-attr]
         if image_size % patch:
             below = max(image_size // patch, 1) * patch
-            raise ValueError(
-                f"dataset.image_size={image_size}: {name} cuts images into patches of {patch} pixels; "
-                f"use {below} or {below + patch}"
-            )
+            why = f"{name} cuts images into patches of {patch} pixels; use {below} or {below + patch}"
+            raise RefusedError("dataset.image_size", image_size, why)
     return settings
 
 
@@ -126,10 +123,8 @@ def _load(model: Any, file: Path) -> None:
     for what, names in (("lacks", missing), ("has besides", unknown), ("has in another shape", other)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(
-                f"model.weights={file}: these are not the weights of this model, the file {what} {names[0]}{more}; "
-                "give the weights of the network that model.name names"
-            )
+            why = f"these are not the weights of this model, the file {what} {names[0]}{more}"
+            raise RefusedError("model.weights", file, f"{why}; give those of the network that model.name names")
     model.load_state_dict(tensors, strict=False)
 
 
@@ -142,18 +137,16 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
     from timm.models.vision_transformer import checkpoint_filter_fn
 
     if not file.is_file():
-        raise ValueError(f"model.weights={file}: there is no such file")
+        raise RefusedError("model.weights", file, "there is no such file")
     try:
         tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
         if isinstance(model, VisionTransformer):
             tensors = checkpoint_filter_fn(tensors, model)
     except Exception as error:  # two formats, each with exceptions of its own
-        raise ValueError(
-            f"model.weights={file}: cannot be read as weights ({_reason(error)}); "
-            "use a .safetensors file or a dictionary of tensors that torch.save wrote"
-        ) from error
+        use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
+        raise RefusedError("model.weights", file, f"cannot be read as weights ({_reason(error)}); {use}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ValueError(f"model.weights={file}: does not hold a dictionary of tensors; save model.state_dict()")
+        raise RefusedError("model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()")
     return dict(tensors)
 
 

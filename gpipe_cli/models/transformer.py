@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe_cli.config.typed import RefusedError
+
 # The longest wave of the positions is 10000 times 2 pi tokens long (Vaswani et al. 2017, Section 3.5).
 LONGEST_WAVE = 10_000.0
 
@@ -39,7 +41,8 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
         if width % 2:
-            raise ValueError(f"model.width={width}: half of it are sines, half cosines; use {width - 1} or {width + 1}")
+            why = f"half of it are sines, half cosines; use {width - 1} or {width + 1}"
+            raise RefusedError("model.width", width, why)
         self.length = length
         super().__init__(vocabulary, width)
 
@@ -55,9 +58,8 @@ class Embedding(nn.Embedding):
         Raises ValueError for a sequence longer than the model's length.
         """
         if vectors.shape[1] > self.length:
-            raise ValueError(
-                f"model.length={self.length}: a sequence has {vectors.shape[1]} tokens; cut it or raise model.length"
-            )
+            why = f"a sequence has {vectors.shape[1]} tokens; cut it or raise model.length"
+            raise RefusedError("model.length", self.length, why)
         return vectors * math.sqrt(self.embedding_dim) + sinusoids(vectors.shape[1], vectors)
 
 

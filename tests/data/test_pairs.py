@@ -62,7 +62,7 @@ def test_one_line_about_what_is_wrong(tmp_path: Path, content: str | bytes, mess
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("a\tb\tde-en")
     for root, file in ((tmp_path / "none", "none"), (tmp_path, "test.tsv")):
-        with pytest.raises(ValueError, match=rf"^text file '{tmp_path / file}': cannot be read .* dataset\.root$"):
+        with pytest.raises(ValueError, match=rf"^text file '{tmp_path / file}': cannot be read .*; see dataset\.root$"):
             read_parallel_text(root)
 
 
