@@ -118,7 +118,7 @@ def test_no_bar_leaves_its_lane_and_every_label_is_seen(page: "Page", tmp_path: 
     """A stage that had waited since before the step was drawn over its own name."""
     early, *others = timeline().stages[1]
     waited = timeline(stages=(timeline().stages[0], (early._replace(start_seconds=-0.1), *others)))
-    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [StepPicture(1, 5, waited, timeline(kind="predicted"))])
+    write_page(tmp_path / "timeline.html", "AmoebaNet-D", [StepPicture(1, 5, (waited, timeline(kind="predicted")))])
     page.goto(f"file://{tmp_path}/timeline.html")
     assert page.locator("figure").count() == 2
     assert page.locator("figure.measured rect.waiting").count() == 2

@@ -54,7 +54,8 @@ def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """A resumed run keeps its threads, whatever its new K would get; a line if that makes a difference."""
     if config.resume is None:
         return
-    threads, before, usual = config.threads, load(Path(config.resume)).threads, place(config).usual_threads
+    threads, before = config.threads, load(Path(config.resume)).threads
+    usual = place(replace(config, threads=None)).threads
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:

@@ -144,15 +144,12 @@ class RunReport:
             return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
         title = f"epoch {step.epoch}, step {step.step}"
         same = micro_batches == plan.micro_batches and plan.costs.basis != "other_device"
-        picture = StepPicture(
-            epoch=step.epoch,
-            step=step.step,
-            measured=timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds),
-            predicted=predicted_view(title, plan) if same else None,
-        )
-        traces = [timeline.chrome_trace(name="measured", pid=0)]
-        traces += [plan.timeline.chrome_trace(name="predicted", pid=1)] if same else []
-        trace = [event for events in traces for event in events]
+        views = [timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds)]
+        trace = timeline.chrome_trace(name="measured", pid=0)
+        if same:
+            views.append(predicted_view(title, plan))
+            trace += plan.timeline.chrome_trace(name="predicted", pid=1)
+        picture = StepPicture(step.epoch, step.step, tuple(views))
         self._undrawn = picture, trace
         if (shown or self._bench is not None) and time.monotonic() >= self._next_drawing:
             self._draw(reporter, picture, trace)

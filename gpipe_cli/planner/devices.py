@@ -20,16 +20,14 @@ class Devices:
 
     stages: tuple[str, ...]  # device of each stage: `cpu`, `cuda:0`
     distributed: bool  # each stage has a process of its own
-    usual_threads: int  # of each process: its share of the cores, what `threads=null` is
-    threads: int  # of each process
+    threads: int  # of each process: its share of the cores, if they are not given
     at_once: int  # how many stages can compute at the same time; the others take turns with them
 
 
 def place(config: TrainConfig) -> Devices:
     """Raises ValueError, one line, for devices that are not there and for processes that do not fit them."""
     stages, distributed = _devices(config)
-    usual_threads = max(1, usable_cores() // (config.partitions if distributed else 1))
-    threads = config.threads or usual_threads
+    threads = config.threads or max(1, usable_cores() // (config.partitions if distributed else 1))
     if config.hardware.name != "auto":  # a machine that is not here has a device for each
         at_once = config.partitions
     elif not distributed:
@@ -38,7 +36,7 @@ def place(config: TrainConfig) -> Devices:
         at_once = max(1, usable_cores() // threads)
     else:
         at_once = config.partitions
-    return Devices(stages, distributed, usual_threads, threads, at_once)
+    return Devices(stages, distributed, threads, at_once)
 
 
 def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:

@@ -43,7 +43,7 @@ def write_page(path: Path, run: str, pictures: Sequence[StepPicture]) -> None:
 
 
 def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
-    micro_batches = max(view.micro_batches for picture in pictures for view in _views(picture))
+    micro_batches = max(view.micro_batches for picture in pictures for view in picture.views)
     yield "<!DOCTYPE html>"
     yield '<html lang="en"><head><meta charset="utf-8"/>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
@@ -64,7 +64,7 @@ def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
 
 
 def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
-    views = _views(picture)
+    views = picture.views
     end = max(view.end_seconds for view in views) or 1.0
     if sum(len(bars) for view in views for bars in view.stages) > MOST_BARS:
         yield f'<img alt="timelines, one row per stage" src="data:image/png;base64,{_image(views)}"/>'
@@ -135,9 +135,10 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
 def _table(picture: StepPicture) -> str:
     """Numbers beside each other, in columns of their own: what was measured, what was predicted."""
     columns = [Column("", cells=["step", *share_names()])]
-    for heading, view in (("measured", picture.measured), ("predicted", picture.predicted)):
+    for kind in ("measured", "predicted"):
+        view = next((view for view in picture.views if view.kind == kind), None)
         step, breakdown = ("-", None) if view is None else (duration(view.step_seconds), view.breakdown)
-        columns.append(Column(heading, cells=[step, *share_cells(breakdown)], number=True))
+        columns.append(Column(kind, cells=[step, *share_cells(breakdown)], number=True))
     return to_html(Table("", columns))
 
 
@@ -148,10 +149,6 @@ def _colours(micro_batches: int) -> Iterator[str]:
         for what in ACTIONS:
             fill = palette.colour(what, m, micro_batches)
             yield f".{what}{m}{{fill:{fill}{f';stroke:{rim}' if what == 'R' else ''}}}"
-
-
-def _views(picture: StepPicture) -> list[TimelineView]:
-    return [view for view in (picture.measured, picture.predicted) if view is not None]
 
 
 def _image(views: Sequence[TimelineView]) -> str:

@@ -102,12 +102,11 @@ def predicted_view(title: str, plan: "Plan") -> TimelineView:
 
 @dataclass(frozen=True)
 class StepPicture:
-    """What is shown of one step: the measured timeline, and the predicted one if there is any."""
+    """What is shown of one step."""
 
     epoch: int
     step: int  # steps done, this one included
-    measured: TimelineView
-    predicted: TimelineView | None = None
+    views: tuple[TimelineView, ...]  # measured; and predicted, if it was
 
 
 def idle(breakdown: Mapping[str, float]) -> float:

@@ -124,10 +124,9 @@ class Reporter:
 
         self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
-        views = [picture.measured] if picture.predicted is None else [picture.measured, picture.predicted]
         with self.optional():
             write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
-            image = draw(views)
+            image = draw(picture.views)
             write_picture(self._folder / TIMELINE_PICTURE, image)
             self._dashboard.timeline(picture.step, image)
         self._draw_cut()

@@ -242,10 +242,10 @@ def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path, steps:
 def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Path) -> None:
     console, file = log()
     reporter = Reporter(tmp_path, description(plan=plan(layers=((1.0, 2.0),) * 5)), console)
-    reporter.timeline(StepPicture(1, 4, timeline()))
+    reporter.timeline(StepPicture(1, 4, (timeline(),)))
     first = (tmp_path / "timeline.png").read_bytes()
     assert (tmp_path / "partitions.png").read_bytes().startswith(b"\x89PNG")
-    reporter.timeline(StepPicture(2, 8, timeline(), timeline(0.008, kind="predicted")))
+    reporter.timeline(StepPicture(2, 8, (timeline(), timeline(0.008, kind="predicted"))))
     reporter.finish("completed")
     assert (tmp_path / "timeline.png").read_bytes() != first
     html = (tmp_path / "timeline.html").read_text(encoding="utf-8")
