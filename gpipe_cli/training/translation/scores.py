@@ -80,11 +80,8 @@ def _translated(
     return [] if split is None or not control.leads else shown(split, indices, decoded)
 
 
-def score_translations(
-    translations: Sequence[Translation], *, of: int, beam: int, seconds: float, examples: int = EXAMPLES
-) -> TranslationScores:
-    """The scores of translations (at least one) of a test set `of` so many pairs, with sacreBLEU's defaults; `examples`
-    of them, evenly spaced, are kept.
+def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:
+    """The scores of translations (at least one) of a test set `of` so many pairs, with sacreBLEU's defaults.
 
     BLEU counts up to four words in a row: where no reference has so many, it is 0 whatever the translations.
     """
@@ -108,7 +105,7 @@ def score_translations(
         seconds=seconds,
         bleu_signature=str(bleu.get_signature()),
         chrf_signature=str(chrf.get_signature()),
-        examples=tuple(translations[at] for at in choose(len(translations), examples)),
+        examples=tuple(translations[at] for at in choose(len(translations), EXAMPLES)),
     )
 
 

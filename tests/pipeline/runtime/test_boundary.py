@@ -7,7 +7,6 @@ import torch
 
 from gpipe_cli.pipeline.runtime.boundary import (
     BoundaryTensor,
-    as_sent,
     in_layout,
     layout_strides,
 )
@@ -37,11 +36,3 @@ def test_the_layout_between_layers(shape: tuple[int, ...], memory_format: torch.
         assert strides == dense.stride()
     if memory_format is torch.channels_last and len(shape) == 4 and 1 not in shape:
         assert strides == dense.to(memory_format=torch.channels_last).stride()
-
-
-def test_what_is_sent_has_no_strides() -> None:
-    image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    flat = as_sent(image, torch.channels_last)
-    assert flat.is_contiguous()
-    assert flat.data_ptr() == image.data_ptr()
-    assert as_sent(torch.ones(2, 3), torch.channels_last).is_contiguous()
