@@ -44,15 +44,12 @@ class ActivationMemory:
         self._crossing = [tuple(current)]
         charged = [cost.saved.inside_bytes(samples) for cost in costs]
         for at, cost in enumerate(costs):
-            saved = [current[position] for position in cost.saved.inputs]
             made: list[_Tensor] = []
             shared = cost.saved.same_memory or (None,) * len(cost.outputs)
             for described, other in zip(cost.outputs, shared, strict=True):
-                if other is None:
-                    made.append(_Tensor(described.bytes(samples, lengths)))
-                else:
-                    made.append((current if other.of == "input" else made)[other.position])
-            saved += [made[position] for position in cost.saved.outputs]
+                new = _Tensor(described.bytes(samples, lengths))
+                made.append(new if other is None else [*current, *made][other])
+            saved = [[*current, *made][position] for position in cost.saved.tensors]
             for tensor in saved:
                 if tensor.first_saver is None:
                     tensor.first_saver = at

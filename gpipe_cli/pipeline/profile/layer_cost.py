@@ -7,33 +7,23 @@ hold for micro-batches of any size.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-
-
-@dataclass(frozen=True, slots=True)
-class SameMemory:
-    """Whose memory an output is: that of an input of the layer, or of an output before it."""
-
-    of: Literal["input", "output"]
-    position: int
 
 
 @dataclass(frozen=True)
 class Saved:
     """The memory that the backward of a layer needs, described so that no tensor counts twice where layers meet.
 
-    `inputs` and `outputs` are positions of the tensors that come in and that are made inside; what else is saved is
+    `tensors` are positions among the tensors that come in, followed by those that go out; what else is saved is
     `base_bytes + per_sample_bytes * samples`, at the lengths that were traced. `same_memory` says of each output whose
-    memory it is; None if it is new. Parameters and buffers are not counted.
+    memory it is, as a position of that kind; None if it is new. Parameters and buffers are not counted.
     """
 
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
+    tensors: tuple[int, ...] = ()
     base_bytes: int = 0
     per_sample_bytes: int = 0
-    same_memory: tuple[SameMemory | None, ...] = ()
+    same_memory: tuple[int | None, ...] = ()
 
     def inside_bytes(self, samples: int) -> int:
         return self.base_bytes + self.per_sample_bytes * samples

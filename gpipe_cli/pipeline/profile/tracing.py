@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, SameMemory, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import KernelsOfCpu, OperationCounter
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout
@@ -162,8 +162,8 @@ def _run(
     layer: _Layer, value: Tensors, in_tuple: bool, graph: bool, loss: Loss | None, memory_format: torch.memory_format
 ) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
-    tensors = [*layer.module.parameters(), *layer.module.buffers()]
-    saved = StorageBytes(without={storage_of(tensor) for tensor in tensors})
+    own = [*layer.module.parameters(), *layer.module.buffers()]
+    saved = StorageBytes(without={storage_of(tensor) for tensor in own})
 
     closed: torch.Tensor | None = None
     counter = OperationCounter()
@@ -172,17 +172,16 @@ def _run(
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)
-    given = [byte_range(tensor) for tensor in inputs]
-    made = [byte_range(tensor) for tensor in outputs]
-    same_memory: list[SameMemory | None] = []
-    known = {SameMemory("input", i): span for i, span in enumerate(given)}
-    for p, span in enumerate(made):
-        same_memory.append(next((whose for whose, other in known.items() if span.meets(other)), None))
-        known[SameMemory("output", p)] = span
-    saved_inputs = tuple(i for i, span in enumerate(given) if saved.meets(span))
-    saved_outputs = tuple(p for p, span in enumerate(made) if same_memory[p] is None and saved.meets(span))
+    tensors = [*inputs, *outputs]
+    spans = [byte_range(tensor) for tensor in tensors]
+    same_memory = [  # of each output: the first tensor before it whose memory it is
+        next((i for i, other in enumerate(spans[:at]) if spans[at].meets(other)), None)
+        for at in range(len(inputs), len(spans))
+    ]
+    new = [*(True for _ in inputs), *(owner is None for owner in same_memory)]
+    kept = [i for i, span in enumerate(spans) if new[i] and saved.meets(span)]
     across = StorageBytes()
-    across.add([*(inputs[i] for i in saved_inputs), *(outputs[p] for p in saved_outputs)])
+    across.add(tensors[i] for i in kept)
     if closed is not None:
         saved.add((closed,))  # a stage holds it until the backward
     return _Run(
@@ -192,7 +191,7 @@ def _run(
         in_tuple=not isinstance(returned, torch.Tensor),
         loss=closed,
         by_kind=counter.by_kind,
-        saved=Saved(saved_inputs, saved_outputs, max(0, saved.bytes - across.bytes), same_memory=tuple(same_memory)),
+        saved=Saved(tuple(kept), max(0, saved.bytes - across.bytes), same_memory=tuple(same_memory)),
     )
 
 

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import torch
 
 from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, SameMemory, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, Saved, Work
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 
@@ -33,12 +33,10 @@ def counted(costs: list[LayerCost], inputs: Boundary, samples: int, first: int, 
                 made.append((at, position))
                 sizes[at, position] = described.bytes(samples)
             else:
-                made.append((current if shared.of == "input" else made)[shared.position])
-        for position in saved.inputs:
-            if current[position] not in held:
-                held[current[position]] = bytes_of(costs, current[position], samples)
-        for position in saved.outputs:
-            held[made[position]] = sizes[made[position]]
+                made.append([*current, *made][shared])
+        for name in ([*current, *made][position] for position in saved.tensors):
+            if name not in held:
+                held[name] = sizes[name] if name in sizes else bytes_of(costs, name, samples)
         held["inside", at] = saved.inside_bytes(samples)
         current = made
     if end < len(costs):
@@ -61,21 +59,24 @@ def random_layers(generator: random.Random) -> tuple[list[LayerCost], Boundary]:
     inputs = tuple(tensor(widths[number]) for number in range(2))
     costs, names, fresh = [], [0, 1], 2
     for _ in range(generator.randint(1, 7)):
-        same_memory: list[SameMemory | None] = []
+        same_memory: list[int | None] = []
         made: list[int] = []
         for _ in range(generator.randint(1, 3)):
             choices = [i for i, name in enumerate(names) if name not in made]
             if choices and generator.random() < 0.4:
                 position = generator.choice(choices)
-                same_memory.append(SameMemory("input", position))
+                same_memory.append(position)
                 made.append(names[position])
             else:
                 same_memory.append(None)
                 made.append(fresh)
                 fresh += 1
         saved = Saved(
-            tuple(i for i in range(len(names)) if generator.random() < 0.4),
-            tuple(p for p, shared in enumerate(same_memory) if shared is None and generator.random() < 0.4),
+            tuple(
+                i
+                for i in range(len(names) + len(made))
+                if (i < len(names) or same_memory[i - len(names)] is None) and generator.random() < 0.4
+            ),
             generator.randint(0, 5),
             generator.randint(0, 5),
             tuple(same_memory),
@@ -97,8 +98,8 @@ def test_every_stage_holds_what_counting_finds() -> None:
 
 def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twice() -> None:
     costs = [
-        layer((tensor(5), tensor(5)), Saved(same_memory=(None, SameMemory("output", 0)))),
-        layer((tensor(1),), Saved((0, 1), (), 0, 0, (None,))),
+        layer((tensor(5), tensor(5)), Saved(same_memory=(None, 1))),
+        layer((tensor(1),), Saved((0, 1), same_memory=(None,))),
     ]
     memory = ActivationMemory(costs, (tensor(2),), 1)
     assert memory.graph_bytes(0, 1) == 4 * (2 + 5)
@@ -109,7 +110,7 @@ def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twi
 def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
     frozen = [layer((tensor(5, False),), Saved(same_memory=(None,)), trained=0) for _ in range(2)]
     last = layer((tensor(1),), Saved(same_memory=(None,)))
-    costs = [*frozen, layer((tensor(3),), Saved((0,), (), 0, 1, (None,))), last]
+    costs = [*frozen, layer((tensor(3),), Saved((0,), 0, 1, (None,))), last]
     memory = ActivationMemory(costs, (tensor(2, False),), 1)
     assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
     assert memory.input_bytes(0) == memory.input_bytes(0, 3) == 4 * 2

@@ -8,7 +8,7 @@ from memory_runs import SAMPLES
 from torch import nn
 
 from gpipe_cli.pipeline.profile import tracing
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, SameMemory, Saved
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Saved
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
@@ -166,9 +166,7 @@ class Passes(nn.Module):
 
 def test_whose_memory_outputs_are() -> None:
     costs = trace((4, 3), stem=nn.Linear(3, 3), passes=Passes())
-    whole = SameMemory("input", 0)
-    shared = (whole, whole, None, SameMemory("output", 2), None)
-    assert costs["passes"].saved == Saved(outputs=(2,), same_memory=shared)
+    assert costs["passes"].saved == Saved((3,), same_memory=(0, 0, None, 3, None))
 
 
 def test_nothing_is_saved_without_a_backward() -> None:
