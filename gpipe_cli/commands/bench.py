@@ -6,11 +6,10 @@ from importlib import resources
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import compose, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, training
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.setting_owners import BenchSettings
-from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.tables.bench import bench_status, bench_table, show_bench, write_bench
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         why = "all rows of a table have the same rounds; give one number"
         raise RefusedError("rounds", line.overrides["rounds"], why)
     try:
-        tree = compose(line, TrainConfig)
+        tree = compose(line, TRAINING_KEYS)
     finally:  # also after Ctrl-C
         sweep.end()
         if sweep.runs:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from gpipe_cli.commands.command_line import compose, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import TrainConfig, find_run
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     line = read("check", arguments, "it tries all partitions, schedules and recompute modes by itself")
     line.refuse(REFUSED)
-    tree = compose(line, TrainConfig)
+    tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
     config, auto = training(tree, line.overrides)

@@ -39,6 +39,7 @@ _QUIET = (
     "hydra.launcher._target_=hydra_plugins.gpipe_cli.SweepLauncher",
 )
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
+TRAINING_KEYS = tuple(settings(TrainConfig))
 GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
 
 
@@ -130,15 +131,15 @@ def arranged(arguments: Sequence[str]) -> list[str]:
     return [*options, *(readable(argument) for argument in given)]
 
 
-def compose(line: CommandLine, kind: type) -> DictConfig | None:
-    """The tree that Hydra composes from `conf/COMMAND.yaml`, whose keys are those of the dataclass `kind`; None where
+def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
+    """The tree that Hydra composes from `conf/COMMAND.yaml`, which has these `keys` and the command's own; None where
     Hydra has answered by itself (`--help`, `--cfg`, `--info`, completion), or run a sweep.
 
     Raises:
         ValueError: the configuration cannot be composed.
     """
     command, arguments = line.command, line.arguments
-    keys = [*settings(kind), *(key for key, whose in OWNERS.items() if whose == command)]
+    keys = [*keys, *(key for key, whose in OWNERS.items() if whose == command)]
     for argument in arguments:  # what a recipe's file has for other commands is ignored; what is typed is not
         if "=" in argument and owner(argument) not in (None, command):
             key, value = key_of(argument), argument.partition("=")[2]

@@ -4,24 +4,41 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands.command_line import compose, read, replace_batch_size
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.model import choice_of
-from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, TrainConfig, find_run, from_tree, load
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.config.settings import (
+    EvaluateConfig,
+    EvaluateSettings,
+    TrainConfig,
+    container,
+    find_run,
+    from_tree,
+    load,
+)
+from gpipe_cli.config.typed import RefusedError, typed, unknown
+from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.system.interrupts import interruptible_import
+
+# Settings that take the place of the run's own; null: as the run was trained.
+OF_THE_RUN = (
+    "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "device", "memory_format", "threads",
+    "data_workers", "timeout_seconds", "partition.balance", "dataset.root",
+)  # fmt: skip
+KEYS = (*settings_of(EvaluateSettings), *OF_THE_RUN)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
     line = read("evaluate", arguments, "call it once for each run")
-    tree = compose(line, EvaluateSettings)
+    tree = compose(line, KEYS)
     if tree is None:
         return 0
-    config = evaluation(from_tree(EvaluateSettings, tree))
+    config = evaluation(tree)
     for key in line.overrides:
         if key.partition(".")[0] == "decode" and config.training.task != "translation":
             why = f"nothing is translated by a run of model={choice_of(config.training.model)}; leave it out"
@@ -35,19 +52,21 @@ def main(arguments: Sequence[str]) -> int:
         return launch(config, Path(config.run))
 
 
-def evaluation(settings: EvaluateSettings) -> EvaluateConfig:
+def evaluation(tree: DictConfig) -> EvaluateConfig:
     """The configuration of the run to evaluate, with what was given on the command line in its place."""
+    values = container(tree)
+    own = {field.name: values.pop(field.name) for field in fields(EvaluateSettings) if field.name in values}
+    settings = typed(EvaluateSettings, own)
+    given = dict(flattened(values))
+    for key, value in given.items():
+        if key not in OF_THE_RUN:
+            raise unknown(key, value, KEYS)
     saved = load(find_run("run", settings.run, settings.output))
     base = OmegaConf.create(asdict(saved))
-    if settings.partitions not in (None, saved.partitions):
+    if given.get("partitions") not in (None, saved.partitions):
         OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value is not None and field.name not in ("run", "checkpoint", "decode", "output", "partition", "dataset"):
-            OmegaConf.update(base, field.name, value)
-    replace_batch_size(base, asdict(settings))
-    if settings.partition.balance is not None:
-        OmegaConf.update(base, "partition.balance", list(settings.partition.balance), merge=False)
-    if settings.dataset.root is not None:
-        OmegaConf.update(base, "dataset.root", settings.dataset.root)
+    for key, value in given.items():
+        if value is not None:
+            OmegaConf.update(base, key, value, merge=False)
+    replace_batch_size(base, given)
     return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, from_tree(TrainConfig, base))

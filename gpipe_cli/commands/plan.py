@@ -5,11 +5,10 @@ from datetime import datetime
 
 from omegaconf import open_dict
 
-from gpipe_cli.commands.command_line import compose, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.setting_owners import PlanSettings
-from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     if torchrun() is not None:
         raise ValueError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
-    tree = compose(line, TrainConfig)
+    tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
     with open_dict(tree):

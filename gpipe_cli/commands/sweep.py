@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.commands.command_line import CommandLine, drop_others, read, translated
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, drop_others, read, translated
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.outcome import (
     BAD_INPUT,
@@ -39,8 +39,7 @@ from gpipe_cli.commands.outcome import (
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
 from gpipe_cli.config.setting_owners import key_of
-from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import SettingError, quoted, settings, show
+from gpipe_cli.config.typed import SettingError, quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
@@ -161,7 +160,7 @@ class Sweep(Launcher):
         except ValueError as error:
             return error
         except (HydraException, OmegaConfBaseException) as error:
-            return translated(error, settings(TrainConfig))
+            return translated(error, TRAINING_KEYS)
 
     def _turn(self, cell: Cell, turn: int, of: int) -> Run | None:
         """One run of a cell; None if the sweep ended before it began."""

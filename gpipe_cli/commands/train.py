@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.command_line import GROUPS, compose, replace_batch_size, take_auto, training
+from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, replace_batch_size, take_auto, training
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.model import choice_of
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
         line = replace(line, arguments=(*line.arguments, *(f"{group}={name}" for group, name in chosen.items())))
     try:
-        tree = compose(line, TrainConfig)
+        tree = compose(line, TRAINING_KEYS)
     finally:  # also after Ctrl-C
         sweep.end()
         if sweep.runs:

@@ -5,7 +5,6 @@ in this file and nowhere else, so that no code below checks whether a key exists
 `--cfg job` must answer at once.
 """
 
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -210,29 +209,12 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetPlace:
-    root: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class EvaluateSettings:
-    """The keys of `conf/evaluate.yaml`; None: as the run was trained."""
+    """The keys of `conf/evaluate.yaml` that are not in place of the run's own settings."""
 
     run: str
     checkpoint: Literal["best", "last"]
     decode: DecodeConfig
-    partitions: Partitions | None
-    micro_batches: MicroBatches | None
-    batch_size: BatchSize | None
-    batch_tokens: Count | None
-    executor: Executor | None
-    device: Device | None
-    memory_format: MemoryFormat | None
-    threads: Threads | None
-    data_workers: DataWorkers | None
-    timeout_seconds: TimeoutSeconds | None
-    partition: PartitionConfig
-    dataset: DatasetPlace
     output: str
 
 
@@ -242,11 +224,16 @@ def from_tree(kind: type[T], tree: DictConfig) -> T:
     Raises:
         ValueError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
     """
+    return typed(kind, container(tree))
+
+
+def container(tree: DictConfig) -> dict[str, Any]:
+    """The plain values in Hydra's tree. Raises ValueError where one refers to what is not there."""
     try:
-        values = OmegaConf.to_container(tree, resolve=True)
+        values: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"configuration: {one_line(error)}") from error
-    return typed(kind, values)
+    return dict(values)
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -286,9 +273,8 @@ def load(path: Path) -> TrainConfig:
         ValueError: the file is not there, is not YAML, or holds settings that this version does not have.
     """
     file = path / CONFIG if path.is_dir() else path
-    with suppress(OSError, yaml.YAMLError):  # it is read again below
-        check_yaml(file)
     try:
+        check_yaml(file)
         tree = OmegaConf.load(file)
         assert isinstance(tree, DictConfig)
         return from_tree(TrainConfig, tree)

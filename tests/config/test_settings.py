@@ -22,7 +22,6 @@ from gpipe_cli.config.settings import (
     EvaluateSettings,
     TrainConfig,
     find_run,
-    from_tree,
     load,
     to_yaml,
 )
@@ -178,7 +177,7 @@ def test_resume_with_other_partitions_drops_the_balance() -> None:
 
 def evaluate(run: Path, *overrides: str) -> Any:
     given = tree(f"run='{run}'", *overrides, command="evaluate")
-    return evaluation(from_tree(EvaluateSettings, given))
+    return evaluation(given)
 
 
 def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
