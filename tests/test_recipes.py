@@ -1,13 +1,13 @@
 """Every recipe composes at both scales; the paper's models have the paper's sizes.
 
 A recipe of every family is trained: `breakdown` by test_reproduce_command.py, `table1_transformer`, `consistency`,
-`imagenet_amoebanet_b`, `transfer_cifar10` and `batch_size_260k` by reproduction/, and `figure3_resnet101` here.
+`imagenet_amoebanet_b` and `batch_size_260k` by reproduction/, `figure3_resnet101` and `transfer_cifar10` here.
 """
 
 from pathlib import Path
 
 import pytest
-from recipe_runs import HERE, compose_recipe
+from recipe_runs import HERE, TINY, compose_recipe
 from training_runs import of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
@@ -18,10 +18,13 @@ from gpipe_cli.training.events import StepDone
 
 ROOT = Path(__file__).parent.parent
 # What takes long and is not what a recipe is about.
-SMALL_IMAGES = (
-    "model.depth=18", "dataset.image_size=16", "batch_size=8", "micro_batches=2", "dataset.train_samples=8",
-    "dataset.test_samples=8",
-)  # fmt: skip
+SMALL = {
+    "figure3_resnet101": (
+        "model.depth=18", "dataset.image_size=16", "batch_size=8", "micro_batches=2", "dataset.train_samples=8",
+        "dataset.test_samples=8",
+    ),
+    "transfer_cifar10": (*TINY, "init_from=null"),
+}  # fmt: skip
 
 
 def configure(name: str, *settings: str) -> tuple[TrainConfig, set[str]]:
@@ -67,9 +70,9 @@ def test_fine_tuning_is_of_the_model_that_learned_imagenet() -> None:
             assert configure(name)[0].model == ours.model
 
 
-def test_the_desk_s_version_trains_a_step(tmp_path: Path) -> None:
-    name = "figure3_resnet101"
-    given = ("max_steps=1", "checkpoint.every_epochs=0", *SMALL_IMAGES, *HERE)
+@pytest.mark.parametrize("name", SMALL)
+def test_the_desk_s_version_trains_a_step(name: str, tmp_path: Path) -> None:
+    given = ("max_steps=1", "checkpoint.every_epochs=0", *SMALL[name], *HERE)
     config, _ = configure(name, *last_wins((*load(name).desk.settings, *given)))
     heard = train_here(config, tmp_path / "run")
     assert len(of_type(heard, StepDone)) == 1
