@@ -43,8 +43,9 @@ from gpipe_cli.config.typed import SettingError, quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
+from gpipe_cli.reporting.run.result import value_of
 from gpipe_cli.reporting.tables.bench import HOPELESS, bench_status
-from gpipe_cli.reporting.tables.sweep import Run, number_of, top1
+from gpipe_cli.reporting.tables.sweep import Run
 
 # What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
@@ -147,7 +148,8 @@ class Sweep(Launcher):
         for cell, returned in zip(cells, returns, strict=True):
             result = last[cell.number].result
             measured = self.line.command == "bench"
-            returned.return_value = number_of(result.get("samples_per_second")) if measured else top1(result)
+            where = ("samples_per_second",) if measured else ("test", "top1")
+            returned.return_value = value_of(result, *where)
         return returns
 
     def _request(self, job: Sequence[str]) -> RunRequest | ValueError:
@@ -223,7 +225,7 @@ class Sweep(Launcher):
             attempt.name,
             folder,
             0 if done else INTERRUPTED if attempt.exit_code in (None, UNREAD) else attempt.exit_code,
-            attempt.seconds or number_of(result.get("seconds")) or 0.0,
+            attempt.seconds or result.get("seconds") or 0.0,
             result,
             number=attempt.run,
             round=attempt.round,

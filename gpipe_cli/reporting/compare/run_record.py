@@ -15,7 +15,7 @@ from typing import Any
 from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_curves import Curve, read_curves
-from gpipe_cli.reporting.run.result import RESULT, flattened, read_result
+from gpipe_cli.reporting.run.result import RESULT, flattened, read_result, value_of
 from gpipe_cli.reporting.run.tensorboard import SAMPLES_PER_SECOND, TOKENS_PER_SECOND
 
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
@@ -71,10 +71,7 @@ class RunRecord:
 
     def value(self, *keys: str) -> Any:
         """What result.json has there, `value("test", "top1")`; None where there is none."""
-        found: Any = self.result
-        for key in keys:
-            found = found.get(key) if found is not None else None
-        return found
+        return value_of(self.result, *keys)
 
 
 def read_run(folder: Path) -> RunRecord:

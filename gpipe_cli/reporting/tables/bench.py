@@ -19,7 +19,7 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.measurement import StepMedians
-from gpipe_cli.reporting.run.result import flattened, write_result
+from gpipe_cli.reporting.run.result import flattened, value_of, write_result
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.sweep import INTERRUPTED, Run
@@ -94,7 +94,7 @@ def _row(cell: Sequence[Run], results: Sequence[Row]) -> dict[str, Any]:
     speed = [_rate(result) for result in results]
     measured = StepMedians(warm_up_steps=0)
     for result in results:
-        if (breakdown := _part(result, "breakdown", "measured")) is not None:
+        if (breakdown := value_of(result, "breakdown", "measured")) is not None:
             measured.add(breakdown)
     shares = measured_breakdown(measured)
 
@@ -131,7 +131,7 @@ def _row(cell: Sequence[Run], results: Sequence[Row]) -> dict[str, Any]:
         "without_core": max((share for one in results if (share := one.get("without_core")) is not None), default=None),
         "kind": max((str(result.get("samples_per_second_kind")) for result in results), default=None),
         "executor": results[0].get("executor") if results else None,
-        "threads": _part(results[0], "hardware", "threads_per_process") if results else None,
+        "threads": value_of(results[0], "hardware", "threads_per_process") if results else None,
         "folders": [run.folder.name for run in cell if run.result],  # beside bench.json
     }
 
@@ -177,7 +177,7 @@ def _flat(result: Row) -> dict[str, Any]:
     return dict(flattened(result.get("config") or {})) | {
         "devices": len({partition.get("device") for partition in result.get("partitions") or []}),
         "executor": result.get("executor"),
-        "threads": _part(result, "hardware", "threads_per_process"),
+        "threads": value_of(result, "hardware", "threads_per_process"),
         "kind": result.get("samples_per_second_kind"),
     }
 
@@ -191,10 +191,6 @@ def _rate(result: Row) -> float:
     rate = result.get("tokens_per_second" if _is_text(result) else "samples_per_second")
     assert isinstance(rate, float), result.get("status")
     return rate
-
-
-def _part(result: Row, key: str, inner: str) -> Any:
-    return (result.get(key) or {}).get(inner)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

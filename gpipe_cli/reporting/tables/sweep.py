@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.reporting.run.lines import show_line
+from gpipe_cli.reporting.run.result import value_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import duration, percent, perplexity, rate
 
@@ -22,10 +24,10 @@ class Run:
     folder: Path
     exit_code: int
     seconds: float
-    result: dict[str, object]  # the run's result.json, empty if it wrote none
+    result: dict[str, Any]  # the run's result.json, empty if it wrote none
     number: int = 1  # within the sweep; the first is 1
     round: int = 1  # likewise
-    settings: dict[str, object] = field(default_factory=dict)  # those that differ
+    settings: dict[str, Any] = field(default_factory=dict)  # those that differ
     error: str = ""  # one line, if it failed
 
     @property
@@ -39,16 +41,11 @@ class Run:
         return f"failed ({self.exit_code})" if self.failed else str(self.result.get("status", "completed"))
 
 
-def top1(result: dict[str, object]) -> float | None:
-    """The accuracy on the test set in a run's result, if there is one."""
-    return _of_test(result, "top1")
-
-
 def show_sweep(runs: Sequence[Run]) -> None:
     """Prints a row for each run, and the errors of those that failed."""
     runs = sorted(runs, key=lambda run: run.number)
     results = [run.result for run in runs]
-    steps = (number_of(result.get("step_seconds")) for result in results)
+    steps = (result.get("step_seconds") for result in results)
     # a run that was refused wrote nothing: the microseconds until then say nothing
     times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
     columns = (
@@ -75,25 +72,16 @@ def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
         Console().print(Text(f"{rest}go on with  {go_on_with}"), soft_wrap=True)
 
 
-def number_of(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _scores_and_speeds(results: Sequence[dict[str, object]]) -> Iterator[Column]:
+def _scores_and_speeds(results: Sequence[dict[str, Any]]) -> Iterator[Column]:
     """What runs are compared by. A sweep over images and text has the columns of both."""
     kinds = {result.get("task", "classification") != "classification" for result in results if result}
     images, text = kinds != {True}, True in kinds
-    columns: tuple[tuple[bool, str, Callable[[dict[str, object]], str]], ...] = (
-        (images, "top-1", lambda result: percent(top1(result))),
-        (text, "perplexity", lambda result: perplexity(_of_test(result, "perplexity"))),
-        (images, "samples/s", lambda result: rate(number_of(result.get("samples_per_second")))),
-        (text, "tokens/s", lambda result: rate(number_of(result.get("tokens_per_second")))),
+    columns: tuple[tuple[bool, str, Callable[[dict[str, Any]], str]], ...] = (
+        (images, "top-1", lambda result: percent(value_of(result, "test", "top1"))),
+        (text, "perplexity", lambda result: perplexity(value_of(result, "test", "perplexity"))),
+        (images, "samples/s", lambda result: rate(result.get("samples_per_second"))),
+        (text, "tokens/s", lambda result: rate(result.get("tokens_per_second"))),
     )
     for shown, heading, cell in columns:
         if shown:
             yield Column(heading, cells=[cell(result) for result in results], number=True)
-
-
-def _of_test(result: dict[str, object], score: str) -> float | None:
-    test = result.get("test")
-    return number_of(test.get(score)) if isinstance(test, dict) else None
