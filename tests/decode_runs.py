@@ -44,7 +44,6 @@ class Case:
     partitions: int = 1
     limit: int = 12
     seed: int = 0
-    shared_embedding: bool = True
     indices: tuple[int, ...] = tuple(range(len(SOURCES)))
 
     @property
@@ -87,19 +86,19 @@ def tiny_split() -> PairSplit:
 
 
 @lru_cache
-def plan(partitions: int, seed: int, shared_embedding: bool) -> tuple[TrainConfig, Placement]:
+def plan(partitions: int, seed: int) -> tuple[TrainConfig, Placement]:
     """What the parent of a run decides."""
     config = configure(
         "model=transformer_nmt", "dataset=parallel_text", "dataset.root=nowhere", "dataset.vocabulary=8",
         "model.layers=2", "model.width=16", "model.hidden=32", "model.heads=2", "model.head_width=8", "model.length=40",
-        f"model.shared_embedding={str(shared_embedding).lower()}", f"partitions={partitions}", "executor=in_process",
+        f"partitions={partitions}", "executor=in_process",
         f"seed={seed}", "ema_decay=0", "device=cpu", "threads=1",
     )  # fmt: skip
     return config, make_placement(config)
 
 
 def plan_of(case: Case) -> tuple[TrainConfig, Placement]:
-    return plan(case.partitions, case.seed, case.shared_embedding)
+    return plan(case.partitions, case.seed)
 
 
 def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda action, samples, lengths: None) -> Engine:
@@ -127,22 +126,22 @@ def decode_here(
 
 
 @lru_cache
-def _whole_model(seed: int, shared_embedding: bool) -> nn.Sequential:
-    return engine_of(plan(1, seed, shared_embedding)).stages[0].module.eval()
+def _whole_model(seed: int) -> nn.Sequential:
+    return engine_of(plan(1, seed)).stages[0].module.eval()
 
 
 @lru_cache(100_000)
-def _log_probabilities(seed: int, shared_embedding: bool, index: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
+def _log_probabilities(seed: int, index: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
     with torch.no_grad():
         inputs = torch.tensor([source_tokens(index)]), torch.tensor([[BEGIN, *tokens]])
-        scores = _whole_model(seed, shared_embedding)(inputs)[0, -1].log_softmax(dim=0).tolist()
+        scores = _whole_model(seed)(inputs)[0, -1].log_softmax(dim=0).tolist()
     return tuple(-math.inf if token in FORBIDDEN else score for token, score in enumerate(scores))
 
 
 def log_probabilities(case: Case, index: int, tokens: Sequence[int]) -> tuple[float, ...]:
     """Of every token, to follow `tokens` in the translation of pair `index`; minus infinity where it must not. The
     model is run as one module, on this sentence alone."""
-    return _log_probabilities(case.seed, case.shared_embedding, index, tuple(tokens))
+    return _log_probabilities(case.seed, index, tuple(tokens))
 
 
 def source_tokens(index: int) -> list[int]:

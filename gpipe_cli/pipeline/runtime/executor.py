@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.runtime.micro_batch import split_all
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
-from gpipe_cli.pipeline.schedule.dependencies import linearize
+from gpipe_cli.pipeline.schedule.dependencies import linearize, source
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
@@ -119,13 +119,9 @@ class Executor:
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
     def _receive(self, action: Action, micro_batches: Sequence[Tensors]) -> OptionalTensors:
-        match action.kind:
-            case Kind.F:
-                return micro_batches[action.micro_batch] if action.stage == 0 else self._transport.receive(action)
-            case Kind.R:
-                return ()
-            case Kind.B:
-                return () if action.stage == self._last else self._transport.receive(action)
+        if source(action, self._last + 1) is not None:
+            return self._transport.receive(action)
+        return micro_batches[action.micro_batch] if action.kind is Kind.F else ()
 
     @staticmethod
     def _compute(stage: Stage, action: Action, given: OptionalTensors, keep: Retain) -> OptionalTensors:
