@@ -36,27 +36,18 @@ from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result, write_result
 
-IMAGES: dict[str, Any] = {
-    "partitions": 2, "micro_batches": 4, "output": "outputs", "run_folder": None, "resume": None,
-    "model": {"name": "amoebanet", "filters": 16}, "dataset": {"name": "digits", "classes": None},
-}  # fmt: skip
-TEXT: dict[str, Any] = IMAGES | {"model": {"name": "transformer_lm", "layers": 4}, "dataset": {"name": "python_docs"}}
 
-
-def ran(folder: Path, losses: list[float], status: str = "completed", **changes: Any) -> Path:
-    """A run in `folder` with these training losses, left by a reporter; `changes` are those of its settings."""
-    quiet, _ = log()
-    config = IMAGES | {"output": str(folder.parent), "run_folder": str(folder)} | changes
-    reporter = Reporter(folder, description(plan=plan()), quiet)
+def ran(folder: Path, losses: list[float], *settings: str, status: Any = "completed", scale: int = 1) -> None:
+    """A run in `folder` with these training losses and steps of `scale` times 62.5 ms, left by a reporter."""
+    run = description(f"output='{folder.parent}'", f"run_folder='{folder}'", *settings, plan=plan())
+    done, tested = (step, evaluation) if run.config.task == "classification" else (text_step, text_evaluation)
+    reporter = Reporter(folder, run, log()[0])
     (folder / "config.yaml").write_text("", encoding="utf-8")
     for number, loss in enumerate(losses, start=1):
-        reporter.step(step(number, loss=loss, seconds=0.0625 * changes.get("partitions", 2)))
+        reporter.step(done(number, loss=loss, seconds=0.0625 * scale))
         reporter.recorded(*recorded(number))
-    if losses:
-        reporter.evaluated(evaluation(len(losses)))
-    reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)  # type: ignore[arg-type]
-    write_result(folder, {**read_result(folder), "config": config})
-    return folder
+    reporter.evaluated(tested(len(losses)))
+    reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)
 
 
 def changed(run: RunRecord, **result: Any) -> RunRecord:
@@ -70,18 +61,11 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared") / "sweep"
     same = [3.0, math.nan, 1.5, 1.25, 1.0]
     beyond = struct.unpack("f", struct.pack("i", struct.unpack("i", struct.pack("f", 1.0))[0] + 1))[0]
-    ran(folder / "partitions=1", same, partitions=1)
-    ran(folder / "partitions=2", same)
-    ran(folder / "partitions=4", [*same[:-1], beyond], partitions=4)
-    ran(folder / "partitions=16", [3.0], "failed", partitions=16)
-    text = folder.parent / "2026-01-31_12-00-00_transformer_lm_python_docs_K2_M4"
-    reporter = Reporter(text, description(*LANGUAGE_MODEL), log()[0])
-    (text / "config.yaml").write_text("", encoding="utf-8")
-    for number in range(1, 6):
-        reporter.step(text_step(number))
-    reporter.evaluated(text_evaluation(5))
-    reporter.finish("completed")
-    write_result(text, {**read_result(text), "config": TEXT | {"output": "elsewhere"}})
+    ran(folder / "partitions=1", same, "partitions=1")
+    ran(folder / "partitions=2", same, scale=2)
+    ran(folder / "partitions=4", [*same[:-1], beyond], "partitions=4", scale=4)
+    ran(folder / "partitions=16", [3.0], "partitions=16", status="failed")
+    ran(folder.parent / "2026-01-31_12-00-00_transformer_lm_python_docs_K2_M4", [3.0] * 5, *LANGUAGE_MODEL)
     return folder
 
 
@@ -118,9 +102,10 @@ def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], t
     assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
     assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
-    # A setting that one model has and the other has not is told by the model.
-    assert differing([runs[1], text]) == ["model.name", "dataset.name"]
-    assert names([runs[1], text]) == ["model=amoebanet, dataset=digits", "model=transformer_lm, dataset=python_docs"]
+    settings = {key: value for key, value in runs[1].settings.items() if not key.startswith(("model.", "dataset."))}
+    other = replace(text, settings={**settings, "model.name": "transformer_lm", "model.layers": 4, "dataset.name": "x"})
+    assert differing([runs[1], other]) == ["model.name", "dataset.name"]  # a setting of one model is told by the model
+    assert names([runs[1], other]) == ["model=amoebanet, dataset=digits", "model=transformer_lm, dataset=x"]
 
 
 def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]) -> None:
@@ -193,7 +178,7 @@ def test_csv_has_all_digits_and_what_was_measured_predicted_and_ideal_apart(
     first, _, _, failed, sentences, unmeasured = rows(compare([*runs, text, dry]))
     expected = {
         "partitions": "1", "samples_per_second": "512.0", "memory_bytes_fullest": str(float(2**29)),
-        "step_seconds": "0.0625", "step_seconds_predicted": "0.06", "bubble_predicted": "0.12", "bubble_ideal": "0.2",
+        "step_seconds": "0.0625", "step_seconds_predicted": "0.06", "bubble_predicted": "0.12", "bubble_ideal": "0.0",
         "test_perplexity": "", "speed_kind": "measured",
     }  # fmt: skip
     assert {key: first[key] for key in expected} == expected
@@ -226,8 +211,7 @@ def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
 
 def test_what_a_measurement_sets_by_itself_is_no_difference(runs: list[RunRecord], tmp_path: Path) -> None:
     """`epochs` and `max_steps` of a bench are its own; its users cannot give them."""
-    own = {"epochs": 8, "max_steps": 8, "checkpoint": {"keep": 1}}
-    ran(tmp_path, [3.0], **own)
+    ran(tmp_path, [3.0], "epochs=8", "max_steps=8", "checkpoint.keep=1")
     write_result(tmp_path, {**read_result(tmp_path), "command": "bench"})
     bench = read_run(tmp_path)
     short, long = (replace(bench, settings={**bench.settings, "epochs": n, "max_steps": None}) for n in (2, 5))
