@@ -13,7 +13,6 @@ from gpipe_cli.reporting.compare.run_names import listed
 from gpipe_cli.reporting.compare.run_record import RunRecord
 
 MOST_ERRORS = 5  # failures that get a line of their own
-TRAINED = "completed"
 
 
 def notes(comparison: Comparison) -> list[str]:

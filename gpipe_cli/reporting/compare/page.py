@@ -45,16 +45,12 @@ head.addEventListener('keydown',event=>{if(event.key==='Enter'||event.key===' ')
 """
 
 
-def write_page(path: Path, comparison: Comparison, notes: Sequence[str], pictures: Sequence[tuple[Path, str]]) -> None:
-    """Writes the page, whole or not at all.
-
-    Args:
-        pictures: PNG files and what each of them shows.
-    """
+def write_page(path: Path, comparison: Comparison, notes: Sequence[str], pictures: Sequence[Path]) -> None:
+    """Writes the page, whole or not at all; ``pictures`` are PNG files, named by what they show."""
     write_whole(path, "\n".join(_page(comparison, notes, pictures)) + "\n")
 
 
-def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:
+def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[Path]) -> Iterator[str]:
     title = f"{plural(len(comparison.runs), 'run')} compared"
     yield "<!DOCTYPE html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
@@ -69,7 +65,7 @@ def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[tuple
     count = len(comparison.runs)
     table = Table("", [Column("run", cells=comparison.labels), *columns])
     yield f'<div class="wide">{to_html(table, [run_colour(position, count) for position in range(count)])}</div>'
-    for path, alt in pictures:
+    for path in pictures:
         data = base64.b64encode(path.read_bytes()).decode("ascii")
-        yield f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
+        yield f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
     yield f"</main><script>{SCRIPT}</script></body></html>"

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.reporting.compare.comparison import Comparison
-from gpipe_cli.reporting.compare.notes import TRAINED, notes, same_curve_notes
+from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
 from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.run_names import listed
 from gpipe_cli.reporting.run.lines import show_facts, show_line
@@ -17,6 +17,7 @@ from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_csv
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
+TRAINED = "completed"
 CSV, PAGE, CURVES, BARS = "comparison.csv", "comparison.html", "curves.png", "bars.png"
 MOST_SETTINGS = 16  # in the console; the page has all
 
@@ -53,16 +54,15 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
     same = [note for tag in tags[:1] for note in same_curve_notes(comparison, tag)]
     if not tags:
         same = ["no run has curves, so there are none to draw"]
-    pictures = [(CURVES, "curves", draw_curves(comparison, tags) if tags else None)]
-    pictures.append((BARS, "bars", draw_bars(comparison)))
-    for name, _, picture in pictures:
+    drawn = []
+    for name, picture in ((CURVES, draw_curves(comparison, tags) if tags else None), (BARS, draw_bars(comparison))):
         if (folder / PAGE).exists():
             (folder / name).unlink(missing_ok=True)  # of a comparison of other runs
         if picture is not None:
             write_picture(folder / name, picture)
-    drawn = [(name, alt) for name, alt, picture in pictures if picture is not None]
+            drawn.append(folder / name)
     write_whole(folder / CSV, csv_of(comparison))
-    write_page(folder / PAGE, comparison, [*notes(comparison), *same], [(folder / name, alt) for name, alt in drawn])
+    write_page(folder / PAGE, comparison, [*notes(comparison), *same], drawn)
     show_facts(console, [("note", note) for note in same])  # after all is written: the console may be a closed pipe
     show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])
-    show_facts(console, [("picture", str(folder / name)) for name, _ in drawn])
+    show_facts(console, [("picture", str(picture)) for picture in drawn])

@@ -269,7 +269,7 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunR
     (tmp_path / "curves.png").write_bytes(b"\x89PNG")
     odd = RunRecord(runs[1].folder, {**runs[1].settings, "partitions": "<b>&"}, runs[1].result)
     comparison = compare([runs[0], odd])
-    write_page(tmp_path / "page.html", comparison, ["<script>x"], [(tmp_path / "curves.png", "curves")])
+    write_page(tmp_path / "page.html", comparison, ["<script>x"], [tmp_path / "curves.png"])
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "page.html"]
     assert re.findall(r"\bsrc=\"([^,\"]*)", page) == ["data:image/png;base64"]
