@@ -110,11 +110,6 @@ def shares(bubble: float) -> dict[str, float]:
     return {"compute": 1 - sum(small.values()), **small}
 
 
-def recorded(number: int, bubble: float = 0.1) -> tuple[int, dict[str, float]]:
-    """What was recorded of a step."""
-    return number, shares(bubble)
-
-
 def evaluation(number: int, **changes: Any) -> Evaluated:
     """The message of an evaluation after step `number`."""
     scores = {"tokens": None, "loss": 1.25, "top1": 0.875, "top5": 1.0, "averaged": False}

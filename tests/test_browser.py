@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import pytest
-from reporting_runs import description, evaluation, log, plan, recorded, step, timeline
+from reporting_runs import description, evaluation, log, plan, shares, step, timeline
 
 from gpipe_cli.reporting.plots.timeline_page import write_page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
@@ -37,7 +37,7 @@ def write_run(folder: Path, micro_batches: int) -> None:
     reporter = Reporter(folder, description(f"micro_batches={micro_batches}", plan=plan()), log()[0])
     for number in range(1, 5):
         reporter.step(step(number))
-        reporter.recorded(*recorded(number))
+        reporter.recorded(number, shares(0.1))
     reporter.evaluated(evaluation(4, top1=TOP1[micro_batches]))
     reporter.finish("completed")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command, configure, final_tensors, train_here, wait_until
 
-from gpipe_cli.reporting.run.reporter import PARTITION_PICTURE, TIMELINE_PICTURE
 from gpipe_cli.reporting.run.result import read_result
 
 RUN = [*TINY, "partitions=2", "executor=in_process"]
@@ -20,7 +19,7 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     """A picture that could not be written once ended the training with a traceback, which hid all other causes."""
     run = tmp_path / "run"
     train_here(configure(*RUN, "epochs=1"), run)
-    for name in ("timeline.html", TIMELINE_PICTURE, PARTITION_PICTURE, "timeline_trace.json"):
+    for name in ("timeline.html", "timeline.png", "partitions.png", "timeline_trace.json"):
         (run / name).mkdir()  # nothing can be renamed to that, whoever tries
     goes_on = ["train", f"resume={run}", f"run_folder={run}"]
     assert command(monkeypatch, *goes_on, "epochs=2") == 0

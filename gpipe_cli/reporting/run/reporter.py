@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -37,8 +37,8 @@ from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.training.events import Evaluated, StepDone
 
-TIMELINE_PICTURE = "timeline.png"
-PARTITION_PICTURE = "partitions.png"
+if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
+    from gpipe_cli.reporting.plots.picture import Picture
 
 
 class Reporter:
@@ -74,9 +74,9 @@ class Reporter:
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
         write_result(self._folder, self._result())
-        self._dashboard = Dashboard(folder, run.first_step, run.config.task)
+        self._dashboard = Dashboard(folder, run)
         with self.optional():
-            self._dashboard.begin(run)
+            self._dashboard.begin()
 
     def banner(self) -> None:
         """Shows what is about to run."""
@@ -119,30 +119,29 @@ class Reporter:
 
     def timeline(self, picture: StepPicture) -> None:
         """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
-        from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
         self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         with self.optional():
             write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
-            image = draw(picture.views)
-            write_picture(self._folder / TIMELINE_PICTURE, image)
-            self._dashboard.timeline(picture.step, image)
+            self._show("timeline", picture.step, draw(picture.views))
         self._draw_cut()
 
     def _draw_cut(self) -> None:
         """The partitions as a picture, once: with the first timeline, as whoever waits for one waits for both."""
-        from gpipe_cli.reporting.plots import partition as partition_picture
+        from gpipe_cli.reporting.plots import partition
+
+        if not self._cut_drawn and partition.known(self._run):
+            self._cut_drawn = True
+            with self.optional():
+                self._show("partitions", self._run.first_step, partition.draw(self._run))
+
+    def _show(self, name: str, step: int, picture: "Picture") -> None:
         from gpipe_cli.reporting.plots.picture import write_picture
 
-        if self._cut_drawn or not partition_picture.known(self._run):
-            return
-        self._cut_drawn = True
-        with self.optional():
-            image = partition_picture.draw(self._run)
-            write_picture(self._folder / PARTITION_PICTURE, image)
-            self._dashboard.partitions(image)
+        write_picture(self._folder / f"{name}.png", picture)
+        self._dashboard.picture(name, step, picture)
 
     def evaluated(self, message: Evaluated) -> None:
         """The test set was seen."""

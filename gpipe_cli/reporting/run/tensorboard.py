@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
-from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
+from gpipe_cli.reporting.run.task_words import scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard_file import EventFile
 from gpipe_cli.reporting.run.tensorboard_hparams import (
     end_summary,
@@ -53,21 +53,17 @@ GIB = 2**30
 
 
 class Dashboard:
-    """Writes events to ``folder``; ``first_step`` is the number of steps done before it, by the run resumed.
+    """Writes events of a run to ``folder``.
 
     Every method raises OSError where events cannot be written; they are written later, if they can be then.
     """
 
-    def __init__(self, folder: Path, first_step: int = 0, task: Task = "classification") -> None:
+    def __init__(self, folder: Path, run: "RunDescription") -> None:
         from torch.utils.tensorboard import summary  # imports torch, which readers of the tags do not need
 
         self._summary = summary
-        # A resumed run repeats the steps after its checkpoint.
-        self._events = EventFile(folder, first_step + 1)
-        self._folder = folder
-        self._first_step = first_step
-        self._task = task
-        self._text = words_of(task).text
+        self._folder, self._run = folder, run
+        self._events = EventFile(folder, run.first_step + 1)  # a resumed run repeats the steps after its checkpoint
         self._constants: dict[str, float] = {}  # level lines
 
     def describe(self, config_yaml: str, banner: str) -> None:
@@ -75,15 +71,16 @@ class Dashboard:
         for tag, words in (("config", config_yaml), ("banner", banner)):
             # Four blanks are Markdown for text that stays as it is.
             indented = "\n".join(f"    {line}" for line in words.splitlines())
-            self._events.add(self._summary.text(tag, indented), self._first_step)
+            self._events.add(self._summary.text(tag, indented), self._run.first_step)
         self._events.flush()
 
-    def begin(self, run: "RunDescription") -> None:
+    def begin(self) -> None:
         """The settings, in the tab HParams from now on: a run that is killed is there with them. And what measured
         curves are compared with: level lines beside them, all of it in words, and charts in the tab Custom Scalars."""
+        run, text = self._run, words_of(self._run.config.task).text
         forget(self._folder)  # those of a run that is resumed into its own folder
         values = hyperparameters(asdict(run.config))
-        own, others = (FINAL_OF_TEXT, FINAL_OF_IMAGES) if self._text else (FINAL_OF_IMAGES, FINAL_OF_TEXT)
+        own, others = (FINAL_OF_TEXT, FINAL_OF_IMAGES) if text else (FINAL_OF_IMAGES, FINAL_OF_TEXT)
         metrics = [f"final/{name}" for name in dict.fromkeys((*own, *others))]
         self._events.add(experiment_summary(values, varied_by(self._folder, values), metrics))
         self._events.add(start_summary(values, time.time()))
@@ -93,8 +90,8 @@ class Dashboard:
             self._constants["idle/predicted"] = idle(shares)
             self._constants["bubble/predicted"] = shares["bubble"]
             self._constants["speed/predicted_step_seconds"] = plan.step_seconds
-            self._events.add(self._summary.text("prediction", _prediction_table(plan)), self._first_step)
-        self._events.add(self._summary.custom_scalars(_layout(self._text, run.prediction is not None)))
+            self._events.add(self._summary.text("prediction", _prediction_table(plan)), self._run.first_step)
+        self._events.add(self._summary.custom_scalars(_layout(text, run.prediction is not None)))
         self._events.flush()
 
     def end(self, status: "Status", step: int, result: Mapping[str, Any]) -> None:
@@ -106,7 +103,7 @@ class Dashboard:
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
-        named = {f"train/{name}": value for name, value in scores_of(self._task, scores).items()}
+        named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
         self._draw(message.step, named | _training(message))
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
@@ -117,20 +114,15 @@ class Dashboard:
 
     def evaluated(self, message: Evaluated) -> None:
         """The curves of the test set, and what was translated of it."""
-        scores = scores_of(self._task, message.scores)
+        scores = scores_of(self._run.config.task, message.scores)
         self._draw(message.step, {f"test/{name}": value for name, value in scores.items()})
-        if self._text and message.translations:
+        if message.translations:
             self._events.add(self._summary.text("translations", _translation_table(message.translations)), message.step)
         self._events.flush()
 
-    def timeline(self, step: int, picture: "NDArray[np.uint8]") -> None:
-        """A picture of a step, of shape (height, width, 3)."""
-        self._events.add(self._summary.image("timeline", picture, dataformats="HWC"), step)
-        self._events.flush()
-
-    def partitions(self, picture: "NDArray[np.uint8]") -> None:
-        """A picture of the cut, of shape (height, width, 3)."""
-        self._events.add(self._summary.image("partitions", picture, dataformats="HWC"), self._first_step)
+    def picture(self, tag: str, step: int, picture: "NDArray[np.uint8]") -> None:
+        """An image of shape (height, width, 3)."""
+        self._events.add(self._summary.image(tag, picture, dataformats="HWC"), step)
         self._events.flush()
 
     def flush(self) -> None:

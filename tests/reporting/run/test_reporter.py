@@ -11,7 +11,6 @@ from reporting_runs import (
     evaluation,
     log,
     plan,
-    recorded,
     shares,
     step,
     text_evaluation,
@@ -177,7 +176,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     for number, bubble in enumerate(bubbles, 1):
         counted = {"activation_bytes": (2 * 2**20, 4 * 2**20), "library_bytes": (0, 0)} if number == 2 else {}
         reporter.step(step(number, **counted), (2 * 2**20, 3 * 2**20) if number == 2 else None)
-        reporter.recorded(*recorded(number, bubble))
+        reporter.recorded(number, shares(bubble))
     reporter.finish("completed")
     result = read_result(tmp_path)
     assert result["breakdown"]["measured"] == pytest.approx(shares(0.11))
@@ -233,7 +232,7 @@ def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path, steps:
     for number in range(1, steps + 1):
         reporter.step(step(number))
         if number <= 3:  # what was recorded of a step comes with the next one
-            reporter.recorded(*recorded(number))
+            reporter.recorded(number, shares(0.1))
     reporter.finish("interrupted")
     assert ("predicted    60.0 ms a step" in file.getvalue()) == (steps == 4)
     assert read_result(tmp_path)["breakdown"]["measured"] == pytest.approx(shares(0.1))  # of warm-up for want of others

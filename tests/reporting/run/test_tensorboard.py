@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from reporting_runs import (
     LANGUAGE_MODEL,
+    TRANSLATION,
     TRANSLATIONS,
     description,
     evaluation,
     log,
     plan,
-    recorded,
     shares,
     step,
     text_evaluation,
@@ -74,7 +74,7 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, description(), log()[0])
     for number in (1, 2):
         reporter.step(step(number))
-        reporter.recorded(*recorded(number))
+        reporter.recorded(number, shares(0.1))
     reporter.evaluated(evaluation(2))
     reporter.finish("completed")
     expected = {
@@ -154,7 +154,7 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
     from tensorboard.plugin_util import markdown_to_safe_html
 
     lines = Translation("fr-en", "a\nb\tc", "& &amp; \\", "")
-    board = Dashboard(tmp_path, task="translation")
+    board = Dashboard(tmp_path, description(*TRANSLATION))
     board.evaluated(text_evaluation(4, translations=(*TRANSLATIONS, lines)))
     shown = markdown_to_safe_html(words(tmp_path, "translations"))  # what TensorBoard itself makes of it
     rows = [
@@ -166,7 +166,7 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
 
 
 def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path, task="language_model")
+    board = Dashboard(tmp_path, description(*LANGUAGE_MODEL))
     board.step(text_step(1, loss=math.nan, cross_entropy=1e4, gradient_norm=None, memory_bytes=()))
     board.step(text_step(2, loss=math.nan, cross_entropy=200.0))  # fits Python's floats, not those of an event
     board.flush()
@@ -177,11 +177,11 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
 
 
 def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path)
-    board.begin(description(plan=plan()))
-    board.recorded(*recorded(1))
+    board = Dashboard(tmp_path, description(plan=plan()))
+    board.begin()
+    board.recorded(1, shares(0.1))
     board.step(step(2))  # nothing was recorded of it
-    board.recorded(*recorded(3, bubble=0.14))
+    board.recorded(3, shares(0.14))
     board.flush()
     assert curve(tmp_path, "bubble/measured") == [(1, 0.1), (3, 0.14)]
     assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
