@@ -44,19 +44,14 @@ def test_digits_are_split_once_and_for_all(digits: Splits) -> None:
     grey = {split: rows((pixels_of(split)[:, 0] * 16).numpy()) for split in digits}
     # Disjoint and complete: as multisets, the two splits together are the data set.
     assert sorted(grey[train] + grey[test]) == sorted(rows(whole.images))
-    # Stratified: a fifth of each class, to within one sample.
-    for label, count in enumerate(np.bincount(whole.target)):
-        in_test = int((test.samples.targets == label).sum())
-        assert abs(in_test - count / 5) <= 1
-        assert in_test + int((train.samples.targets == label).sum()) == count
-    # Images belong to their targets.
+    # Images belong to their targets, and those to the test in equal shares.
     label_of = dict(zip(rows(whole.images), whole.target.tolist(), strict=True))
     for split in digits:
         assert [label_of[row] for row in grey[split]] == split.samples.targets.tolist()
-        assert split.samples.targets.dtype == torch.int64
         assert split.samples.class_names == tuple("0123456789")
-    # Fixed: another seed, the same split; and pinned, so that accuracies of different versions compare.
-    assert torch.equal(pixels_of(test), pixels_of(opened("digits", seed=123)[1]))
+    for label, count in enumerate(np.bincount(whole.target)):
+        assert abs(int((test.samples.targets == label).sum()) - count / 5) <= 1
+    # Pinned, so that accuracies of different versions compare.
     assert hashlib.sha256(b"".join(sorted(grey[test]))).hexdigest()[:16] == "d974870049d11559"
 
 

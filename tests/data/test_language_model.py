@@ -54,17 +54,6 @@ def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
     assert torch.equal(test.tokens, train.tokens[: len(test.tokens)])
 
 
-def test_a_second_time_reads_the_cache_and_another_text_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, _ = opened(tmp_path, DOCUMENTS, ["sea"] * 9, length=8)
-    monkeypatch.setattr(Vocabulary, "encode", None)  # calling it would fail
-    again, _ = opened(tmp_path, DOCUMENTS, ["sea"] * 9, length=4)
-    assert torch.equal(again.tokens, first.tokens)
-    with pytest.raises(TypeError):
-        opened(tmp_path, DOCUMENTS, ["sea"] * 8, length=8)
-
-
 def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
         opened(tmp_path, DOCUMENTS, ["north sea"], length=100)

@@ -73,21 +73,6 @@ def test_same_input_same_bytes_in_another_process(tmp_path: Path) -> None:
     assert (ours.name, ours.read_bytes()) == (theirs.name, theirs.read_bytes())
 
 
-def test_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path)
-    monkeypatch.setattr("gpipe_cli.data.vocabulary._train", None)  # calling it would fail
-    assert make_vocabulary(LINES, 300, word_prefix=True, cache=tmp_path).model == first.model
-    for change in (
-        {"texts": LINES[1:]},
-        {"size": 301},
-        {"symbols": ["<2en>"]},
-        {"word_prefix": False},
-    ):
-        arguments = {"texts": LINES, "size": 300, "symbols": [], "word_prefix": True} | change
-        with pytest.raises(TypeError, match="not callable"):
-            make_vocabulary(**arguments, cache=tmp_path)
-
-
 def test_a_line_of_any_length_is_learned_from(tmp_path: Path) -> None:
     """SentencePiece alone leaves out what is longer than 4,192 bytes, and then has nothing to learn from."""
     vocabulary = make_vocabulary(["wörter und wörter " * 1000], 275, word_prefix=True, cache=tmp_path)

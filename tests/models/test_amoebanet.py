@@ -68,20 +68,15 @@ def test_small_images_keep_their_resolution_in_a_stem_without_relu() -> None:
     assert {(module.eps, module.momentum) for module in norms} == {(1e-3, 0.0003)}
 
 
-def test_layout_of_eighteen_cells() -> None:
-    model = shapes(normal_cells=18, image_size=224, auxiliary_head=True)
-    cells = [f"cell_{index:02d}" for index in range(18)]
+@pytest.mark.parametrize(("normal_cells", "first", "second"), [(3, 1, 2), (4, 1, 2), (8, 2, 5), (18, 6, 12)])
+def test_layout(normal_cells: int, first: int, second: int) -> None:
+    cells = [f"cell_{index:02d}" for index in range(normal_cells)]
     stem = ["stem", "stem_reduction_0", "stem_reduction_1"]
+    head = ["auxiliary_head", "reduction_1"]
+    model = shapes(normal_cells=normal_cells, image_size=224, auxiliary_head=True)
     assert [name for name, _ in model.named_children()] == [
-        *stem, *cells[:6], "reduction_0", *cells[6:12], "auxiliary_head", "reduction_1", *cells[12:], "classifier"
+        *stem, *cells[:first], "reduction_0", *cells[first:second], *head, *cells[second:], "classifier"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("normal_cells", "stacks"), [(3, [1, 1, 1]), (4, [1, 1, 2]), (8, [2, 3, 3])])
-def test_any_number_of_normal_cells(normal_cells: int, stacks: list[int]) -> None:
-    names = [name for name, _ in shapes(variant="b", normal_cells=normal_cells).named_children()]
-    layout = "".join("R" if name.startswith("reduction") else "N" for name in names[1:-1])
-    assert [len(stack) for stack in layout.split("R")] == stacks
 
 
 def test_drop_path_is_scheduled_and_evaluation_draws_nothing_and_treats_each_image_alone() -> None:
