@@ -1,4 +1,4 @@
-"""The operations of a cell behave and start as TensorFlow's: checked against loops and sums written out here."""
+"""The operations of a cell behave and start as TensorFlow's."""
 
 import math
 
@@ -22,25 +22,15 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def missing(length: int, kernel: int, stride: int) -> int:
-    """Pixels that the last window lacks, from the definition of TensorFlow's SAME rule."""
-    return max((math.ceil(length / stride) - 1) * stride + kernel - length, 0)
-
-
-def windows(length: int, kernel: int, stride: int) -> list[range]:
-    """The real pixels under each window; half of the missing ones (rounded down) lie before the first."""
-    starts = [window * stride - missing(length, kernel, stride) // 2 for window in range(math.ceil(length / stride))]
-    return [range(max(start, 0), min(start + kernel, length)) for start in starts]
-
-
-def pooled(x: Tensor, kernel: int, stride: int, how: str) -> Tensor:
-    rows, columns = windows(x.shape[2], kernel, stride), windows(x.shape[3], kernel, stride)
-    result = x.new_empty(*x.shape[:2], len(rows), len(columns))
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            window = x[:, :, row.start : row.stop, column.start : column.stop].flatten(2)
-            result[:, :, i, j] = window.amax(2) if how == "max" else window.mean(2)
-    return result
+def same(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: float = 0.0) -> Tensor:
+    """`x` in a frame, from the definition of TensorFlow's SAME rule: of the pixels that the last window lacks, half
+    (rounded down) lie before the first."""
+    lacks = [
+        max((math.ceil(length / step) - 1) * step + size - length, 0)
+        for length, size, step in zip(x.shape[2:], kernel, stride, strict=True)
+    ]
+    (top, bottom), (left, right) = ((lack // 2, lack - lack // 2) for lack in lacks)
+    return F.pad(x, (left, right, top, bottom), value=value)
 
 
 def norm(channels: int) -> nn.Module:
@@ -64,7 +54,12 @@ def test_pool(name: str, stride: int) -> None:
     for size in ((1, 2), (4, 4), (6, 7)) if kernel == 3 or stride == 2 else ():
         # Negative almost everywhere: a zero taken from the padding would be the maximum.
         x = torch.randn(2, 8, *size) - 3
-        expected = pooled(x, kernel, stride, name.split("_", maxsplit=1)[0])
+        frame = (kernel, kernel), (stride, stride)
+        if name.startswith("max"):
+            expected = F.max_pool2d(same(x, *frame, value=-math.inf), kernel, stride)
+        else:  # of the real pixels
+            sums, counts = (F.avg_pool2d(same(each, *frame), kernel, stride) for each in (x, torch.ones_like(x)))
+            expected = sums / counts
         torch.testing.assert_close(operation(name, 8, 8, stride, norm)(x), expected)
 
 
@@ -88,17 +83,7 @@ def test_pool_that_changes_channels_projects_without_relu() -> None:
 def test_same_convolution(size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int]) -> None:
     apply = SameConvolution(2, 3, kernel, stride)
     x = torch.randn(2, 2, *size)
-    y = apply(x)
-    # The rule, written out: a frame of zeros wide enough for every window, then one dot product per window.
-    frame = F.pad(x, (8, 8, 8, 8))
-    first_row = 8 - missing(size[0], kernel[0], stride[0]) // 2
-    first_column = 8 - missing(size[1], kernel[1], stride[1]) // 2
-    assert y.shape == (2, 3, math.ceil(size[0] / stride[0]), math.ceil(size[1] / stride[1]))
-    for i in range(y.shape[2]):
-        for j in range(y.shape[3]):
-            top, left = first_row + i * stride[0], first_column + j * stride[1]
-            patch = frame[:, :, top : top + kernel[0], left : left + kernel[1]]
-            torch.testing.assert_close(y[:, :, i, j], torch.einsum("nchw,ochw->no", patch, apply.weight))
+    torch.testing.assert_close(apply(x), F.conv2d(same(x, kernel, stride), apply.weight, stride=stride))
 
 
 @pytest.mark.parametrize(("name", "channels"), [("identity", 4), ("1x1", 8)])
@@ -111,22 +96,16 @@ def test_pointwise_convolution(name: str, channels: int) -> None:
     torch.testing.assert_close(apply(x), expected)
 
 
-def test_a_bottleneck_has_a_quarter_of_the_channels() -> None:
-    shapes = [tuple(parameter.shape) for parameter in operation("1x7_7x1", 12, 16, 1, no_norm).parameters()]
-    assert shapes == [(4, 12, 1, 1), (4, 4, 1, 7), (4, 4, 7, 1), (16, 4, 1, 1)]
-
-
 def test_separable_is_depthwise_then_pointwise() -> None:
     apply = operation("separable_3x3_2", 6, 8, 2, no_norm)
     depthwise, pointwise, depthwise_2, pointwise_2 = apply.parameters()
     assert next(operation("separable_5x5_2", 6, 8, 2, no_norm).parameters()).shape == (6, 1, 5, 5)
     assert [tuple(p.shape) for p in apply.parameters()] == [(6, 1, 3, 3), (8, 6, 1, 1), (8, 1, 3, 3), (8, 8, 1, 1)]
     x = torch.rand(2, 6, 8, 8)
-    y = torch.cat([F.conv2d(F.pad(x[:, c : c + 1], (0, 1, 0, 1)), depthwise[c : c + 1], stride=2) for c in range(6)], 1)
+    y = F.conv2d(same(x, (3, 3), (2, 2)), depthwise, stride=2, groups=6)
     y = F.relu(torch.einsum("oc,nchw->nohw", pointwise[:, :, 0, 0], y))
-    y = torch.cat([F.conv2d(y[:, c : c + 1], depthwise_2[c : c + 1], padding=1) for c in range(8)], 1)
-    y = torch.einsum("oc,nchw->nohw", pointwise_2[:, :, 0, 0], y)
-    torch.testing.assert_close(apply(x), y)
+    y = F.conv2d(y, depthwise_2, padding=1, groups=8)
+    torch.testing.assert_close(apply(x), torch.einsum("oc,nchw->nohw", pointwise_2[:, :, 0, 0], y))
 
 
 @pytest.mark.parametrize("size", [6, 7])

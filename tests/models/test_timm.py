@@ -50,8 +50,12 @@ def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
 # The chain.
 
 
-def member(name: str, settings: dict[str, Any]) -> nn.Module:
-    """timm's model for seven classes, with dropout and, where there are branches to drop, drop-path."""
+@pytest.mark.parametrize(("name", "settings"), MEMBERS, ids=IDS)
+def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
+    """Evaluation, then training with random parts: outputs, gradients and running statistics.
+
+    One tensor passes from layer to layer, no layer changes what it gets, and costs follow from shapes.
+    """
     torch.manual_seed(1)
     rates = {"drop_rate": 0.3} | ({} if name.startswith("vgg") else {"drop_path_rate": 0.3})
     model = timm.create_model(name, num_classes=7, **settings, **rates)
@@ -59,24 +63,9 @@ def member(name: str, settings: dict[str, Any]) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def images(settings: dict[str, Any]) -> Tensor:
-    torch.manual_seed(2)
-    size = settings.get("img_size", 40)
-    return torch.randn(4, 3, size, size)
-
-
-@pytest.mark.parametrize(("name", "settings"), MEMBERS, ids=IDS)
-def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
-    """Evaluation, then training with random parts: outputs, gradients and running statistics.
-
-    One tensor passes from layer to layer, no layer changes what it gets, and costs follow from shapes.
-    """
-    model = member(name, settings)
     sequence = chain(copy.deepcopy(model))
-    x = images(settings)
+    size = settings.get("img_size", 40)
+    images = x = torch.randn(4, 3, size, size)
     for training in (False, True):
         results = []
         for each in (model.train(training), sequence.train(training)):
@@ -101,7 +90,7 @@ def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
         x = result.detach()
     owners = [{id(tensor) for tensor in layer.parameters()} for layer in sequence]
     assert len(set().union(*owners)) == sum(map(len, owners)), "no parameter belongs to two layers"
-    costs = trace_layers(sequence.to("meta"), as_boundary((images(settings)[:1],)), training=True)
+    costs = trace_layers(sequence.to("meta"), as_boundary((images[:1],)), training=True)
     assert all(len(cost.outputs) == 1 for cost in costs)
 
 
