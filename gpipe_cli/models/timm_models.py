@@ -68,15 +68,10 @@ def _check_name(name: str) -> None:
     import timm
 
     architecture, _, tag = name.partition(".")
-    if not timm.is_model(architecture):
-        near = get_close_matches(architecture, timm.list_models(), n=3)
+    if not timm.is_model(architecture) or (tag and name not in timm.list_pretrained(f"{architecture}.*")):
+        near = get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
         raise RefusedError("model.name", name, f"timm has no model of this name; {remedy}")
-    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
-    if tag and tag not in tags:
-        known = ", ".join(get_close_matches(tag, tags, n=3, cutoff=0.0))
-        remedy = f"some that it has: {known}" if known else f"use {architecture}"
-        raise RefusedError("model.name", name, f"timm has no weights {tag} for {architecture}; {remedy}")
 
 
 def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:

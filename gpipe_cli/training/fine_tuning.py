@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.assembly.classifier import classifier_of
+from gpipe_cli.assembly.freezing import classifier_of
 from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig
 from gpipe_cli.config.model import CustomConfig
 from gpipe_cli.config.settings import TrainConfig

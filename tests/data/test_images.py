@@ -92,8 +92,8 @@ def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
     assert set(train.samples.targets.tolist()) == set(range(7))
     # Uniform bytes: mean 0 and deviation 1/sqrt(3) after scaling.
     values = torch.stack([train[0, index] for index in range(50)])
-    assert abs(float(values.mean())) < 0.02
-    assert abs(float(values.std()) - 3**-0.5) < 0.02
+    assert float(values.mean()) == pytest.approx(0, abs=0.02)
+    assert float(values.std()) == pytest.approx(3**-0.5, abs=0.02)
 
 
 # --- some of the classes
@@ -126,21 +126,15 @@ def test_chosen_classes_without_an_image() -> None:
 # --- folders of images
 
 
-def write_folders(root: Path, test_name: str = "test") -> None:
-    """Two classes; three, two training images and one, two test images."""
-    write_images(root, "train/cat/b.png", "train/cat/a.jpg", "train/cat/deeper/c.png", "train/dog/x.png")
-    write_images(
-        root, "train/dog/y.JPEG", f"{test_name}/cat/t.png", f"{test_name}/dog/u.webp", f"{test_name}/dog/v.bmp"
-    )
-
-
 def open_folder(root: Path) -> Splits:
     return opened("image_folder", root, image_size=14, num_classes=2)
 
 
 @pytest.mark.parametrize("test_name", ["test", "val"])
 def test_folders_are_classes(tmp_path: Path, test_name: str) -> None:
-    write_folders(tmp_path, test_name)
+    training = ("cat/b.png", "cat/a.jpg", "cat/deeper/c.png", "dog/x.png", "dog/y.JPEG")
+    write_images(tmp_path / "train", *training)
+    write_images(tmp_path / test_name, "cat/t.png", "dog/u.webp", "dog/v.bmp")
     (tmp_path / "train/.ipynb_checkpoints").mkdir()
     (tmp_path / "train/cat/notes.txt").write_text("not an image")
     (tmp_path / "train/cat/._a.jpg").write_bytes(b"what macOS leaves behind")

@@ -112,7 +112,7 @@ import signal, sys, time
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.training.data_feed import workers_of
-from gpipe_cli.data.synthetic_text import SyntheticText
+from gpipe_cli.data.text import SyntheticText
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background

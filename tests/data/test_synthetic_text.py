@@ -3,8 +3,7 @@
 import torch
 
 from gpipe_cli.config.dataset import TextConfig
-from gpipe_cli.data.synthetic_text import SyntheticText
-from gpipe_cli.data.text import open_text
+from gpipe_cli.data.text import SyntheticText, open_text
 from gpipe_cli.data.vocabulary import BEGIN, UNKNOWN
 
 

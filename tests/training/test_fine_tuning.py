@@ -18,8 +18,7 @@ from training_runs import (
 )
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.assembly.classifier import classifier_of
-from gpipe_cli.assembly.freezing import find_frozen
+from gpipe_cli.assembly.freezing import classifier_of, find_frozen
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.training.engine import Engine
