@@ -208,27 +208,15 @@ def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(
     assert [path.name for path in Path("sweep").iterdir()] == [SWEEP]
 
 
-@pytest.mark.parametrize("arguments", ["bench -m seed=1,2 steps=3", "train resume=sweep"])
 def test_a_sweep_under_torchrun_is_refused(
-    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each of its processes once ran the whole sweep, all in the same folder."""
     monkeypatch.chdir(tmp_path)
-    Path("sweep").mkdir()
-    Path("sweep", SWEEP).write_text('{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
     monkeypatch.setattr("gpipe_cli.commands.sweep.torchrun", lambda: object())
-    before = sorted(tmp_path.rglob("*"))
-    assert command(monkeypatch, *arguments.split()) == 2
+    assert command(monkeypatch, "bench", "-m", "seed=1,2", "steps=3") == 2
     assert "torchrun: each of its processes would run the whole sweep; call gpipe" in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_sweep_does_not_begin_where_another_lies(tmp_path: Path) -> None:
-    (tmp_path / SWEEP).write_text("{}")
-    folder = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}"])
-    with pytest.raises(ValueError, match=r"hydra\.sweep\.dir=.*: a sweep lies there already; go on with it by resume="):
-        folder.choose(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [SWEEP]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +233,13 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     path.mkdir(exist_ok=True)
     assert resumed.choose(path) == path
     resumed.release()
+
+    path.mkdir(exist_ok=True)
+    (path / SWEEP).write_text("{}")
+    typed = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={path}"])
+    with pytest.raises(ValueError, match=r"hydra\.sweep\.dir=.*: a sweep lies there already; go on with it by resume="):
+        typed.choose(path)
+    assert [file.name for file in path.iterdir()] == [SWEEP]
 
 
 def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Speed over K and M: which commands, and which numbers in which column."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpipe_cli.reproduction.throughput import Model, Row, Throughput
 ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
 WHAT = Throughput((Model("Some model", ROWS, figures=("hardware=tpu_v2",)),))
 CPU = "device=cpu"
+Refusal = Callable[[Mapping[str, str]], ValueError | None]
 
 
 def ideal(k: int, m: int) -> float:
@@ -23,32 +25,36 @@ def ideal(k: int, m: int) -> float:
 
 
 class Machine:
-    """Measures 0.9 of the ideal, plans the ideal; by figures twice that for every cell but the first."""
+    """Measures 0.9 of the ideal, plans the ideal; by figures twice that for every cell but the first.
 
-    def __init__(self, status: str = "measured") -> None:
-        self.status, self.asked = status, list[tuple[str, Mapping[str, str]]]()
+    `status`: of measured rows with M = 4; `refusal`: of a plan with these settings.
+    """
+
+    def __init__(self, status: str = "measured", refusal: Refusal = lambda settings: None) -> None:
+        self.status, self.refusal, self.asked = status, refusal, list[tuple[str, Mapping[str, str]]]()
 
     def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
         self.asked.append((command, settings))
         if command == "plan":
+            if error := self.refusal(settings):
+                raise error
             k, m = int(settings["partitions"]), int(settings["micro_batches"])
             twice = 2 if settings["cost"] == "figures" and (k, m) != (2, 1) else 1
             return "plan.json", {"samples_per_second": 7 * twice * ideal(k, m), "step_samples": 32}
         ks, ms = ([int(part) for part in settings[key].split(",")] for key in ("partitions", "micro_batches"))
-        never = settings.get("recompute") == "never"
-        rows = [self.row(k, m, never, len(ks) * len(ms) > 1) for k in ks for m in ms]
+        best = 8 if settings.get("recompute") == "never" else 9
+        rows = []
+        for k, m in product(ks, ms):
+            status = self.status if m == 4 else "measured"
+            speed = best * ideal(k, m) if status == "measured" else None
+            relative = speed and 9 / 8 * speed  # as if the first row were another one
+            cell = {"partitions": k, "micro_batches": m} if len(ks) * len(ms) > 1 else {}
+            row = {"settings": cell, "status": status, "samples_per_second": speed, "relative": relative}
+            rows.append(row | {"kind": "measured"})
         return "bench.json", {"rows": rows}
 
-    def row(self, k: int, m: int, never: bool, several: bool) -> dict[str, Any]:
-        bad = self.status != "measured" and m == 4
-        speed = (8 if never else 9) * ideal(k, m)
-        return {
-            "settings": {"partitions": k, "micro_batches": m} if several else {},
-            "status": self.status if m == 4 else "measured",
-            "samples_per_second": None if bad else speed,
-            "relative": None if bad else 9 / 8 * speed,  # as if the first row were another one
-            "kind": "measured",
-        }
+    def settings(self, command: str, cost: str | None = None) -> list[Mapping[str, str]]:
+        return [given for asked, given in self.asked if asked == command and cost in (None, given.get("cost"))]
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +81,9 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
         notes["found"] == f"Some model, simulated at the paper's size: off from the paper's by {off:.2f} in the "
         "mean of 3 cells"
     )
-    measured = [settings for command, settings in machine.asked if command == "bench"]
-    assert [(s["partitions"], s["micro_batches"]) for s in measured] == [("2", "1,4")]
-    timed = [s for _, s in machine.asked if s.get("cost") == "measured"]
+    assert [(s["partitions"], s["micro_batches"]) for s in machine.settings("bench")] == [("2", "1,4")]
+    timed, figured = machine.settings("plan", "measured"), machine.settings("plan", "figures")
     assert {(s["executor"], s["hardware"], s["model.filters"]) for s in timed} == {("in_process", "cpu", "16")}
-    figured = [s for _, s in machine.asked if s.get("cost") == "figures"]
     assert [s.get("hardware") for s in figured] == ["tpu_v2"] * 4
     assert all("model.filters" not in s for s in figured)  # the paper's size, also at a desk
 
@@ -89,7 +93,7 @@ def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path)
     machine = Machine()
     what = Throughput((Model("Some model", rows, figures=()),))
     (table,) = what.reproduce(answering(tmp_path, machine, settings=(CPU,))).tables
-    benches = [settings for command, settings in machine.asked if command == "bench"]
+    benches = machine.settings("bench")
     assert [(s["partitions"], s.get("recompute")) for s in benches] == [("1", "never"), ("1,2", None)]
     first = 8 * ideal(1, 1)
     assert column(table, "here", "measured") == [
@@ -101,13 +105,11 @@ def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path)
 
 
 def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
-    class Small(Machine):
-        def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
-            if settings.get("hardware") == "tpu_v2" and settings["micro_batches"] == "1":
-                raise NothingFitsError("hardware.memory_gib=8: no cut fits")
-            return super().__call__(command, settings, folder)
+    def refusal(settings: Mapping[str, str]) -> ValueError | None:
+        small = settings.get("hardware") == "tpu_v2" and settings["micro_batches"] == "1"
+        return NothingFitsError("hardware.memory_gib=8: no cut fits") if small else None
 
-    found = WHAT.reproduce(answering(tmp_path, Small("out_of_memory"), settings=(CPU,)))
+    found = WHAT.reproduce(answering(tmp_path, Machine("out_of_memory", refusal), settings=(CPU,)))
     (table,) = found.tables
     assert column(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
     assert column(table, "full size", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
@@ -155,24 +157,18 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     """After two minutes of measuring, a plan refused `partitions=8`, which nobody had typed, and all was lost."""
     reason = "partitions=4: the model has only 3 layers; use partitions=3 or fewer"
 
-    class Short(Machine):
-        refused = ("4",)
+    def refusing(*partitions: str) -> Machine:
+        return Machine(refusal=lambda settings: ValueError(reason) if settings["partitions"] in partitions else None)
 
-        def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
-            if command == "plan" and settings["partitions"] in self.refused:
-                raise ValueError(reason)
-            return super().__call__(command, settings, folder)
-
-    found = WHAT.reproduce(answering(tmp_path, Short(), CPU, "model.layers=1"))
+    found = WHAT.reproduce(answering(tmp_path, refusing("4"), CPU, "model.layers=1"))
     (table,) = found.tables
     numbers = [f"{ideal(2, m) / ideal(2, 1):.2f}" for m in (1, 4)]
     assert column(table, "here", "measured") == [*numbers, "-", "-"]
     assert column(table, "layers", "simulated") == [*numbers, "impossible", "impossible"]
     assert ("impossible", f"Some model, K = 4, M = 1; K = 4, M = 4: {reason}") in found.notes
 
-    Short.refused = ("2", "4")
     # with slow links nothing is measured: nothing would be lost, and the first refusal is bad input
-    slow = answering(tmp_path, Short(), CPU)
+    slow = answering(tmp_path, refusing("2", "4"), CPU)
     with pytest.raises(ValueError, match=r"^partitions=4: "):
         Throughput(WHAT.models, slow_links=True).reproduce(slow)
     assert len(slow.commands) == 1
@@ -182,7 +178,6 @@ def test_a_plan_is_of_the_figures_that_its_column_says(tmp_path: Path) -> None:
     """`cost=measured` is a cut for what is measured; full-size layers were timed for it."""
     machine = Machine()
     WHAT.reproduce(answering(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
-    assert {s["cost"] for command, s in machine.asked if command == "bench"} == {"measured_anew"}
-    assert {(s["cost"], s.get("executor")) for command, s in machine.asked if command == "plan"} == {
-        ("measured", "in_process"), ("figures", None),
-    }  # fmt: skip
+    assert {s["cost"] for s in machine.settings("bench")} == {"measured_anew"}
+    planned = {(s["cost"], s.get("executor")) for s in machine.settings("plan")}
+    assert planned == {("measured", "in_process"), ("figures", None)}
