@@ -1,14 +1,16 @@
-"""The paper's trained models: ImageNet (section 4), translation and its batch sizes (section 5), beside ours.
+"""The paper's trained models: ImageNet and what it is fine-tuned to (section 4), translation (section 5), beside ours.
 
-A model is trained once and evaluated on its test set; fine-tuning, which takes several runs, has a file of its own. The
+A model is trained once and evaluated on its test set. The paper fine-tunes five times and reports the mean (Table 4 of
+v5); at its scale the user gives the pretrained run, because it takes weeks, and at a desk it is trained first. The
 parameters of the paper's own model are counted at every scale: that takes neither its data nor its accelerators.
 """
 
 from dataclasses import dataclass, replace
+from statistics import mean, stdev
 from typing import Any
 
+from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.fine_tuning import FineTuning
 from gpipe_cli.reproduction.numbers import NONE, SAME_RESULT, beside, difference, number, percents
 from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.units import count, plural
@@ -24,6 +26,17 @@ class Size:
     parameters: int  # the paper's
     settings: tuple[str, ...]  # with which the recipe is counted without the paper's data
 
+    def table(self, runner: Runner) -> Table:
+        """At the paper's size whatever the scale of the runs is, and whatever the user changed in them."""
+        counted = replace(runner, settings=()).train("counted", "dry_run=true", *self.settings)["model_parameters"]
+        columns = (
+            Column("model", cells=[self.model]),
+            Column("parameters", "paper", [count(self.parameters)]),
+            Column("parameters", "counted", [count(counted)]),
+            Column("", "difference", [f"{100 * (counted / self.parameters - 1):+.1f} %"]),
+        )
+        return Table("Size", columns)
+
 
 @dataclass(frozen=True, slots=True)
 class Classification:
@@ -31,6 +44,14 @@ class Classification:
 
     top1: float
     top5: float
+
+    def table(self, result: dict[str, Any], comparable: bool) -> Table:
+        test = result["test"]
+        rows = [
+            (name, f"{theirs:.1f} %", percents(ours), difference(100 * ours, theirs, comparable))
+            for name, theirs, ours in (("top-1", self.top1, test["top1"]), ("top-5", self.top5, test["top5"]))
+        ]
+        return beside(f"Test set of {result['dataset']}", [*rows, ("loss", NONE, number(test["loss"], 4), NONE)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +62,89 @@ class Translation:
     desk_sentences: int
     nll: float | None = None  # nats a token
     bleu: float | None = None
+
+    def table(self, result: dict[str, Any], runner: Runner) -> Table:
+        """Without differences: the paper's pairs are not public, whatever is translated here."""
+        sentences = self.desk_sentences if runner.desk else self.sentences
+        limit = "null" if sentences is None else str(sentences)
+        found = runner.evaluate(RUN, "checkpoint=last", f"decode.sentences={limit}")
+        scores = found["translation"]
+        numbers = (
+            ("NLL, nats a token", self.nll, found["loss"]),
+            ("perplexity", None, found["perplexity"]),
+            ("... of a unigram model", None, found["unigram_perplexity"]),
+            ("BLEU", self.bleu, scores["bleu"]),
+            ("... of copying the source", None, scores["bleu_copy"]),
+            ("chrF", None, scores["chrf"]),
+            ("... of copying the source", None, scores["chrf_copy"]),
+        )
+        rows = [(name, number(theirs, 2), number(ours, 2), NONE) for name, theirs, ours in numbers]
+        seen = f"{plural(found['samples'], 'pair')}, {scores['sentences']:,} translated with beam {scores['beam']}"
+        return beside(f"Test set of {result['dataset']}: {seen}", rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """The paper's accuracies on the test set, in percent, and how ours are reached."""
+
+    top1: float  # mean of the runs
+    previous_best: float  # of others, before the paper
+    runs: int  # with seeds 0, 1, ...
+    begins_with: str  # the recipe that makes the run to begin with
+    pretraining: tuple[str, ...]  # settings of the run to begin with, at a desk
+    fine_tuning: tuple[str, ...]  # of the others, at a desk
+
+    def __post_init__(self) -> None:
+        if self.runs < 2:
+            raise ValueError(f"fine_tuning.runs={self.runs}: a deviation takes 2 or more")
+
+    def reproduce(self, runner: Runner) -> Findings:
+        """Fine-tunes with every seed; at a desk also learns the same without the weights of another run.
+
+        Raises ValueError for settings that the experiment makes itself, and as the commands do; and CommandFailedError.
+        """
+        if (seed := runner.given("seed")) is not None:
+            seeds = f"0 to {self.runs - 1}"
+            raise ValueError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
+        begins_with, settings = runner.given("init_from"), self.fine_tuning if runner.desk else ()
+        if begins_with == "null":
+            begins_with, runner = None, runner.without("init_from")  # as if it were left out
+        if begins_with is None and not runner.desk:
+            raise ValueError(
+                "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "
+                f"reproduce {self.begins_with} scale=paper and give init_from=FOLDER of its run; "
+                "scale=desk makes its own"
+            )
+        others: list[tuple[str, dict[str, Any]]] = []  # name of their row, and result.json
+        anew = ("init_from=null", "seed=0")
+        if makes_its_own := begins_with is None:
+            others.append(("the run begun with, its classes", runner.train("pretrained", *anew, *self.pretraining)))
+            begins_with = quoted(runner.folder / "pretrained")
+        begin = f"init_from={begins_with}"
+        runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(self.runs)]
+        if makes_its_own:
+            others.append(("from scratch, seed 0", runner.train("from_scratch", *anew, *settings)))
+        comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
+        note = f"of a sample of {self.runs} runs, which differ in their seed only; the paper prints none"
+        columns = (
+            Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
+            Column("top-1", "measured", [percents(run["test"]["top1"]) for run in runs]),
+            Column("loss", "measured", [number(run["test"]["loss"], 4) for run in runs]),
+        )
+        tables = self._means(runs, others, comparable), Table("Each run", columns)
+        return Findings(tables, (("deviation", note),), comparable=comparable)
+
+    def _means(self, runs: list[dict[str, Any]], others: list[tuple[str, dict[str, Any]]], comparable: bool) -> Table:
+        percent = [100 * run["test"]["top1"] for run in runs]
+        top1 = mean(percent)
+        off = difference(top1, self.top1, comparable)
+        rows = [
+            (f"top-1, mean of {len(runs)} runs", f"{self.top1:.1f} %", f"{top1:.2f} %", off),
+            ("standard deviation, points", NONE, number(stdev(percent), 2), NONE),
+            ("best before the paper", f"{self.previous_best:.1f} %", NONE, NONE),
+            *((name, NONE, percents(run["test"]["top1"]), NONE) for name, run in others),
+        ]
+        return beside(f"Fine-tuned, test set of {runs[0]['dataset']}", rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,59 +171,17 @@ class Training:
         result = runner.train(RUN)
         comparable = self.classification is not None and not runner.desk and not runner.changed(*SAME_RESULT)
         if self.classification is not None:
-            tables = [_classified(self.classification, result, comparable)]
+            tables = [self.classification.table(result, comparable)]
         else:
             assert self.translation is not None
-            tables = [_translated(self.translation, result, runner)]
-        notes = [("trained", _trained(result))]
+            tables = [self.translation.table(result, runner)]
+        tokens = result.get("global_batch_tokens")
+        batch = f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
+        size = f"{result['model']}, {count(result['model_parameters'])} parameters"
+        steps = f"{plural(result['steps'], 'step')} of {batch}, seed {result['config']['seed']}"
+        notes = [("trained", f"{size}: {steps}")]
         if self.size is not None:
-            tables.append(_counted(self.size, runner))
+            tables.append(self.size.table(runner))
             settings = " ".join(self.size.settings)
             notes.append(("counted", f"from the paper's configuration with {settings}, dry_run=true"))
         return Findings(tuple(tables), tuple(notes), comparable=comparable)
-
-
-def _classified(paper: Classification, result: dict[str, Any], comparable: bool) -> Table:
-    test = result["test"]
-    rows = [
-        (name, f"{theirs:.1f} %", percents(ours), difference(100 * ours, theirs, comparable))
-        for name, theirs, ours in (("top-1", paper.top1, test["top1"]), ("top-5", paper.top5, test["top5"]))
-    ]
-    rows.append(("loss", NONE, number(test["loss"], 4), NONE))
-    return beside(f"Test set of {result['dataset']}", rows)
-
-
-def _translated(paper: Translation, result: dict[str, Any], runner: Runner) -> Table:
-    """Without differences: the paper's pairs are not public, whatever is translated here."""
-    sentences = paper.desk_sentences if runner.desk else paper.sentences
-    limit = "null" if sentences is None else str(sentences)
-    found = runner.evaluate(RUN, "checkpoint=last", f"decode.sentences={limit}")
-    scores = found["translation"]
-    numbers = (
-        ("NLL, nats a token", paper.nll, found["loss"]),
-        ("perplexity", None, found["perplexity"]),
-        ("... of a unigram model", None, found["unigram_perplexity"]),
-        ("BLEU", paper.bleu, scores["bleu"]),
-        ("... of copying the source", None, scores["bleu_copy"]),
-        ("chrF", None, scores["chrf"]),
-        ("... of copying the source", None, scores["chrf_copy"]),
-    )
-    rows = [(name, number(theirs, 2), number(ours, 2), NONE) for name, theirs, ours in numbers]
-    seen = f"{plural(found['samples'], 'pair')}, {scores['sentences']:,} translated with beam {scores['beam']}"
-    return beside(f"Test set of {result['dataset']}: {seen}", rows)
-
-
-def _counted(size: Size, runner: Runner) -> Table:
-    """At the paper's size whatever the scale of the runs is, and whatever the user changed in them."""
-    counted = replace(runner, settings=()).train("counted", "dry_run=true", *size.settings)["model_parameters"]
-    relative = f"{100 * (counted / size.parameters - 1):+.1f} %"
-    columns = Column("model"), Column("parameters", "paper"), Column("parameters", "counted"), Column("", "difference")
-    return Table.of_rows("Size", columns, ((size.model, count(size.parameters), count(counted), relative),))
-
-
-def _trained(result: dict[str, Any]) -> str:
-    """`AmoebaNet-B (6, 16), 368.3 k parameters: 450 steps of 32 samples`."""
-    tokens = result.get("global_batch_tokens")
-    batch = f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
-    size = f"{result['model']}, {count(result['model_parameters'])} parameters"
-    return f"{size}: {plural(result['steps'], 'step')} of {batch}, seed {result['config']['seed']}"
