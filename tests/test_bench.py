@@ -211,18 +211,19 @@ def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp
     chosen = {"config": {"partitions": 4, "model": {"filters": 8}}, "memory_bytes": [1, 2, 3, 4]}
     other = {"config": {"partitions": 2, "model": {"filters": 8}}, "memory_bytes": [5, 6]}  # in the second round
     auto = [
-        replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto"})
+        replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto", "executor": "auto"})
         for turn, said in ((1, chosen), (2, other))
     ]
     table = bench_table([*auto, measured_run(1, 1, 10.0), measured_run(1, 2, 10.0)], 2)
     assert [row["resolved"] for row in table["rows"]] == [
-        {"partitions": 4, "model.filters": 8},
-        {"partitions": 1, "model.filters": 4},
+        {"partitions": 4, "model.filters": 8, "executor": "in_process"},
+        {"partitions": 1, "model.filters": 4, "executor": "in_process"},
     ]
     assert table["rows"][0]["memory_bytes"] == [1, 2, 3, 4]
     write_bench(tmp_path, table)
     first, second = csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))
     assert [(row["partitions"], row["partitions_resolved"]) for row in (first, second)] == [("auto", "4"), ("1", "1")]
+    assert (first["executor"], first["executor_resolved"]) == ("auto", "in_process")  # both columns had one name
     assert "auto: 4" in shown(table, tmp_path)
 
 

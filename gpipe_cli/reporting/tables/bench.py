@@ -57,8 +57,7 @@ def bench_table(runs: Sequence[Run], rounds: int) -> dict[str, Any]:
     auto = [key for key in varies if any(cell[0].settings.get(key) == AUTO for cell in cells)]
     resolved = _differing(measured, {*varies} - {*auto}, auto)
     rows = [
-        _row(cell, [run.result for run in known]) | {"relative": _relative(known, first), "resolved": own}
-        for cell, known, own in zip(cells, measured, resolved, strict=True)
+        _row(cell, known, first) | {"resolved": own} for cell, known, own in zip(cells, measured, resolved, strict=True)
     ]
     return {"varies": varies, "rounds": rounds, "rows": rows}
 
@@ -85,18 +84,19 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
     show_facts(console, [("written to", f"{folder / JSON}, {CSV}")])
 
 
-def _row(cell: Sequence[Run], results: Sequence[Row]) -> dict[str, Any]:
-    """A row of the runs of one cell, one for each round, and the results of those that were measured; numbers are
-    medians over rounds."""
+def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run]) -> dict[str, Any]:
+    """A row of the runs of one cell, one for each round; numbers are medians over those that were measured, and
+    compared with the first cell of which some were."""
     statuses = {bench_status(run): run for run in reversed(cell)}
     order = ("failed", "out_of_memory", "impossible", "measured", "interrupted")
     status = next(status for status in order if status in statuses)
+    results = [run.result for run in measured]
     speed = [_rate(result) for result in results]
-    measured = StepMedians(warm_up_steps=0)
+    medians = StepMedians(warm_up_steps=0)
     for result in results:
         if (breakdown := value_of(result, "breakdown", "measured")) is not None:
-            measured.add(breakdown)
-    shares = measured_breakdown(measured)
+            medians.add(breakdown)
+    shares = measured_breakdown(medians)
 
     def middle(key: str) -> float | None:
         return _median(result.get(key) for result in results)
@@ -118,7 +118,7 @@ def _row(cell: Sequence[Run], results: Sequence[Row]) -> dict[str, Any]:
         **speeds,
         "rounds_measured": len(results),
         "range_over_rounds": [min(speed), max(speed)] if speed else None,  # samples, or of text tokens, a second
-        "relative": None,
+        "relative": _relative(measured, first),
         "step_seconds": middle("step_seconds"),
         "breakdown": shares,
         "idle": None if shares is None else idle(shares),
