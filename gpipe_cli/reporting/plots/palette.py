@@ -8,6 +8,7 @@ What is no action has no hue.
 """
 
 import math
+from functools import cache
 
 from gpipe_cli.reporting.plots.timeline_values import BarKind
 
@@ -31,6 +32,7 @@ WORDS = {
 OTHERWISE_IDLE = "otherwise idle"  # where a timeline has no bar
 
 
+@cache
 def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour:
     """Of a bar; ``micro_batches`` is M."""
     if what in _WITHOUT_HUE:

@@ -49,15 +49,13 @@ def many(stages: int, micro_batches: int) -> TimelineView:
     return TimelineView("many", "predicted", (tuple(row),) * stages, 4 * micro_batches, shares(0.5))
 
 
-def test_many_bars_are_sampled() -> None:
-    view = many(128, 512)  # 131,072 bars, drawn one by one in minutes
+def test_many_bars_are_plain() -> None:
+    view = many(128, 512)  # 131,072 bars
     picture = draw([view])
     for stage in (0, 64, 127):
-        for m in (3, 255, 500):  # a pixel holds about as many forwards as backwards
-            found = np.array(colour_at(picture, pixel([view], 0, stage, 2 * m + 1, down=0.5)))
-            parts = np.array([palette.rgb(palette.colour("F", m, 512)), palette.rgb(palette.colour("B", m, 512))])
-            assert (found >= parts.min(0) - 4).all(), (stage, m)
-            assert (found <= parts.max(0) + 4).all(), (stage, m)
+        for m in (3, 255, 500):  # a forward and a backward are two seconds, a pixel is 1.3
+            found = colour_at(picture, pixel([view], 0, stage, 2 * m + 1, down=0.5))
+            assert found in [palette.rgb(palette.colour(what, m, 512)) for what in ("F", "B")], (stage, m)
         assert colour_at(picture, pixel([view], 0, stage, 3 * 512, down=0.5)) == palette.rgb(palette.IDLE)
 
 
