@@ -36,12 +36,6 @@ def program(*arguments: str) -> int:
         return command(patch, *arguments)
 
 
-def losses(folder: Path) -> list[float]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [event.value for event in events.Scalars("train/loss")]
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps of two stages: more than an epoch, and past where a training would be evaluated and saved."""
@@ -54,7 +48,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_steps_are_those_of_a_training(measured: Path, tmp_path: Path) -> None:
     heard = train_here(configure(*TINY, *LIVELY, "partitions=1", "epochs=5", "max_steps=5", "hardware=cpu"), tmp_path)
-    found = losses(measured)
+    events = EventAccumulator(str(measured))
+    events.Reload()
+    found = [event.value for event in events.Scalars("train/loss")]
     assert found == [np.float32(step.loss) for step in of_type(heard, StepDone)]
     assert len(found) == 5
 

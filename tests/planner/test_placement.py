@@ -32,12 +32,6 @@ def test_every_layer_is_somewhere_and_nothing_is_counted_twice() -> None:
     assert placed("partitions=3", "partition.balance=[1,5,1]").first_layers == (0, 1, 6)
 
 
-def test_the_auxiliary_logits_cross_boundaries_in_training_only() -> None:
-    cut = make_placement(configure(*TINY, "partitions=2", "partition.balance=[7,1]", "model.auxiliary_head=true"))
-    assert len(cut.training_boundaries[0]) == len(cut.evaluation_boundaries[0]) + 1
-    assert all(tensor.has_gradient for tensor in cut.training_boundaries[0][-1:])
-
-
 def test_processes_follow_the_executor() -> None:
     turns, spread = (placed("partitions=3", f"executor={executor}") for executor in ("in_process", "distributed"))
     assert (turns.distributed, turns.processes, turns.stages_of(0)) == (False, 1, range(3))
