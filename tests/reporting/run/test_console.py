@@ -2,6 +2,7 @@ import io
 import re
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +26,10 @@ from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.progress_bar import following
+from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_summary
 from gpipe_cli.training.events import DataFacts
-
-SUMMARY = {
-    "command": "train",
-    "status": "completed",
-    "error": None,
-    "task": "classification",
-    "epochs": 3,
-    "steps": 12,
-    "seconds": 133.0,
-    "test": {"loss": 0.0512, "top1": 0.986, "top5": 1.0, "averaged": True, "epoch": 3, "step": 12},
-    "best": {"loss": 0.05, "top1": 0.989, "top5": 1.0, "averaged": True, "epoch": 2, "step": 8},
-    "samples_per_second": 512.0,
-    "samples_per_second_kind": "measured",
-    "without_core": 0.01,
-    "speed_includes_warm_up": False,
-    "speed_steps": 9,
-    "warm_up_steps": 3,
-    "step_seconds": 0.0625,
-    "breakdown": {"measured": None},
-    "memory": [],
-}
 
 
 def banner(*settings: str, **changes: object) -> str:
@@ -56,10 +38,24 @@ def banner(*settings: str, **changes: object) -> str:
     return file.getvalue()
 
 
-def summary(resume: str | None = "outputs/run", **changes: object) -> str:
-    console, file = log()
-    show_summary(console, SUMMARY | changes, Path("outputs/run"), "", "outputs/run/last, after step 8", resume)
-    return file.getvalue()
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The summary of a run of three epochs in 133 s, the second one the best; other entries of result.json as given."""
+    folder = tmp_path_factory.mktemp("run")
+    reporter = Reporter(folder, description(), log()[0])
+    for number in range(1, 13):
+        reporter.step(step(number))
+    reporter.evaluated(evaluation(8, loss=0.05, top1=0.989, averaged=True))
+    reporter.evaluated(evaluation(12, loss=0.0512, top1=0.986, averaged=True, is_best=False))
+    reporter.finish("completed")
+    result = read_result(folder) | {"seconds": 133.0}
+
+    def shown(resume: str | None = "outputs/run", **changes: object) -> str:
+        console, file = log()
+        show_summary(console, result | changes, Path("outputs/run"), "", "outputs/run/last, after step 8", resume)
+        return file.getvalue()
+
+    return shown
 
 
 def test_the_banner_says_what_runs() -> None:
@@ -185,7 +181,7 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> 
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 
-def test_the_summary_of_a_completed_run() -> None:
+def test_the_summary_of_a_completed_run(summary: Callable[..., str]) -> None:
     lines = summary().splitlines()
     assert "completed in 2 min 13 s: 3 epochs, 12 steps" in lines
     assert "nothing was trained" in summary(status="dry_run")
@@ -196,7 +192,7 @@ def test_the_summary_of_a_completed_run() -> None:
     assert not [line for line in lines if "checkpoint" in line or "resume" in line]
 
 
-def test_the_summary_says_what_kind_of_number_the_speed_is() -> None:
+def test_the_summary_says_what_kind_of_number_the_speed_is(summary: Callable[..., str]) -> None:
     assert "measured: " in summary()
     assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
     contended = {"samples_per_second_kind": "measured_contended", "without_core": 0.34}
@@ -205,7 +201,7 @@ def test_the_summary_says_what_kind_of_number_the_speed_is() -> None:
     assert summary(epochs=0, steps=3).startswith("\ncompleted in 2 min 13 s: 3 steps\n")
 
 
-def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
+def test_parts_of_the_memory_add_up_as_they_are_shown(summary: Callable[..., str]) -> None:
     """Each of them would be rounded down, and the peak up."""
     parts = dict.fromkeys(("libraries", "weights", "gradients", "optimizer", "activations", "other"), 0.04 * 2**20)
     stage = {"stage": 0, **parts, "libraries": 1535.24 * 2**20, "peak": 1535.44 * 2**20}
@@ -221,7 +217,7 @@ def test_parts_of_the_memory_add_up_as_they_are_shown() -> None:
 
 
 @pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash"])
-def test_the_command_to_go_on_survives_shell_and_hydra(folder: str) -> None:
+def test_the_command_to_go_on_survives_shell_and_hydra(summary: Callable[..., str], folder: str) -> None:
     lines = summary(resume=folder, status="interrupted").splitlines()
     assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
     assert "checkpoint   outputs/run/last, after step 8" in lines

@@ -71,7 +71,7 @@ def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 
 
 def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, description(), log()[0])
+    reporter = Reporter(tmp_path, description(plan=plan()), log()[0])
     for number in (1, 2):
         reporter.step(step(number))
         reporter.recorded(number, shares(0.1))
@@ -94,6 +94,9 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
         "idle/measured": [(1, 0.18), (2, 0.18)],
         "bubble/measured": [(1, 0.1), (2, 0.1)],
         "bubble/ideal": [(1, 0.2), (2, 0.2)],
+        "idle/predicted": [(1, 0.2), (2, 0.2)],
+        "bubble/predicted": [(1, 0.12), (2, 0.12)],
+        "speed/predicted_step_seconds": [(1, 0.06), (2, 0.06)],
         **{f"step/{share}": [(1, value), (2, value)] for share, value in shares(0.1).items()},
         "final/top1": [(2, 0.875)],
         "final/top5": [(2, 1.0)],
@@ -113,6 +116,12 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     final = {tag for tag in expected if tag.startswith("final/")}
     assert {*final, "final/perplexity", "final/tokens_per_second", "final/token_accuracy"} == set(metrics)
     assert len(list(tmp_path.glob("**/*tfevents*"))) == 1  # no run beside the run
+    chart = charts(tmp_path)["measured and predicted"]["bubble"]
+    assert chart == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
+    table = words(tmp_path, "prediction")
+    assert "Predicted from measured layers: 60.0 ms a step" in table
+    for row in ("| idle | 20.0 % |", "| of it set-up | 4.0 % |", "| 1 | 512.0 MiB | 3.0 MiB |"):
+        assert row in table
 
 
 def test_the_curves_of_text(tmp_path: Path) -> None:
@@ -174,25 +183,6 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
     assert all(math.isnan(event.value) for event in events(tmp_path).Scalars("train/loss"))
     assert [step for step, _ in curve(tmp_path, "gradient_norm")] == [2]
     assert [step for step, _ in curve(tmp_path, "memory/stage_0_gib")] == [2]
-
-
-def test_what_was_recorded_has_curves_beside_what_was_predicted(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path, description(plan=plan()))
-    board.begin()
-    board.recorded(1, shares(0.1))
-    board.step(step(2))  # nothing was recorded of it
-    board.recorded(3, shares(0.14))
-    board.flush()
-    assert curve(tmp_path, "bubble/measured") == [(1, 0.1), (3, 0.14)]
-    assert curve(tmp_path, "idle/predicted") == [(1, 0.2), (3, 0.2)]
-    assert curve(tmp_path, "bubble/predicted") == [(1, 0.12), (3, 0.12)]
-    assert curve(tmp_path, "speed/predicted_step_seconds") == [(1, 0.06), (3, 0.06)]
-    chart = charts(tmp_path)["measured and predicted"]["bubble"]
-    assert chart == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
-    table = words(tmp_path, "prediction")
-    assert "Predicted from measured layers: 60.0 ms a step" in table
-    for row in ("| idle | 20.0 % |", "| of it set-up | 4.0 % |", "| 1 | 512.0 MiB | 3.0 MiB |"):
-        assert row in table
 
 
 def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
