@@ -40,7 +40,6 @@ def description(*settings: str, **changes: Any) -> RunDescription:
     }
     values: dict[str, Any] = {
         "config": config,
-        "config_yaml": "partitions: 2\nmodel:\n  filters: 16\n",
         "plan": plan("other_device"),
         "placement": placement(lengths=() if config.task == "classification" else (128,)),
         "flops": StepFlops(1e9, 32, None if config.task == "classification" else 4096, None, "the peak is not known"),

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.config.dataset import ImagesConfig
-from gpipe_cli.config.settings import CONFIG, TrainConfig
+from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
@@ -55,8 +55,8 @@ Ending = Literal["completed", "failed", "interrupted"]
 class RunReport:
     """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
 
-    def __init__(self, prepared: Prepared, text: str, folder: Path, bench: Bench | None = None) -> None:
-        self._prepared, self._text, self._folder, self._bench = prepared, text, folder, bench
+    def __init__(self, prepared: Prepared, folder: Path, bench: Bench | None = None) -> None:
+        self._prepared, self._folder, self._bench = prepared, folder, bench
         self._reporter: Reporter | None = None
         self._last: StepDone | None = None  # the step whose recording comes next
         self._shown_position = 1
@@ -109,10 +109,10 @@ class RunReport:
             show_error(f"failed before the first step: {error}")
 
     def _start(self, ready: TrainingReady) -> None:
-        write_whole(self._folder / CONFIG, self._text)
+        write_whole(self._folder / CONFIG, to_yaml(self._prepared.config))
         # a step past the warm-up; not the last one of an epoch, which may be short
         self._shown_position = min(_SHOWN_POSITION, max(1, ready.steps_per_epoch - 1))
-        run = describe(self._prepared, self._text, ready.data, ready.notes, ready.steps_per_epoch)
+        run = describe(self._prepared, ready.data, ready.notes, ready.steps_per_epoch)
         run = replace(run, first_step=ready.first_step, gpu_names=ready.gpu_names)
         if self._bench is not None:
             run = replace(run, bench=True, warm_up_steps=self._bench.warm_up_steps)
@@ -206,7 +206,7 @@ class NoReport:
             show_error(error)
 
 
-def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
+def show_dry_run(prepared: Prepared, folder: Path) -> None:
     """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
 
     Raises ValueError for what the training would refuse.
@@ -221,20 +221,17 @@ def show_dry_run(prepared: Prepared, text: str, folder: Path) -> None:
             batches = mini_batches(config, train.catalogue, training=True)
             refuse_short_last(config, batches)
             data, steps_per_epoch = DataFacts(len(train), len(test)), batches.steps_per_epoch
-    write_whole(folder / CONFIG, text)
-    reporter = Reporter(folder, describe(prepared, text, data, frozen_facts(prepared.placement), steps_per_epoch))
+    write_whole(folder / CONFIG, to_yaml(config))
+    reporter = Reporter(folder, describe(prepared, data, frozen_facts(prepared.placement), steps_per_epoch))
     reporter.banner()
     reporter.finish("dry_run")
 
 
-def describe(
-    prepared: Prepared, text: str, data: DataFacts, notes: Notes, steps_per_epoch: int | None
-) -> RunDescription:
+def describe(prepared: Prepared, data: DataFacts, notes: Notes, steps_per_epoch: int | None) -> RunDescription:
     """A training that begins anew, on CPUs."""
     config, placement = prepared.config, prepared.placement
     return RunDescription(
         config=config,
-        config_yaml=text,
         plan=prepared.plan,
         placement=placement,
         flops=step_flops(config, prepared.profile, placement),

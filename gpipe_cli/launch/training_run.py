@@ -53,14 +53,14 @@ def launch(
         if training.dry_run:
             if leads():
                 find_source(training, placement)
-                show_dry_run(prepared, text, folder)
+                show_dry_run(prepared, folder)
             return 0
         decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
         training = replace(training, resume=decision.resume)
         task = partial(
             train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
         )
-        show = RunReport(prepared, text, folder, bench) if leads() else NoReport()
+        show = RunReport(prepared, folder, bench) if leads() else NoReport()
     return _run(task, placement, training.timeout_seconds, show, folder, decision.start)
 
 

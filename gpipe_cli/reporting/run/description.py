@@ -32,7 +32,6 @@ class RunDescription:
     """All that is known of a run before its first step."""
 
     config: TrainConfig
-    config_yaml: str
     plan: "Plan"
     placement: "Placement"
     flops: "StepFlops"

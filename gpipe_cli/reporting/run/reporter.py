@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
@@ -84,7 +85,7 @@ class Reporter:
         plain = io.StringIO()
         show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
         with self.optional():
-            self._dashboard.describe(self._run.config_yaml, plain.getvalue())
+            self._dashboard.describe(to_yaml(self._run.config), plain.getvalue())
 
     def start(self) -> None:
         """Training begins: in a terminal, a bar that waits for the first step. After the banner, or not at all."""
