@@ -30,6 +30,7 @@ from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import share_lines
+from gpipe_cli.reporting.run.task_words import words_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
 
@@ -54,7 +55,7 @@ def plan_json(
     Layers and stages have the operations, bytes sent and seconds of one micro-batch, the largest if they are uneven;
     all else is of an optimizer step. `files`: written beside plan.json, what each is -> where.
     """
-    samples, k = mini_batch_samples(config, profile.lengths), len(plan.stages)
+    samples, partitions = mini_batch_samples(config, profile.lengths), len(plan.stages)
     tokens = None if config.task == "classification" else samples * max(profile.lengths)
     hardware = _hardware(config, plan)
     peak = hardware["flops_per_second"]
@@ -67,8 +68,8 @@ def plan_json(
     shares = asdict(plan.breakdown)
     recompute: str = config.recompute
     if recompute == "auto":
-        recompute = f"auto ({sum(plan.recomputed)} of {k * plan.micro_batches} forwards)"
-    drawable = k <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
+        recompute = f"auto ({sum(plan.recomputed)} of {partitions * plan.micro_batches} forwards)"
+    drawable = partitions <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
     return {
         "kind": "predicted",
         "model_name": model_name(config),
@@ -79,7 +80,7 @@ def plan_json(
         "micro_batches": plan.micro_batches,
         "schedule": config.schedule,
         "recompute": recompute,
-        "sample": {"language_model": "sequence", "translation": "sentence"}.get(config.task, "sample"),
+        "sample": words_of(config.task).sample,
         "step_samples": samples,
         "step_tokens": tokens,
         "hardware": hardware,
@@ -89,13 +90,13 @@ def plan_json(
         "breakdown": shares,
         "idle": idle(shares),
         "bubble": shares["bubble"],
-        "ideal_bubble": ideal_bubble(k, plan.micro_batches),
+        "ideal_bubble": ideal_bubble(partitions, plan.micro_batches),
         "imbalance": plan.imbalance,
         "step_flops": flops,  # forwards and backwards of all micro-batches, without recomputation
         "recomputed_flops": round(recomputed_flops),
         # Of what all K devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
         # (Chowdhery et al., 2022, PaLM, section 4.1).
-        "utilisation": None if peak is None else flops / (peak * k * plan.step_seconds),
+        "utilisation": None if peak is None else flops / (peak * partitions * plan.step_seconds),
         "comparisons": [_comparison(comparison) for comparison in comparisons],
         "grid": grid(plan.schedule, width=80).splitlines() if drawable else None,
         "files": dict(files),
