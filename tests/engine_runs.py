@@ -302,14 +302,6 @@ def run_in_process(case: Case) -> dict[str, torch.Tensor]:
     return train(case, range(case.partitions), None)
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    different = {
-        name: float((one[name] - other[name]).abs().max()) for name in one if not torch.equal(one[name], other[name])
-    }
-    assert not different, f"{len(different)} of {len(one)} differ: {dict(list(different.items())[:5])}"
-
-
 def covering(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Few combinations, in which any two values of any two factors occur together: a covering array of strength two."""
     choose = random.Random(0)

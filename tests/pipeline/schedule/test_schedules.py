@@ -57,13 +57,6 @@ def test_one_forward_one_backward_drawn() -> None:
     assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
 
 
-def test_evaluation_is_forward_only() -> None:
-    assert grid(forward_only(2, 3)) == drawn("""
-        stage 0 | F0 F1 F2
-        stage 1 | .  F0 F1 F2
-    """)
-
-
 def test_every_schedule_passes_its_own_check() -> None:
     for name, recompute, (partitions, micro_batches) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
         schedule = build(name, partitions, micro_batches, recompute)
