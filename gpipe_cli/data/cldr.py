@@ -74,7 +74,7 @@ def _locales() -> Iterator[tuple[str, dict[tuple[str, str], str]]]:
 
 
 def _read_names() -> dict[str, Any]:
-    """The codes of the languages, and of each split: a name, its English name, and the number of its code."""
+    """The codes of the languages, and of each split: names, English names, and numbers of codes."""
     english = _names_of("en")
     codes: list[str] = []
     rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
@@ -85,12 +85,12 @@ def _read_names() -> dict[str, Any]:
         for name, meaning in known:
             rows["test" if is_test_name(meaning) else "train"].append((name, meaning, len(codes)))
         codes.append(locale)
-    return {"codes": codes, **rows}
+    return {"codes": codes} | {split: list(zip(*part, strict=True)) for split, part in rows.items()}
 
 
-def _directed(rows: list[tuple[str, str, int]], codes: list[str], direction: str) -> Pairs:
+def _directed(columns: Any, codes: list[str], direction: str) -> Pairs:
     """The pairs of a split in one direction or both."""
-    names, english, numbers = zip(*rows, strict=True)
+    names, english, numbers = columns
     groups = torch.tensor(numbers, dtype=torch.int32)
     into, out_of = tuple(f"{code}-en" for code in codes), tuple(f"en-{code}" for code in codes)
     match direction:

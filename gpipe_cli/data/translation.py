@@ -136,11 +136,16 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
         encoded = zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources), strict=True)
         sources = Sequences.of([[into[group], *ids, END] for group, ids in encoded])
         answers = Sequences.of([[*ids, END] for ids in vocabulary.encode(pairs.references)])
-        names = ("sources", "source lengths", "answers", "answer lengths")
-        return dict(zip(names, (sources.values, sources.lengths, answers.values, answers.lengths), strict=True))
+        return {
+            "sources": sources.values,
+            "source lengths": sources.lengths,
+            "answers": answers.values,
+            "answer lengths": answers.lengths,
+        }
 
-    content = [pairs.languages, pairs.groups.tolist(), pairs.sources, pairs.references]
-    stored = cached_tensors(cache, f"pairs-{digest_of('pairs', content, [vocabulary.model])}", encode)
+    texts = "\n".join(chain(pairs.sources, pairs.references))  # each is one line
+    name = digest_of("pairs", [pairs.languages, pairs.groups.tolist()], [texts, vocabulary.model])
+    stored = cached_tensors(cache, f"pairs-{name}", encode)
     sources = Sequences(stored["sources"], stored["source lengths"])
     return PairSplit(pairs, sources, Sequences(stored["answers"], stored["answer lengths"]), vocabulary)
 
