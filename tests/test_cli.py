@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpipe_cli.cli import LEADER_SECONDS, main
+from gpipe_cli.cli import COMMANDS, LEADER_SECONDS, main
 from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.reproduction.runner import FOLDER
 from gpipe_cli.system.interrupts import interruptible
@@ -19,7 +19,8 @@ NO_TORCH = """
 import sys
 from gpipe_cli.cli import main
 codes = [main(line.split()) for line in sys.argv[1:]]
-loaded = {"torch", "torchvision", "timm", "sklearn", "tensorboard"} & set(sys.modules)
+heavy = {"torch", "torchvision", "timm", "sklearn", "tensorboard", "safetensors", "matplotlib"}
+loaded = heavy & set(sys.modules)
 sys.exit(f"imported {loaded}" if loaded else max(codes))
 """
 
@@ -64,7 +65,7 @@ def test_the_installed_program_answers() -> None:
 
 
 def test_help_and_configuration_import_no_torch() -> None:
-    lines = ["--help", "train --help", "train --cfg job", "evaluate --help"]
+    lines = ["--help", "train --cfg job", *(f"{command} --help" for command in COMMANDS)]
     result = subprocess.run([sys.executable, "-c", NO_TORCH, *lines], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     for shown in ("  evaluate ", "micro_batches    M, pieces that", "micro_batches: 4", "run=FOLDER"):

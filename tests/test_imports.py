@@ -69,17 +69,6 @@ def is_of(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def modules_after(program: str) -> set[str]:
-    """What a new Python has imported after `program`."""
-    printed = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{program}\nprint('\\n' + ' '.join(sys.modules))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    return set(printed.splitlines()[-1].split())
-
-
 def test_rooms_import_from_the_floors_below() -> None:
     homeless = {name for name in FILES if not room(name)} - {"gpipe_cli.__init__", "gpipe_cli.pipeline.__init__"}
     assert not homeless
@@ -99,16 +88,9 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    names = [name for name in FILES if room(name) == "pipeline.schedule"]
-    assert "torch" not in modules_after("import " + ", ".join(names))
-
-
-def test_help_answers_at_once() -> None:
-    """Neither the list of commands nor the help of one of them imports what takes seconds."""
-    commands = [name for name in FILES if room(name) == "commands"]
-    program = f"import {', '.join(commands)}\nfrom gpipe_cli.cli import main\nmain(['--help'])"
-    heavy = {"torch", "torchvision", "timm", "sklearn", "tensorboard", "safetensors", "matplotlib"}
-    assert not heavy & modules_after(program)
+    names = ", ".join(name for name in FILES if room(name) == "pipeline.schedule")
+    program = f"import sys, {names}\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_hydra_is_known_to_settings_and_commands_only() -> None:

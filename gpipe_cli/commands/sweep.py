@@ -39,7 +39,7 @@ from gpipe_cli.commands.outcome import (
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
 from gpipe_cli.config.setting_owners import key_of
-from gpipe_cli.config.typed import SettingError, quoted, show
+from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
@@ -49,12 +49,6 @@ from gpipe_cli.reporting.tables.sweep import Run
 
 # What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
-# Settings of a place that would have no effect in a sweep, and in a single run; and those that have.
-_SWEEPS, _RUNS = "the folder of a sweep, in which those of its runs lie, is given by", "the folder of a run is given by"
-_NO_PLACE = {
-    True: {"run_folder": (_SWEEPS, "hydra.sweep.dir"), "hydra.run.dir": (_SWEEPS, "hydra.sweep.dir")},
-    False: {"hydra.sweep.dir": (_RUNS, "run_folder"), "hydra.run.dir": (_RUNS, "run_folder")},
-}
 
 
 @dataclass(frozen=True)
@@ -289,10 +283,13 @@ def current_sweep() -> Sweep:
 
 def _refuse_place(line: CommandLine) -> None:
     """Raises ValueError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
-    sweep = bool(line.options["multirun"]) or str(line.overrides.get("hydra.mode")) == "MULTIRUN"
-    for key, (remedy, meant) in _NO_PLACE[sweep].items():
+    if line.options["multirun"] or str(line.overrides.get("hydra.mode")) == "MULTIRUN":
+        what, given_by, other = "a sweep, in which those of its runs lie,", "hydra.sweep.dir", "run_folder"
+    else:
+        what, given_by, other = "a run", "run_folder", "hydra.sweep.dir"
+    for key in (other, "hydra.run.dir"):
         if (value := line.overrides.get(key)) is not None:
-            raise ValueError(f"{key}={show(value)}: {remedy} {override(meant, str(value))}")
+            raise RefusedError(key, value, f"the folder of {what} is given by {override(given_by, str(value))}")
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
