@@ -55,12 +55,11 @@ def test_both_scales_compose(name: str) -> None:
 )
 def test_the_full_model_has_the_paper_s_size(name: str) -> None:
     """To the paper's digits: 400M are 408M, 350M 343M."""
-    training = load(name).training
-    assert training is not None
-    assert training.size is not None
-    config, _ = configure(name, *training.size.settings)
+    size = load(name).size
+    assert size is not None
+    config, _ = configure(name, *size.settings)
     counted = sum(parameter.numel() for parameter in build_model(config).parameters())
-    assert counted == pytest.approx(training.size.parameters, rel=0.03)
+    assert counted == pytest.approx(size.parameters, rel=0.03)
 
 
 def test_fine_tuning_is_of_the_model_that_learned_imagenet() -> None:

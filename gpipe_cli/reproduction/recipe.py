@@ -21,7 +21,7 @@ from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.runner import FOLDER
 from gpipe_cli.reproduction.throughput import Throughput
-from gpipe_cli.reproduction.training import Training
+from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
@@ -29,7 +29,7 @@ _ORDER = (
     "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap", "multilingual_400m",
     "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m", "batch_size_4m",
 )  # fmt: skip
-Experiment = LargestModel | Throughput | Breakdown | Training | Consistency
+Experiment = LargestModel | Throughput | Breakdown | Classification | Translation | FineTuning | Consistency
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,18 @@ class Recipe:
     needs: Needs
     desk: Desk
     choices: tuple[str, ...]  # where the paper gives no number: what we took, and why
+    size: Size | None = None  # of the full model
     largest_model: LargestModel | None = None
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
-    training: Training | None = None
+    classification: Classification | None = None
+    translation: Translation | None = None
+    fine_tuning: FineTuning | None = None
     consistency: Consistency | None = None
 
     def __post_init__(self) -> None:
         if len(self._experiments) != 1:
-            names = ", ".join(field.name for field in fields(self)[-5:])
+            names = ", ".join(field.name for field in fields(self)[-7:])
             raise ValueError(f"recipe: has {len(self._experiments)} experiments; give one of {names}")
 
     @property
@@ -78,7 +81,8 @@ class Recipe:
 
     @property
     def _experiments(self) -> list[Experiment]:
-        kinds = (self.largest_model, self.throughput, self.breakdown, self.training, self.consistency)
+        trained = self.classification, self.translation, self.fine_tuning, self.consistency
+        kinds = self.largest_model, self.throughput, self.breakdown, *trained
         return [kind for kind in kinds if kind is not None]
 
 

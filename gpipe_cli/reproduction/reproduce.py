@@ -49,6 +49,7 @@ def reproduce(
     runner = Runner(name, folder, settings, perform, progress, scale == "desk", last_wins(given), gpus)
     try:
         found = recipe.experiment.reproduce(runner)
+        sizes = () if recipe.size is None else (recipe.size.table(runner),)
     except RefusedError as error:
         if not runner.commands:  # refused by the recipe itself
             raise
@@ -67,6 +68,9 @@ def reproduce(
     if scale == "desk":
         notes.append(("scaled down", recipe.desk.scaled))
     notes += [*(("our choice", choice) for choice in recipe.choices), *found.notes]
+    if recipe.size is not None:
+        smaller = " ".join(recipe.size.settings)
+        notes.append(("counted", f"from the paper's configuration with {smaller}, dry_run=true"))
     if not found.comparable:
         notes.append(("differences", "none where data or sizes are not the paper's"))
     host = hardware((), 1)
@@ -79,7 +83,7 @@ def reproduce(
         source=recipe.source,
         scale=scale,
         machine=machine,
-        tables=found.tables,
+        tables=(*found.tables, *sizes),
         notes=tuple(notes),
         commands=tuple(runner.commands),
         files=found.files,

@@ -1,8 +1,7 @@
 """The paper's trained models: ImageNet and what it is fine-tuned to (section 4), translation (section 5), beside ours.
 
 A model is trained once and evaluated on its test set. The paper fine-tunes five times and reports the mean (Table 4 of
-v5); at its scale the user gives the pretrained run, because it takes weeks, and at a desk it is trained first. The
-parameters of the paper's own model are counted at every scale: that takes neither its data nor its accelerators.
+v5); at its scale the user gives the pretrained run, because it takes weeks, and at a desk it is trained first.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ RUN = "trained"  # folder of the run
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The parameters of the full model."""
+    """The parameters of the full model, which are counted at every scale: that takes neither data nor accelerators."""
 
     model: str  # in the paper's words
     parameters: int  # the paper's
@@ -45,13 +44,16 @@ class Classification:
     top1: float
     top5: float
 
-    def table(self, result: dict[str, Any], comparable: bool) -> Table:
-        test = result["test"]
+    def reproduce(self, runner: Runner) -> Findings:
+        result = runner.train(RUN)
+        test, comparable = result["test"], not runner.desk and not runner.changed(*SAME_RESULT)
         rows = [
             (name, f"{theirs:.1f} %", percents(ours), difference(100 * ours, theirs, comparable))
             for name, theirs, ours in (("top-1", self.top1, test["top1"]), ("top-5", self.top5, test["top5"]))
         ]
-        return beside(f"Test set of {result['dataset']}", [*rows, ("loss", NONE, number(test["loss"], 4), NONE)])
+        rows.append(("loss", NONE, number(test["loss"], 4), NONE))
+        table = beside(f"Test set of {result['dataset']}", rows)
+        return Findings((table,), (_note(result),), comparable=comparable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,9 @@ class Translation:
     nll: float | None = None  # nats a token
     bleu: float | None = None
 
-    def table(self, result: dict[str, Any], runner: Runner) -> Table:
+    def reproduce(self, runner: Runner) -> Findings:
         """Without differences: the paper's pairs are not public, whatever is translated here."""
+        result = runner.train(RUN)
         sentences = self.desk_sentences if runner.desk else self.sentences
         limit = "null" if sentences is None else str(sentences)
         found = runner.evaluate(RUN, "checkpoint=last", f"decode.sentences={limit}")
@@ -80,7 +83,8 @@ class Translation:
         )
         rows = [(name, number(theirs, 2), number(ours, 2), NONE) for name, theirs, ours in numbers]
         seen = f"{plural(found['samples'], 'pair')}, {scores['sentences']:,} translated with beam {scores['beam']}"
-        return beside(f"Test set of {result['dataset']}: {seen}", rows)
+        table = beside(f"Test set of {result['dataset']}: {seen}", rows)
+        return Findings((table,), (_note(result),), comparable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,41 +151,9 @@ class FineTuning:
         return beside(f"Fine-tuned, test set of {runs[0]['dataset']}", rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Exactly one of the last three is not None."""
-
-    size: Size | None = None
-    classification: Classification | None = None
-    translation: Translation | None = None
-    fine_tuning: FineTuning | None = None
-
-    def __post_init__(self) -> None:
-        kinds = (self.classification, self.translation, self.fine_tuning)
-        if sum(kind is not None for kind in kinds) != 1:
-            raise ValueError("training: give one of classification, translation, fine_tuning")
-
-    def reproduce(self, runner: Runner) -> Findings:
-        """Trains, and counts the paper's own model.
-
-        Raises ValueError as the commands do for bad input, and CommandFailedError.
-        """
-        if self.fine_tuning is not None:
-            return self.fine_tuning.reproduce(runner)
-        result = runner.train(RUN)
-        comparable = self.classification is not None and not runner.desk and not runner.changed(*SAME_RESULT)
-        if self.classification is not None:
-            tables = [self.classification.table(result, comparable)]
-        else:
-            assert self.translation is not None
-            tables = [self.translation.table(result, runner)]
-        tokens = result.get("global_batch_tokens")
-        batch = f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
-        size = f"{result['model']}, {count(result['model_parameters'])} parameters"
-        steps = f"{plural(result['steps'], 'step')} of {batch}, seed {result['config']['seed']}"
-        notes = [("trained", f"{size}: {steps}")]
-        if self.size is not None:
-            tables.append(self.size.table(runner))
-            settings = " ".join(self.size.settings)
-            notes.append(("counted", f"from the paper's configuration with {settings}, dry_run=true"))
-        return Findings(tuple(tables), tuple(notes), comparable=comparable)
+def _note(result: dict[str, Any]) -> tuple[str, str]:
+    """`AmoebaNet-B (6, 16), 368.3 k parameters: 450 steps of 32 samples`."""
+    tokens = result.get("global_batch_tokens")
+    batch = f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
+    size = f"{result['model']}, {count(result['model_parameters'])} parameters"
+    return "trained", f"{size}: {plural(result['steps'], 'step')} of {batch}, seed {result['config']['seed']}"

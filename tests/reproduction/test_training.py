@@ -13,13 +13,13 @@ from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.numbers import percents
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
-from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Size, Training, Translation
+from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Size, Translation
 from gpipe_cli.units import count
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
 COUNTED = ("dataset=synthetic_images", "model.normal_cells=3", "model.filters=16")
 FIRST, OTHERS = "dataset.classes=[0,1]", "dataset.classes=[5,6]"
-TUNED = Training(fine_tuning=FineTuning(90.0, 80.0, 2, "imagenet_amoebanet_b", (FIRST,), (OTHERS,)))
+TUNED = FineTuning(90.0, 80.0, 2, "imagenet_amoebanet_b", (FIRST,), (OTHERS,))
 
 
 def settings(name: str, *given: str) -> tuple[str, ...]:
@@ -29,10 +29,11 @@ def settings(name: str, *given: str) -> tuple[str, ...]:
 def test_a_classifier(tmp_path: Path) -> None:
     """The size is that of the recipe itself at any scale."""
     name = "imagenet_amoebanet_b"
-    what = Training(Size("AmoebaNet-B (3, 16)", 300_000, COUNTED), Classification(84.4, 97.0))
-    found = what.reproduce(real_runner(name, tmp_path, *settings(name, *SMALL)))
+    runner = real_runner(name, tmp_path, *settings(name, *SMALL))
+    found = Classification(84.4, 97.0).reproduce(runner)
+    size = Size("AmoebaNet-B (3, 16)", 300_000, COUNTED).table(runner)
     test = read_result(tmp_path / RUN)["test"]
-    scores, size = found.tables
+    (scores,) = found.tables
     assert column(scores, "", "paper") == ["84.4 %", "97.0 %", "-"]
     assert column(scores, "", "measured") == [percents(test["top1"]), percents(test["top5"]), f"{test['loss']:,.4f}"]
     assert column(scores, "", "difference") == ["-"] * 3  # at a desk
@@ -83,7 +84,8 @@ def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
 
 def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
     """How it is run makes no difference (law 1), a smaller model does."""
-    classified = Training(classification=Classification(84.4, 97.0))
+    classified = Classification(84.4, 97.0)
+    what: Classification | FineTuning
     for what, given, compared in (
         (classified, ("partitions=8", "dataset.root=data"), "+5.60"),
         (classified, ("model.filters=16",), ""),
@@ -104,7 +106,7 @@ def test_a_translation(tmp_path: Path) -> None:
         "batch_tokens=200", "micro_batches=2", "model.layers=1", "model.width=16", "model.hidden=32", "model.heads=2",
         "max_steps=1", *HERE,
     )  # fmt: skip
-    what = Training(translation=Translation(sentences=None, desk_sentences=3, nll=2.5, bleu=30.0))
+    what = Translation(sentences=None, desk_sentences=3, nll=2.5, bleu=30.0)
     name, folder = "batch_size_260k", tmp_path / "recipe"
     found = what.reproduce(real_runner(name, folder, *settings(name, *text)))
     (table,) = found.tables
