@@ -1,5 +1,6 @@
 """Batch norm cannot train on a micro-batch of one sample: what is refused, by whom, and a remedy that works."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,7 @@ def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
         lines.append(capsys.readouterr().err)
     assert lines[0] == lines[1]
     assert lines[0].startswith("gpipe train: dataset.drop_last=false: ")
-    with pytest.raises(ValueError, match=remedies):
-        raise ValueError(lines[0].strip())
+    assert re.search(remedies, lines[0].strip())
     remedied = configure(*settings, "dataset.drop_last=true", "executor=in_process")
     steps = of_type(train_here(remedied, tmp_path / "remedied"), StepDone)
     assert [step.samples for step in steps] == [8]

@@ -75,10 +75,9 @@ def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) 
     Raises:
         ValueError: an unknown name or recomputation mode, fewer than one partition or micro-batch.
     """
-    backward = _passes(Kind.B, partitions, micro_batches)
     schedule = []
-    for stage, forwards in enumerate(_passes(Kind.F, partitions, micro_batches)):
-        backwards = backward[stage]
+    passes = (_passes(kind, partitions, micro_batches) for kind in (Kind.F, Kind.B))
+    for stage, (forwards, backwards) in enumerate(zip(*passes, strict=True)):
         match name:
             case "gpipe":
                 actions = forwards + backwards[::-1]
