@@ -46,7 +46,7 @@ from gpipe_cli.units import duration, percent
 
 Log = Callable[[str], None]
 
-_VERSION = 7  # of what is remembered, and of how it is measured
+_VERSION = 8  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for those that the placement holds.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
@@ -129,7 +129,7 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     age = abs(time.time() - found["at"])
     when = "just now" if age < 60 else f"{duration(age)} ago" if age < 2 * _DAY else f"{age / _DAY:.0f} days ago"
     busy = ", while it was busy" if _busy(found["share_of_core"], processes, threads) else ""
-    directions = {name: Rates(**found["rates"][name]) for name in ("forward", "graph", "backward", "update")}
+    directions = {name: Rates(**found["rates"][name]) for name in ("forward", "graph", "backward")}
     source = f"hardware=auto: this machine, timed {when}{busy} (spread {percent(found['spread'])})"
     return DeviceRates(**found["rates"] | directions | {"source": source})
 
@@ -152,7 +152,6 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         forward=forward,
         graph=graph,
         backward=backward,
-        update=backward,
         link_seconds=latency,
         link_byte_seconds=1 / bandwidth,
         tensor_seconds=times.set_up / sum(weights.tensors for weights in profile.weights),

@@ -83,7 +83,7 @@ def costs_by_rates(
         # weights, gradients and state are read, weights and state written
         moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
         update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
-        updates.append(rates.update.seconds(update, 1) if weights.trained else 0.0)
+        updates.append(rates.backward.seconds(update, 1) if weights.trained else 0.0)
     latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if linked else (0.0, 0.0)
     return StepCosts(
         rates.source,

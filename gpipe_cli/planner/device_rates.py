@@ -55,8 +55,7 @@ class DeviceRates:
     basis: Basis
     forward: Rates  # that keeps nothing
     graph: Rates  # that keeps what the backward needs
-    backward: Rates
-    update: Rates  # of weights
+    backward: Rates  # and of the update of weights
     link_seconds: float  # until the first byte of a message has arrived
     link_byte_seconds: float
     tensor_seconds: float = 0.0  # once a step for each trained tensor, beside its update
@@ -83,7 +82,6 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int) -> DeviceRates:
     return DeviceRates(
         f"hardware={hardware.name} figures",
         basis,
-        rates,
         rates,
         rates,
         rates,
