@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line
+from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import interruptible, interruptible_import
@@ -109,7 +109,7 @@ def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Out
             return Outcome(code, f"exit code {code}")
         except Exception as error:
             traceback.print_exc()
-            return Outcome(FAILED, f"{type(error).__name__}: {one_line(error)}")
+            return Outcome(FAILED, with_type(error))
 
     return Fork(contained, output)
 

@@ -137,6 +137,11 @@ def one_line(error: BaseException) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 
+def with_type(error: BaseException) -> str:
+    """The same with the exception's type: the text of a KeyError is only the key."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
 def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
     """`value` as `kind`; `key` is where it stands, `keys` are all that could have been meant."""
     if value == "???":

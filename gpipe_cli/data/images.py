@@ -1,8 +1,4 @@
-"""Image data sets, opened by name (paper, Section 4: ImageNet and the transfer sets).
-
-A split knows its targets without decoding an image, because in a pipeline the first stage needs only the images and the
-last stage only the targets, and they may live in different processes.
-"""
+"""Image data sets, opened by name (paper, Section 4: ImageNet and the transfer sets)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -42,8 +42,7 @@ class LoadedBatches:
         """Start loading the mini-batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
 
         workers: processes, forked here; 0 loads in this process, each batch when it is asked for. pin_memory:
-        page-locked batches, for asynchronous copies to a GPU. An evaluation is one epoch of mini-batches that are not
-        shuffled.
+        page-locked batches, for asynchronous copies to a GPU.
         """
         assert mini_batches.samples == len(split), (mini_batches.samples, len(split))
         loader: DataLoader[Any] = DataLoader(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.readers import Files, Samples, read_folders
 
@@ -142,7 +142,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
                         ImageNet(str(root), split=split)
         words = load_meta_file(str(root))[0] if meta.is_file() else {}
     except Exception as error:  # archives and pickles fail in many ways
-        why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({_reason(error)}); {expected}"
+        why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({with_type(error)}); {expected}"
         raise RefusedError("dataset.root", root, why) from error
     # A folder 'test', which the challenge has too, holds images without classes.
     train, test = read_folders(root, expected, test_names=("val",))
@@ -161,7 +161,7 @@ def _download(name: str, root: Path) -> None:
             _open_listed(name, root, "training", download=True)
     except Exception as error:  # the network, the archive and the annotations fail in many ways
         raise ValueError(
-            f"dataset.download=true: could not download {name} to '{root}' or read what is there ({_reason(error)}); "
+            f"dataset.download=true: could not download {name} to '{root}' or read what is there ({with_type(error)}); "
             f"check the network, delete '{folder}' and its archive, and try again"
         ) from error
 
@@ -191,7 +191,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool
             raise ValueError(f"a {split} image of a class that is none of the {len(classes)} named")
     except Exception as error:  # broken annotations make scipy, json and torchvision raise anything
         folder = root / PHOTOGRAPHS[name].folder
-        found = f"is damaged or incomplete ({_reason(error)})" if folder.is_dir() else "is missing"
+        found = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
         raise RefusedError("dataset.root", root, f"'{folder}' {found}; {expected}") from error
     # Folders are listed: asking for each of 75,750 files is slow on a network disk.
     folders = {os.path.dirname(path) for path, _ in listed}
@@ -212,8 +212,3 @@ def _complete(name: str, root: Path) -> str:
     if PHOTOGRAPHS[name].get == _DOWNLOAD:
         return f"complete the data (delete '{root / PHOTOGRAPHS[name].folder}' and {_DOWNLOAD})"
     return "complete the data"
-
-
-def _reason(error: Exception) -> str:
-    """An exception in one line, with its type: the text of a KeyError is only the key."""
-    return f"{type(error).__name__}: {one_line(error)}"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.config.typed import RefusedError, with_type
 
 _KEY = "model.target"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -42,7 +42,7 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise
-        why = f"fails when it is called on the meta device, where tensors have no values ({_reason(error)})"
+        why = f"fails when it is called on the meta device, where tensors have no values ({with_type(error)})"
         raise RefusedError(_KEY, target, f"{why}; no .item(), no tolist() and no loading of files there") from error
     if fault := _fault(model):
         raise RefusedError(_KEY, target, fault)
@@ -63,7 +63,7 @@ def _find(target: str) -> Any:
         where = f"there is no module {error.name}, neither in {here} nor installed"
         raise RefusedError(_KEY, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
-        why = f"{module_name} cannot be imported ({_reason(error)})"
+        why = f"{module_name} cannot be imported ({with_type(error)})"
         raise RefusedError(_KEY, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -96,7 +96,3 @@ def _fault(model: Any) -> str:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return "its layers have no parameters, there is nothing to train"
     return ""
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"

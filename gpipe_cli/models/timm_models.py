@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.models.chain import chain
 
 
@@ -47,7 +47,6 @@ def build_timm(
     """
     import timm
 
-    _check_name(name)
     settings = _settings(name, num_classes, image_size, dropout, drop_path)
     fetch = pretrained and weights is None
     try:
@@ -55,7 +54,7 @@ def build_timm(
     except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
         if not fetch:
             raise
-        why = f"the weights of {name} cannot be had here ({_reason(error)})"
+        why = f"the weights of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
         use = "give model.weights=FILE or use model.pretrained=false"
         raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
     if weights is not None:
@@ -63,8 +62,9 @@ def build_timm(
     return chain(model)
 
 
-def _check_name(name: str) -> None:
-    """Raise ValueError, with the nearest names, for one that timm does not know."""
+def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
+    """The settings as this model's class takes them. Raises RefusedError for a name that timm does not know, a class
+    without a chain, or settings that it does not have."""
     import timm
 
     architecture, _, tag = name.partition(".")
@@ -72,13 +72,6 @@ def _check_name(name: str) -> None:
         near = get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
         raise RefusedError("model.name", name, f"timm has no model of this name; {remedy}")
-
-
-def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
-    """The settings as this model's class takes them. Raises ValueError for a class without a chain, or for settings
-    that it does not have."""
-    import timm
-
     # Shapes alone tell the class, and what it can do, before a large model is given memory.
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=num_classes)
@@ -139,11 +132,9 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
             tensors = checkpoint_filter_fn(tensors, model)
     except Exception as error:  # two formats, each with exceptions of its own
         use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
-        raise RefusedError("model.weights", file, f"cannot be read as weights ({_reason(error)}); {use}") from error
+        raise RefusedError(
+            "model.weights", file, f"cannot be read as weights ({with_type(error).partition('; ')[0]}); {use}"
+        ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise RefusedError("model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()")
     return dict(tensors)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error).partition('; ')[0]}"

@@ -22,15 +22,3 @@ def test_drops_whole_examples_and_scales_the_rest() -> None:
     # Standard deviation of the mean: sqrt(0.8 * 0.2 / 4000) = 0.0063.
     assert dropped.float().mean().item() == pytest.approx(0.2, abs=0.03)
     assert y.mean().item() == pytest.approx(1, abs=0.04)
-
-
-@pytest.mark.parametrize(
-    ("training", "probability", "progress"), [(False, 0.5, 1.0), (True, 0.0, 1.0), (True, 0.5, 0.0)]
-)
-def test_off_returns_the_input_and_draws_nothing(training: bool, probability: float, progress: float) -> None:
-    drop_path = ScheduledDropPath(probability).train(training)
-    drop_path.progress = progress
-    x = torch.randn(2, 3, 4, 4)
-    state = torch.get_rng_state()
-    assert drop_path(x) is x
-    assert torch.equal(torch.get_rng_state(), state)
