@@ -38,12 +38,6 @@ def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
     return train, test
 
 
-def is_test_name(english: str) -> bool:
-    """Whether all entries with this English name are for the test: by a hash of it, so that an entry that a later
-    Babel adds moves no other."""
-    return seed_of(f"cldr test {' '.join(english.casefold().split())}") % _TEST_ONE_IN == 0
-
-
 def _names_of(locale: str) -> dict[tuple[str, str], str]:
     """(kind, code) -> name, as far as the locale has one that is more than the code."""
     from babel import localedata
@@ -83,7 +77,9 @@ def _read_names() -> dict[str, Any]:
         if len(known) < _LEAST_NAMES:
             continue
         for name, meaning in known:
-            rows["test" if is_test_name(meaning) else "train"].append((name, meaning, len(codes)))
+            # by a hash of the English name, so that an entry that a later Babel adds moves no other
+            drawn = seed_of(f"cldr test {' '.join(meaning.casefold().split())}") % _TEST_ONE_IN
+            rows["train" if drawn else "test"].append((name, meaning, len(codes)))
         codes.append(locale)
     return {"codes": codes} | {split: list(zip(*part, strict=True)) for split, part in rows.items()}
 
