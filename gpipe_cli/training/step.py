@@ -1,13 +1,20 @@
 """One training step and one pass over the test set, for any number of processes.
 
 Nothing here asks whether the run is distributed: a process works on the stages that it has, and what it does not know
-comes with the one gather of a step.
+comes with the one gather of a step. For that each process packs what it knows into a vector, float64, of four parts:
+
+    sums       (5,)     over the mini-batch: elements, loss, cross-entropy, top-1, top-5
+    stages     (K, 4)   of each stage, the fields of `StageMetrics`
+    norms      (P,)     of the gradients of the process's parameters in global order; P is the most that a process has
+    recording  (S,)     when the process's stages did what in the step before
+
+What a process does not know is 0 in its vector, so that the first two parts of all processes add up.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from functools import cached_property
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import cache, partial
+from itertools import groupby, islice
 from operator import attrgetter
 
 import torch
@@ -16,34 +23,35 @@ from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.activity import Awaited
-from gpipe_cli.distributed.control_group import ControlGroup, Gathered
+from gpipe_cli.distributed.control_group import ControlGroup, gradient_norm
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
-from gpipe_cli.pipeline.runtime.recording import Recording
-from gpipe_cli.pipeline.schedule.schedules import forward_only
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
+from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.step_metrics import StageMetrics, StepMetrics
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """A step that was done here; what the other processes know of it may still be on its way."""
+class StageMetrics:
+    """What the process of a stage knows of it."""
 
-    placement: Placement
-    gathered: Gathered
-    recording: Recording
-    before: Recording | None  # of the step before, whose numbers come with this step's
+    memory_bytes: float  # the peak so far
+    activation_bytes: float  # the most that was saved at once, if it was counted
+    library_bytes: float  # of its process, if it was counted
+    without_core: float  # the share of its computing time in which it had no core; 0 on a GPU
 
-    @cached_property
-    def metrics(self) -> StepMetrics:
-        """What all processes know of it together; waits for them."""
-        return StepMetrics.unpack(
-            self.placement, self.gathered(), None if self.before is None else self.before.schedule
-        )
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What all processes know of a step together."""
+
+    totals: Totals  # over the mini-batch
+    gradient_norm: float  # global
+    stages: tuple[StageMetrics, ...]
+    seconds_before: list[list[float]]  # of the step before: of each stage, what `Recording.seconds` gives; [] if none
 
 
 def rehearse(
@@ -56,15 +64,12 @@ def rehearse(
     """
     samples = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)[0]
     schedule = checked_schedule("gpipe", engine.placement.partitions, 1, "always")
-    inputs, targets = None, None
+    inputs, targets = None, data.targets(epoch, position) if engine.has_last else None
     if data.loaded is not None:
         with control.waits(Awaited.DATA):
             whole = data.loaded.peek()
         inputs = placed(engine, tuple(tensor[:samples] for tensor in whole))
-    if engine.has_last:
-        targets = data.targets(epoch, position)
-        assert targets is not None
-        targets = targets[:samples]
+    targets = None if targets is None else targets[:samples]
     objective = objective_of(config, targets, (samples,), config.label_smoothing, engine.last_device)
     engine.executor.run(schedule, 0, (samples,), inputs, objective, data.batches.lengths(epoch, position))
 
@@ -83,42 +88,35 @@ def train_step(
     count: bool = False,
     begun_bytes: int = 0,
     before_update: Callable[[], None] = lambda: None,
-) -> StepResult:
+) -> tuple[Recording, Callable[[], StepMetrics]]:
     """Mini-batch `position` of `epoch`: forward and backward through the pipeline, then every stage's optimizer with
-    learning rate `rate`.
+    learning rate `rate`. The metrics that it returns wait for the other processes.
 
     `before` is the recording of the step before. With `count` the saved activations are counted, and what libraries
     need of a process that began with `begun_bytes` of its own. `before_update` is called when all gradients are there.
     """
-    sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
-    schedule = checked_schedule(config.schedule, engine.placement.partitions, len(sizes), engine.placement.recompute)
-    targets = data.targets(epoch, position) if engine.has_last else None
-    objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
-    lengths = data.batches.lengths(epoch, position)
     for stage in engine.stages.values():
         stage.count_saved(count)
-    recording = engine.executor.run(schedule, step, sizes, _next_inputs(engine, control, data), objective, lengths)
 
+    def schedule_of(micro_batches: int) -> Schedule:
+        placement = engine.placement
+        return checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
+
+    recording, objective = _run(
+        config, engine, control, data, epoch, position, schedule_of, step, config.label_smoothing
+    )
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.placement.devices[k])
         counted = (stage.peak_saved_bytes, library_bytes(device, begun_bytes)) if count else (0, 0)
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
-    vector = StepMetrics.pack(
-        engine.placement,
-        config.micro_batches,
-        totals=None if objective is None else objective.totals(),
-        stages=stages,
-        norms=_norms(gradients) if gradients else None,
-        before=before,
-        clock_offset_seconds=control.clock_offset_seconds,
-    )
-    result = StepResult(engine.placement, control.gather(vector), recording, before)
+    totals, norms = None if objective is None else objective.totals(), _norms(gradients)
+    metrics = _gather(config, engine, control, before, totals, stages, norms)
 
     before_update()
     if config.gradient_clipping:
-        norm = result.metrics.gradient_norm
+        norm = metrics().gradient_norm
         if gradients and norm > config.gradient_clipping:
             torch._foreach_mul_(gradients, config.gradient_clipping / norm)
     for k, optimizer in engine.optimizers.items():
@@ -131,34 +129,25 @@ def train_step(
         if k in engine.averages:
             engine.averages[k].update(engine.stages[k].statistics.newest)
         recording.update(k, begun, now())
-    return result
+    return recording, metrics
 
 
 def gather_recording(
-    engine: Engine, control: ControlGroup, recording: Recording, micro_batches: int
+    config: TrainConfig, engine: Engine, control: ControlGroup, recording: Recording
 ) -> list[list[float]]:
     """As `StepMetrics.seconds_before`, of the last step, which no other follows."""
-    vector = StepMetrics.pack(
-        engine.placement, micro_batches, before=recording, clock_offset_seconds=control.clock_offset_seconds
-    )
-    return StepMetrics.unpack(engine.placement, control.gather(vector)(), recording.schedule).seconds_before
+    return _gather(config, engine, control, recording)().seconds_before
 
 
 def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
     """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(data.batches.steps_per_epoch):
-        sizes = micro_batch_sizes(data.batches.size(0, position), config.micro_batches)
-        schedule = forward_only(engine.placement.partitions, len(sizes))
-        targets = data.targets(0, position) if engine.has_last else None
-        objective = objective_of(config, targets, sizes, 0.0, engine.last_device)
-        lengths = data.batches.lengths(0, position)
-        engine.executor.run(schedule, 0, sizes, _next_inputs(engine, control, data), objective, lengths)
+        schedule_of = partial(forward_only, engine.placement.partitions)
+        _, objective = _run(config, engine, control, data, 0, position, schedule_of, 0, 0.0)
         if objective is not None:
             total += objective.totals()
-    numbers = torch.tensor(astuple(total), dtype=torch.float64)
-    elements, *sums = torch.stack(control.gather(numbers)()).sum(dim=0).tolist()
-    return Totals(int(elements), *sums)
+    return _sum(control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
 
 
 def objective_of(
@@ -180,12 +169,6 @@ def objective_of(
     )
 
 
-def _next_inputs(engine: Engine, control: ControlGroup, data: Reading) -> Tensors | None:
-    with control.waits(Awaited.DATA):
-        inputs = data.inputs()
-    return placed(engine, inputs)
-
-
 def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
     if inputs is None:
         return None
@@ -194,7 +177,85 @@ def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
     )
 
 
-def _norms(gradients: list[torch.Tensor]) -> torch.Tensor:
+def _run(
+    config: TrainConfig,
+    engine: Engine,
+    control: ControlGroup,
+    data: Reading,
+    epoch: int,
+    position: int,
+    schedule_of: Callable[[int], Schedule],
+    step: int,
+    label_smoothing: float,
+) -> tuple[Recording, CrossEntropy | None]:
+    """One mini-batch, by the schedule for its number of micro-batches; the objective where the last stage is."""
+    sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
+    targets = data.targets(epoch, position) if engine.has_last else None
+    objective = objective_of(config, targets, sizes, label_smoothing, engine.last_device)
+    lengths = data.batches.lengths(epoch, position)
+    with control.waits(Awaited.DATA):
+        inputs = data.inputs()
+    schedule = schedule_of(len(sizes))
+    return engine.executor.run(schedule, step, sizes, placed(engine, inputs), objective, lengths), objective
+
+
+def _gather(
+    config: TrainConfig,
+    engine: Engine,
+    control: ControlGroup,
+    before: Recording | None,
+    totals: Totals | None = None,
+    stages: Mapping[int, StageMetrics] | None = None,
+    norms: torch.Tensor | None = None,
+) -> Callable[[], StepMetrics]:
+    """Share what this process knows of a step, and its recording of the step before; what is returned waits for the
+    other processes. Recordings are read on the clock of process 0."""
+    placement = engine.placement
+    sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
+    stages_here = 1 if placement.distributed else placement.partitions
+
+    def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
+        return sums, of_stages.view(placement.partitions, -1), of_gradients, recorded
+
+    vector = torch.zeros(sum(sizes) + stages_here * room(config.micro_batches), dtype=torch.float64)
+    to_sums, to_stages, to_norms, to_recording = parts(vector)
+    if totals is not None:
+        to_sums.copy_(torch.tensor(astuple(totals), dtype=torch.float64))
+    for k, of_stage in (stages or {}).items():
+        to_stages[k] = torch.tensor(astuple(of_stage), dtype=torch.float64)
+    if norms is not None:
+        to_norms[: len(norms)] = norms
+    if before is not None:
+        seconds = [value for _, values in sorted(before.seconds().items()) for value in values]
+        to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
+    gathered = control.gather(vector)
+
+    @cache
+    def metrics() -> StepMetrics:
+        all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
+        seconds_before: list[list[float]] = []
+        if before is not None:
+            for process, recorded in enumerate(recordings):
+                values = iter(recorded.tolist())
+                for stage in placement.stages_of(process):
+                    seconds_before.append(list(islice(values, MARKS * len(before.schedule[stage]) + 2)))
+        numbers = torch.stack(all_stages).sum(dim=0).tolist()
+        return StepMetrics(
+            _sum(all_sums), gradient_norm(all_norms), tuple(StageMetrics(*of) for of in numbers), seconds_before
+        )
+
+    return metrics
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> Totals:
+    elements, *sums = torch.stack(list(parts)).sum(dim=0).tolist()
+    return Totals(int(elements), *sums)
+
+
+def _norms(gradients: list[torch.Tensor]) -> torch.Tensor | None:
     """Of each gradient, in float64 on the CPU, with one read per device instead of one per parameter."""
+    if not gradients:
+        return None
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
     return torch.cat([torch.stack(list(norms)).double().cpu() for _, norms in by_device])

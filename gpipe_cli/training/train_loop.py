@@ -39,8 +39,7 @@ from gpipe_cli.training.events import (
 )
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
-from gpipe_cli.training.step import evaluate, gather_recording, rehearse, train_step
-from gpipe_cli.training.step_metrics import StepMetrics
+from gpipe_cli.training.step import StepMetrics, evaluate, gather_recording, rehearse, train_step
 from gpipe_cli.training.translation.scores import translated_examples, translated_test_set
 
 
@@ -117,18 +116,18 @@ def train(
         full = config.batch_size in (None, batches.size(epoch, position))
         count = full and not counted and step > start.step
         counted = counted or count
-        result = train_step(
+        done, metrics_of_all = train_step(
             config, engine, control, step, rate, training, epoch, position,
             before=recording, count=count, begun_bytes=begun_bytes,
         )  # fmt: skip
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
         if control.leads:
-            metrics = result.metrics
+            metrics = metrics_of_all()
             refuse_nonsense(config, metrics.totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
             if recording is not None:
                 process.report(StepRecorded(metrics.seconds_before, recording_began))
             process.report(_step_done(config, batches, progress, rate, metrics, began, counted=count))
-        recording, recording_began = result.recording, began
+        recording, recording_began = done, began
 
         # --- 6. The test set, on the averaged weights if there are any -------------------------------------------
         best = False
@@ -154,7 +153,7 @@ def train(
 
     # --- 8. The end: what was recorded of the last step; all processes finish before one of them disconnects -----
     if recording is not None:
-        seconds = gather_recording(engine, control, recording, config.micro_batches)
+        seconds = gather_recording(config, engine, control, recording)
         if control.leads:
             process.report(StepRecorded(seconds, recording_began))
     training.close()

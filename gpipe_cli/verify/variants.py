@@ -222,7 +222,7 @@ class _Runs:
         total = config.epochs * batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
         data = self._first_mini_batch()
-        result = train_step(
+        _, metrics = train_step(
             config, engine, self.control, 0, rate, data, 0, 0, before=None, before_update=keep_gradients
         )
         engine.executor.settle()
@@ -231,7 +231,7 @@ class _Runs:
             digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
             digests |= self._digests(What.BUFFER, dict(module.named_buffers()))
             digests |= self._digests(What.WEIGHT, parameters)
-        return result.metrics.totals.means[0], digests, gradients
+        return metrics().totals.means[0], digests, gradients
 
     def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
         """Of parameters or buffers by name, which begins with that of their layer."""
