@@ -11,8 +11,7 @@ from networks import VOCABULARY, small_amoebanet, small_transformer
 from torch import nn
 
 from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
-from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor

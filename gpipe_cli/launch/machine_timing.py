@@ -31,7 +31,7 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch import reference_layers
 from gpipe_cli.launch.layer_benchmark import measure
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
 from gpipe_cli.planner.data_sheet import gpu_model, resolved
 from gpipe_cli.planner.device_rates import DeviceRates, Rates, fit_rates, rates_of_sheet

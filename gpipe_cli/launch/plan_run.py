@@ -11,9 +11,9 @@ from rich.console import Console
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.launch.prepare import prepare
+from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
-from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view

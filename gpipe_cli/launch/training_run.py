@@ -22,8 +22,7 @@ from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.interrupts import interruptible
-from gpipe_cli.training.checkpoint.restore import check_restorable, refuse_other_optimizer
-from gpipe_cli.training.checkpoint.same_model import Comparison
+from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, refuse_other_optimizer
 from gpipe_cli.training.checkpoint.store import find_checkpoint
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule

@@ -18,7 +18,7 @@ from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig
 from gpipe_cli.config.model import CustomConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.checkpoint.same_model import Comparison
+from gpipe_cli.training.checkpoint.restore import Comparison
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_tensors, select
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Notes

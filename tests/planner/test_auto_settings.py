@@ -8,10 +8,9 @@ from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner import devices
-from gpipe_cli.planner.auto_settings import NothingFitsError, choose
+from gpipe_cli.planner.auto_settings import NothingFitsError, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
-from gpipe_cli.planner.largest_model import solve_max_model
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import TooLargeError, make_plan
 

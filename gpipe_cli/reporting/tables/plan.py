@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Comparison

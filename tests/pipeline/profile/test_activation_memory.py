@@ -5,8 +5,7 @@ from itertools import combinations, product
 
 import torch
 
-from gpipe_cli.pipeline.profile.activation_memory import ActivationMemory
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost, Saved, Work
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 
