@@ -13,8 +13,7 @@ from statistics import stdev
 from typing import TYPE_CHECKING
 
 from gpipe_cli.reporting.compare.comparison import compare
-from gpipe_cli.reporting.compare.run_curves import same_curves
-from gpipe_cli.reporting.compare.run_record import RunRecord, read_run
+from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.numbers import NONE, number, percents

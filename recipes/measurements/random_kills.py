@@ -31,7 +31,7 @@ from random import Random
 import torch
 from runs import command_line
 
-from gpipe_cli.reporting.compare.run_curves import read_curves
+from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index, read_tensors

@@ -1,20 +1,24 @@
 """What runs are compared by: the settings in which they differ, and their results (the paper's tables 2, 3, 4 and 5).
 
-Settings that are the same in all runs are left out, and rows are named by the few
-that differ. What was measured, predicted and ideal are columns apart.
+Settings that are the same in all runs are left out, and rows are named by the few that differ, `partitions=2`, or by
+their folders. What was measured, predicted and ideal are columns apart.
 """
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpipe_cli.config.typed import show
-from gpipe_cli.reporting.compare.run_names import by_settings, differing, folded, listed, names, spans
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.tables.table import Column
-from gpipe_cli.units import operations
+from gpipe_cli.units import operations, rate
 
 GIB, MIB = 2**30, 2**20
+NOT_COMPARED = frozenset({"run_folder", "output", "resume"})  # where a run lies, not what it is
+MOST_NAMING = 3  # settings that a name is made of; more make no name
+MOST_LISTED = 8  # words of a list in a sentence
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,6 @@ class Comparison:
 
     @property
     def columns(self) -> Sequence[Column]:
-        """All of them."""
         return *self.settings, *self.results
 
     @property
@@ -50,7 +53,94 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     assert runs, "nothing to compare"
     keys = differing(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
-    return Comparison(runs, names(runs), by_settings(keys), [_setting(key, runs) for key in keys], results)
+    return Comparison(runs, names(runs), _by_settings(keys), [_setting(key, runs) for key in keys], results)
+
+
+def differing(runs: Sequence[RunRecord]) -> list[str]:
+    """The settings of which runs have different values; one that a run does not have at all is none of them.
+
+    `threads` only where K does not decide them: by default each process has its share of the cores.
+    """
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for key, value in run.settings.items():
+            values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
+    keys = [key for key, found in values.items() if len(found) > 1 and key not in NOT_COMPARED]
+    if "threads" in keys:
+        cuts = [tuple(map(run.settings.get, ("partitions", "executor"))) for run in runs]
+        threads = [run.settings.get("threads") for run in runs]
+        if len(set(zip(cuts, threads, strict=True))) == len(set(cuts)):
+            keys.remove("threads")
+    return sorted(keys, key=lambda key: not key.endswith(".name"))  # the model before its own settings
+
+
+def names(runs: Sequence[RunRecord]) -> list[str]:
+    """A different name for each run: `partitions=2`, or a piece of its folder's name."""
+    keys = differing(runs)
+    by_folders = not _by_settings(keys)
+    found = _folders([run.folder.resolve().parts for run in runs]) if by_folders else _settings(runs, keys)
+    return [
+        name if found.count(name) == 1 and name else f"{name} #{number}".strip()
+        for number, name in enumerate(found, start=1)
+    ]
+
+
+def spans(numbers: Sequence[int]) -> list[str]:
+    """Rising numbers: `1 to 4`, `7`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in found]
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b, and 3 more`; with semicolons where a word has commas of its own."""
+    separator = "; " if any("=" in word and "," in word for word in words) else ", "
+    more = [f"and {len(words) - MOST_LISTED:,} more"] if len(words) > MOST_LISTED else []
+    return separator.join([*words[:MOST_LISTED], *more])
+
+
+def _by_settings(keys: Sequence[str]) -> bool:
+    """Whether so few settings differ that they make a name."""
+    return 0 < len(keys) <= MOST_NAMING
+
+
+def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
+    """`filters=16, partitions=2`; `model=resnet`, as one types it."""
+    last = [key.rpartition(".")[2] for key in keys]
+    clear = [name if last.count(name) == 1 and name != "name" else key for key, name in zip(keys, last, strict=True)]
+    pairs = [(key.removesuffix(".name"), full) for key, full in zip(clear, keys, strict=True)]
+    return [
+        ", ".join(f"{name}={show(run.settings[key])}" for name, key in pairs if key in run.settings) for run in runs
+    ]
+
+
+def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
+    """The last parts of paths, as many as tell them apart, without what all of them have in common.
+
+    The time that begins a run folder's name is kept where nothing else differs, and the date where runs are of several.
+    """
+    if len(folders) == 1:
+        return [folders[0][-1]]
+    most = max(map(len, folders))
+    endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, most + 1))
+    ends = next((found for found in endings if len(set(found)) == len(found)), [folder[-1] for folder in folders])
+    for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_", "$^"):
+        found = _trimmed([re.sub(rf"(^|/){begin}", r"\1", end) for end in ends])
+        if len(set(found)) == len(found) and all(found):
+            return found
+    return ends
+
+
+def _trimmed(ends: Sequence[str]) -> list[str]:
+    """Without the parts between `_` that all of them have; `micro_batches=4` is one part."""
+    pieces = [end.split("/") for end in ends]
+    parts = [[part for one in own for part in ([one] if "=" in one else one.split("_"))] for own in pieces]
+    common = set(parts[0]).intersection(*parts)
+    return ["_".join(part for part in own if part not in common) for own in parts]
 
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
@@ -59,8 +149,18 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     known = [run.settings[key] for run in runs if key in run.settings]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in known)
     cells = ["-" if value is None else value for value in values]
-    heading = folded(key.removesuffix(".name"))  # `model`, as one types it
+    heading = _folded(key.removesuffix(".name"))  # `model`, as one types it
     return Column(heading, cells=cells, number=number, key=key, values=values)
+
+
+def _folded(key: str, width: int = 9) -> str:
+    """A key over several lines, each as near to ``width`` as its parts allow: `micro_` above `batches`."""
+    lines = [""]
+    for part in re.findall(r"[^._]+[._]?|[._]", key):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _results(runs: Sequence[RunRecord]) -> list[Column]:
@@ -75,42 +175,49 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     peaks = [peak for run in runs for peak in run.value("memory_bytes") or []]
     memory, size = _unit(peaks, (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
 
-    def column(key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], printed: bool) -> Column:
+    def column(
+        key: str, heading: str, of: Callable[[RunRecord], Any], form: Callable[[Any], str] = str, printed: bool = False
+    ) -> Column:
+        values = [of(run) for run in runs]
         cells = ["-" if value is None else form(value) for value in values]
-        return Column(heading, cells=cells, number=form is not str, key=key, values=values, printed=printed)
-
-    def text(key: str, heading: str, of: Callable[[RunRecord], str | None], printed: bool = True) -> Column:
-        return column(key, heading, [of(run) for run in runs], str, printed)
+        number = any(isinstance(value, float) for value in values)
+        return Column(heading, cells=cells, number=number, key=key, values=values, printed=printed)
 
     def number(key: str, heading: str, *at: str, form: Callable[[float], str] = _whole, printed: bool = True) -> Column:
-        found = [run.value(*(at or [key])) for run in runs]
-        return column(key, heading, [None if value is None else float(value) for value in found], form, printed)
+        return column(key, heading, lambda run: _float(run.value(*(at or [key]))), form, printed)
 
-    def quartiles(key: str, printed: bool) -> list[Column]:
-        found = [run.value(f"{key}_quartiles") or (None, None) for run in runs]
-        return [
-            column(f"{key}_{name}", f"{name}\n/s", [values[which] for values in found], _rate, printed)
-            for which, name in enumerate(("q1", "q3"))
-        ]
+    def quartile(which: int, key: str, printed: bool) -> Column:
+        name = ("q1", "q3")[which]
+        return column(
+            f"{key}_{name}", f"{name}\n/s", lambda run: (run.value(f"{key}_quartiles") or (None, None))[which], rate,
+            printed,
+        )  # fmt: skip
 
     def fullest(key: str, heading: str, printed: bool) -> Column:
-        found = [max(run.value(key) or [], default=None) for run in runs]
-        values = [None if value is None else float(value) for value in found]
-        return column(f"{key}_fullest", f"{heading}\n{memory}", values, _scaled(size), printed)
+        heading = f"{heading}\n{memory}"
+        return column(
+            f"{key}_fullest", heading, lambda run: _float(max(run.value(key) or [], default=None)), _scaled(size),
+            printed,
+        )  # fmt: skip
 
     return [
-        text("command", "command", lambda run: run.value("command"), len(commands) > 1),
-        text("status", "status", lambda run: run.value("status")),
+        column("command", "command", lambda run: run.value("command"), printed=len(commands) > 1),
+        column("status", "status", lambda run: run.value("status"), printed=True),
         number("test_top1", "top-1\n%", "test", "top1", form=_percent),
         number("best_top1", "best\n%", "best", "top1", form=_percent),
         number("test_perplexity", "perpl.\nfinal", "test", "perplexity", form=_short_number),
         number("best_perplexity", "perpl.\nbest", "best", "perplexity", form=_short_number),
         number("test_loss", "test loss", "test", "loss", form=_short_number, printed=False),
-        number("samples_per_second", "samples\n/s", form=_rate, printed=images),
-        *quartiles("samples_per_second", images and bench),
-        number("tokens_per_second", "tokens\n/s", form=_rate),
-        *quartiles("tokens_per_second", bench),
-        _speed_kind(runs),
+        number("samples_per_second", "samples\n/s", form=rate, printed=images),
+        quartile(0, "samples_per_second", images and bench),
+        quartile(1, "samples_per_second", images and bench),
+        number("tokens_per_second", "tokens\n/s", form=rate),
+        quartile(0, "tokens_per_second", bench),
+        quartile(1, "tokens_per_second", bench),
+        column(  # there is no room for `measured_one_device`
+            "speed_kind", "speed", lambda run: run.value("samples_per_second_kind"),
+            lambda kind: kind.removeprefix("measured_").replace("_", " "), any(run.shared for run in runs),
+        ),
         number("step_seconds", f"step\n{step}", form=_scaled(step_seconds)),
         number("bubble_measured", "bubble\n%", "bubble", "measured", form=_percent),
         number("bubble_ideal", "bubble ideal\n%", "ideal_bubble", form=_percent, printed=False),
@@ -128,20 +235,13 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         number("steps", "steps"),
         number("seconds", f"time\n{time}", form=_scaled(seconds)),
         number("threads_per_process", "threads", "hardware", "threads_per_process", printed=False),
-        text("machine", "machine", lambda run: run.machine, False),
-        text("torch", "torch", lambda run: run.value("versions", "torch"), False),
-        text("model", "model", lambda run: run.value("model"), False),
-        text("dataset", "data set", lambda run: run.value("dataset"), False),
-        text("error", "error", lambda run: run.error, False),
-        text("folder", "folder", lambda run: str(run.folder), False),
+        column("machine", "machine", lambda run: run.machine),
+        column("torch", "torch", lambda run: run.value("versions", "torch")),
+        column("model", "model", lambda run: run.value("model")),
+        column("dataset", "data set", lambda run: run.value("dataset")),
+        column("error", "error", lambda run: run.error),
+        column("folder", "folder", lambda run: str(run.folder)),
     ]  # fmt: skip
-
-
-def _speed_kind(runs: Sequence[RunRecord]) -> Column:
-    """In the table only where a run is not `measured`; there is no room for `measured_one_device`."""
-    kinds = [run.value("samples_per_second_kind") for run in runs]
-    cells = ["-" if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
-    return Column("speed", cells=cells, key="speed_kind", values=kinds, printed=any(run.shared for run in runs))
 
 
 def _unit(values: Sequence[float | None], units: Sequence[tuple[str, float]], most: float) -> tuple[str, float]:
@@ -154,16 +254,16 @@ def _scaled(size: float) -> Callable[[float], str]:
     return lambda value: f"{value / size:,.1f}"
 
 
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 999.95 else f"{per_second:.1f}"
 
 
 def _short_number(value: float) -> str:

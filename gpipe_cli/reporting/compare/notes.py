@@ -7,10 +7,8 @@ in any of that.
 from collections.abc import Iterator, Sequence
 
 from gpipe_cli.config.typed import show
-from gpipe_cli.reporting.compare.comparison import Comparison
-from gpipe_cli.reporting.compare.run_curves import same_curves
-from gpipe_cli.reporting.compare.run_names import listed
-from gpipe_cli.reporting.compare.run_record import RunRecord
+from gpipe_cli.reporting.compare.comparison import Comparison, listed
+from gpipe_cli.reporting.compare.run_record import RunRecord, same_curves
 
 MOST_ERRORS = 5  # failures that get a line of their own
 

@@ -23,13 +23,10 @@ from reporting_runs import (
     text_step,
 )
 
-from gpipe_cli.reporting.compare.comparison import Comparison, compare
+from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
 from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
-from gpipe_cli.reporting.compare.page import write_page
-from gpipe_cli.reporting.compare.report import csv_of, show_comparison
-from gpipe_cli.reporting.compare.run_curves import COMPARED, Curve, same_curves
-from gpipe_cli.reporting.compare.run_names import differing, names
-from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
+from gpipe_cli.reporting.compare.report import csv_of, show_comparison, write_page
+from gpipe_cli.reporting.compare.run_record import COMPARED, Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.plots.bars import draw_bars
 from gpipe_cli.reporting.plots.curves import draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import run_colour
