@@ -12,8 +12,7 @@ from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.setting_owners import BenchSettings
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.reporting.tables.bench import bench_status, bench_table, show_bench, write_bench
-from gpipe_cli.reporting.tables.sweep import show_rest
+from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, show_rest, write_bench
 
 # What a measurement has no use for, and what to do instead.
 REFUSED = {

@@ -16,8 +16,8 @@ from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_facts, show_line
-from gpipe_cli.reporting.run.progress_bar import following
 from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names

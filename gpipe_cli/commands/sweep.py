@@ -44,8 +44,7 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import value_of
-from gpipe_cli.reporting.tables.bench import HOPELESS, bench_status
-from gpipe_cli.reporting.tables.sweep import Run
+from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status
 
 # What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]

@@ -22,9 +22,9 @@ from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
+from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_error, show_line
-from gpipe_cli.reporting.run.progress_bar import LINE_SECONDS
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.system.files import write_whole

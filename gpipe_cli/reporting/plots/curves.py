@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gpipe_cli.reporting.compare.comparison import Comparison
-from gpipe_cli.reporting.compare.run_curves import SPEEDS, Curve, same_curves
+from gpipe_cli.reporting.compare.run_record import SPEEDS, Curve, same_curves
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK, run_colour
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, add_legend, new_figure, pixels
 

@@ -23,9 +23,8 @@ from rich.console import Console
 
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.reporting.run.banner import show_banner
-from gpipe_cli.reporting.run.console import RunConsole
+from gpipe_cli.reporting.run.console import RunConsole, following
 from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reporting.run.progress_bar import following
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_summary
