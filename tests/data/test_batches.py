@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpipe_cli.data.batches import Catalogue, MiniBatches
-from gpipe_cli.data.temperature import language_quotas
+from gpipe_cli.data.temperature import language_quotas, temperature_draws
 
 
 def sentences(samples: int = 500, longest: int = 30, dimensions: int = 2, languages: int = 5) -> Catalogue:
@@ -32,23 +32,12 @@ def epoch_of(batches: MiniBatches, epoch: int) -> list[list[int]]:
 # --- images
 
 
-@pytest.mark.parametrize(("samples", "batch_size", "shuffle"), [(10, 5, False), (11, 4, True), (3, 8, True)])
-def test_every_image_once_per_epoch(samples: int, batch_size: int, shuffle: bool) -> None:
-    batches = batches_of(samples, batch_size=batch_size, shuffle=shuffle)
-    for epoch in range(3):
-        parts = epoch_of(batches, epoch)
-        assert sorted(chain.from_iterable(parts)) == list(range(samples))
-        assert [len(part) for part in parts] == [batches.size(epoch, p) for p in range(batches.steps_per_epoch)]
-        assert all(len(part) == batch_size for part in parts[:-1])
-        assert shuffle or list(chain.from_iterable(parts)) == list(range(samples))
-        assert batches.lengths(epoch, 0) == ()
-
-
 def test_the_batch_size_cuts_the_same_order_elsewhere_and_a_short_last_one_can_be_dropped() -> None:
     kept, dropped = (batches_of(11, batch_size=4, drop_last=drop_last) for drop_last in (False, True))
-    assert list(map(len, epoch_of(kept, 5))) == [4, 4, 3]
-    assert epoch_of(dropped, 5) == epoch_of(kept, 5)[:2]
-    assert list(chain(*epoch_of(batches_of(11, batch_size=7), 5))) == list(chain(*epoch_of(kept, 5)))
+    whole = epoch_of(kept, 5)
+    assert list(map(len, whole)) == [4, 4, 3]
+    assert epoch_of(dropped, 5) == whole[:2]
+    assert list(chain(*epoch_of(batches_of(11, batch_size=7), 5))) == list(chain(*whole))
 
 
 def test_orders_are_pinned() -> None:
@@ -96,24 +85,25 @@ def test_stream_from_anywhere_is_the_tail_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "shuffle", "dimensions"),
+    ("data", "limit", "shuffle"),
     [
-        ({"batch_size": 7}, False, 2),
-        ({"batch_size": 9999}, True, 3),
-        ({"batch_tokens": 64}, True, 2),
-        ({"batch_tokens": 30}, False, 3),
+        (Catalogue(10), {"batch_size": 5}, False),
+        (Catalogue(3), {"batch_size": 8}, True),
+        (sentences(), {"batch_size": 7}, False),
+        (sentences(dimensions=3), {"batch_size": 9999}, True),
+        (sentences(), {"batch_tokens": 64}, True),
+        (sentences(dimensions=3), {"batch_tokens": 30}, False),
     ],
 )
-def test_every_sample_once_and_padded_to_the_longest(limit: dict[str, int], shuffle: bool, dimensions: int) -> None:
-    data = sentences(dimensions=dimensions)
-    assert data.lengths is not None
+def test_every_sample_once_and_padded_to_the_longest(data: Catalogue, limit: dict[str, int], shuffle: bool) -> None:
     batches = batches_of(data, **limit, shuffle=shuffle)
     for epoch in (0, 1):
         parts = epoch_of(batches, epoch)
-        assert sorted(chain.from_iterable(parts)) == list(range(500))
+        assert sorted(chain.from_iterable(parts)) == list(range(data.samples))
         for position, part in enumerate(parts):
             assert len(part) == batches.size(epoch, position) > 0
-            assert batches.lengths(epoch, position) == tuple(data.lengths[part].amax(dim=0).tolist())
+            longest = () if data.lengths is None else tuple(data.lengths[part].amax(dim=0).tolist())
+            assert batches.lengths(epoch, position) == longest
 
 
 def test_a_short_last_one_can_be_dropped_without_a_preference_for_short_sentences() -> None:
@@ -159,6 +149,7 @@ def test_ties_are_drawn_and_turns_are_shuffled() -> None:
 
 
 def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:
+    assert epoch_of(batches_of(5, batch_size=3, shuffle=False), 1) == [[0, 1, 2], [3, 4]]  # images have no length
     lengths = torch.tensor([[5, 1], [2, 2], [1, 5], [2, 2], [1, 1]], dtype=torch.int32)
     batches = batches_of(Catalogue(5, lengths=lengths), batch_size=2, shuffle=False)
     assert epoch_of(batches, 0) == epoch_of(batches, 3) == [[4, 1], [3, 2], [0]]
@@ -170,6 +161,45 @@ def test_the_longest_sentence_must_fit() -> None:
 
 
 # --- temperature
+
+
+def test_quotas_in_closed_form() -> None:
+    # Shares 16/17 and 1/17: with T = 2 the weights are as 4 to 1, with T = 4 as 2 to 1.
+    assert language_quotas([1600, 100], 2) == [1360, 340]
+    assert language_quotas([1600, 101], 1) == [1600, 101]
+    assert language_quotas([160, 10], 4) == [113, 57]  # 113.33 and 56.67
+    assert language_quotas([160, 10], 1e9) == [85, 85]
+    assert language_quotas([7, 0, 7], 5) == [7, 0, 7]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5, 5.0, 100.0])
+def test_quotas_add_up_and_are_within_one(temperature: float) -> None:
+    counts = [10**position + 3 for position in range(6)]
+    quotas = language_quotas(counts, temperature)
+    weights = [count ** (1 / temperature) for count in counts]
+    assert sum(quotas) == sum(counts)
+    for quota, weight in zip(quotas, weights, strict=True):
+        assert abs(quota - sum(counts) * weight / sum(weights)) < 1
+
+
+def test_no_sample_again_before_all_others() -> None:
+    """Over epochs: at every moment the draws of a language differ by at most one between its samples."""
+    groups = torch.tensor([0] * 50 + [1] * 7 + [3] * 1 + [4] * 22)[torch.randperm(80)]
+    quotas = language_quotas(torch.bincount(groups).tolist(), 3.0)
+    times = torch.zeros(80, dtype=torch.int64)
+    for epoch in range(12):
+        draws = temperature_draws(groups, 3.0, 1, epoch)
+        times += torch.bincount(draws, minlength=80)
+        for group in (0, 1, 3, 4):
+            drawn = times[groups == group]
+            assert drawn.sum() == quotas[group] * (epoch + 1)
+            assert drawn.max() - drawn.min() <= 1
+
+
+def test_draws_are_pinned() -> None:
+    """A resumed run of an older version must find the same draws, so a change of the mixing must be noticed."""
+    groups = torch.tensor([0] * 6 + [1] * 2)
+    assert temperature_draws(groups, 5.0, 0, 0).tolist() == [1, 3, 2, 4, 7, 6, 6, 7]
 
 
 def test_temperature_draws_each_language_its_quota() -> None:
@@ -193,8 +223,7 @@ def test_every_epoch_has_as_many_steps_as_epoch_0() -> None:
         batches = batches_of(data, batch_tokens=60, seed=seed, temperature=5.0)
         needed.add(batches.steps_per_epoch)
         for epoch in range(6):
-            parts = epoch_of(batches, epoch)
-            assert len(parts) == batches.steps_per_epoch
-            assert all(part for part in parts)
+            parts = epoch_of(batches, epoch)  # of so many steps
+            assert all(parts)
             assert abs(sum(map(len, parts)) - 89) <= 20 * 3  # some mini-batches are left out or repeated
     assert len(needed) > 1  # otherwise this test would prove nothing

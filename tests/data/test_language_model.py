@@ -1,16 +1,88 @@
-"""Windows of a text: every token predicted once, from the token before it."""
+"""Text for a language model: how documents are cut into training and test text, windows, and random tokens."""
 
 import math
+from itertools import groupby
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.data.corpora import read_python_docs, read_text_files, split_sections
 from gpipe_cli.data.language_model import TextSplit, open_documents
-from gpipe_cli.data.text import unigram_perplexity
-from gpipe_cli.data.vocabulary import END, IGNORED, PAD, Vocabulary
+from gpipe_cli.data.text import SyntheticText, open_text, unigram_perplexity
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary
+
+# --- documents
+
+
+def test_python_docs_are_split_in_ten_and_share_no_paragraph() -> None:
+    train, test = read_python_docs()
+    sizes = [sum(map(len, texts)) for texts in (train, test)]
+    assert sum(sizes) > 200_000
+    assert 0.07 < sizes[1] / sum(sizes) < 0.13
+
+    def paragraphs(texts: tuple[str, ...]) -> list[str]:
+        return [" ".join(part.split()) for text in texts for part in text.split("\n\n")]
+
+    both = paragraphs(train) + paragraphs(test)
+    assert len(both) == len(set(both))
+    assert set(both) == set(paragraphs(tuple(topics.values()))) - {""}  # only repeated ones are lost
+    assert (train, test) == read_python_docs()
+
+
+def test_sections_end_at_paragraphs_and_every_tenth_is_for_the_test() -> None:
+    """Two paragraphs of 1,000 characters make a section; the 25th is alone, as its document ends."""
+    paragraphs = [f"{number:03d} " + "x" * 996 for number in range(40)]
+    train, test = split_sections(["\n\n".join(paragraphs[:25]), "\n\n".join([*paragraphs[20:], "the end"])])
+    sections = [*train[:9], test[0], *train[9:18], test[1], *train[18:]]
+    assert [section.split("\n\n")[0][:3] for section in sections[:13]] == [f"{n:03d}" for n in range(0, 25, 2)]
+    assert "\n\n".join(sections) == "\n\n".join([*paragraphs, "the end"])
+    assert (len(sections), len(test)) == (13 + 8, 2)
+    # white space makes no other paragraph
+    assert split_sections(["one two\n\n   one\n   two\n\n\n\n\nthree", "one  two"]) == (("one two\n\n\nthree",), ())
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_train_and_test_folders(tmp_path: Path) -> None:
+    trained = {"train/b.txt": "bé\r\nb", "train/a/x.txt": b"\xef\xbb\xbfax"}
+    write(tmp_path, {**trained, "train/notes.md": "no text", "train/empty.txt": " \n"})
+    write(tmp_path, {"test/t.txt": "t", "outside.txt": "neither"})
+    assert read_text_files(tmp_path) == (("ax", "bé\nb"), ("t",))
+
+
+def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
+    lines = [f"line {number:02d}\n" for number in range(100)]  # 8 characters each; 90 % are the first 90 lines
+    write(tmp_path, {"a.txt": "".join(lines), "deep/b.txt": "0123456789" * 3})
+    train, test = read_text_files(tmp_path)
+    assert train == ("".join(lines[:91]), "0123456789" * 2 + "0123456")
+    assert test == ("".join(lines[91:]), "789")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"dataset\.root=\S+/none: '\S+' has no text in 0 \*\.txt files; .*"),
+        ({"a.txt": "", "b.txt": "\n \n"}, r"dataset\.root=\S+: '\S+' has no text in 2 \*\.txt files; .*"),
+        ({"train/a.txt": "text", "test/b.txt": ""}, r"dataset\.root=\S+: '\S+/test' has no text in 1 .*"),
+        ({"a.txt": b"good\n\xff"}, r"text file '\S+/a\.txt': line 2 is not UTF-8 \(.*\); convert it"),
+    ],
+)
+def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
+    write(tmp_path, files)
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        read_text_files(tmp_path if files else tmp_path / "none")
+
+
+# --- windows
+
 
 DOCUMENTS = [f"def {name}():\n    return {number}\n" for number in range(30) for name in ("north", "south", "sea")]
 
@@ -43,14 +115,8 @@ def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
     tokens = train.tokens.tolist()
     assert tokens.count(END) == len(DOCUMENTS)
     assert tokens[-1] == END
-    found, document = [], []
-    for token in tokens:
-        if token == END:
-            found.append(train.vocabulary.decode(document))
-            document = []
-        else:
-            document.append(token)
-    assert found == DOCUMENTS
+    found = [[*part] for is_end, part in groupby(tokens, END.__eq__) if not is_end]
+    assert [train.vocabulary.decode(part) for part in found] == DOCUMENTS
     assert torch.equal(test.tokens, train.tokens[: len(test.tokens)])
 
 
@@ -73,3 +139,40 @@ def test_unigram_perplexity_in_closed_form() -> None:
     assert math.isclose(unigram_perplexity(train, split(0, 4)), 9 / 3)
     assert math.isclose(unigram_perplexity(train, split(0, 5)), 9 / 2)
     assert math.isclose(unigram_perplexity(train, split(5, 4, 5, 0)), (3 * 4.5 * 9) ** (1 / 3))
+
+
+# --- random tokens
+
+
+def make(seed: int = 0, *, pairs: bool = False) -> tuple[SyntheticText, SyntheticText]:
+    config = TextConfig("synthetic_text", vocabulary=50, train_samples=40, test_samples=3)
+    return open_text(config, length=16, pairs=pairs, seed=seed)  # type: ignore[return-value]
+
+
+def test_targets_are_the_next_tokens() -> None:
+    train, test = make()
+    assert (train.catalogue.samples, test.catalogue.samples) == (40, 3)
+    (inputs,) = train.inputs(0, range(40), (16,))
+    targets = train.targets_of(torch.arange(40), (16,))
+    assert inputs.shape == targets.shape == (40, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert (int(inputs.min()), int(inputs.max())) == (UNKNOWN + 1, 49)
+
+
+def test_pairs_begin_with_begin() -> None:
+    train, _ = make(pairs=True)
+    assert train.catalogue.lengths[3].tolist() == [16, 16]  # type: ignore[index]
+    sources, so_far = train.inputs(0, [4, 2], (16, 16))
+    targets = train.targets_of(torch.tensor([4, 2]), (16, 16))
+    assert sources.shape == so_far.shape == targets.shape == (2, 16)
+    assert so_far[:, 0].tolist() == [BEGIN, BEGIN]
+    assert torch.equal(so_far[:, 1:], targets[:, :-1])
+    assert not torch.equal(sources, targets)
+
+
+def test_made_from_seed_and_index() -> None:
+    train, test = make()
+    (batch,) = train.inputs(0, [5, 6], (16,))
+    assert torch.equal(batch[1], make()[0].inputs(3, [6], (16,))[0][0])  # the epoch changes nothing
+    for other, index in ((train, 6), (test, 5), (make(seed=1)[0], 5)):
+        assert not torch.equal(batch[0], other.inputs(0, [index], (16,))[0][0])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, CellGenotype, FeatureMap, Variant
-from gpipe_cli.models.drop_path import set_progress
+from gpipe_cli.models.drop_path import ScheduledDropPath, set_progress
 from gpipe_cli.models.operations import AfterRelu, FactorizedReduction
 
 CURRENT = FeatureMap(12, 7)
@@ -23,16 +23,16 @@ def inputs(previous: FeatureMap) -> tuple[Tensor, Tensor]:
     return torch.randn(2, *CURRENT, CURRENT.size), torch.randn(2, *previous, previous.size)
 
 
-def by_hand(cell: Cell, current: Tensor, previous: Tensor, wiring: list[tuple[int, int]], output: list[int]) -> Tensor:
-    """The cell once more, every ReLU on its own; `wiring` says which states each sum reads."""
+def by_hand(cell: Cell, current: Tensor, previous: Tensor) -> Tensor:
+    """The cell once more, every ReLU on its own."""
     states = [cell.current(F.relu(current)), cell.previous(previous)]
-    for pair, sources in enumerate(wiring):
+    operations = iter(cell.operations)
+    for pair in cell.genotype.pairs:
         terms = []
-        for side, state in enumerate(sources):
-            apply = cell.operations[2 * pair + side]
+        for (_, state), apply in zip(pair, operations, strict=False):
             terms.append(apply(F.relu(states[state]) if isinstance(apply, AfterRelu) else states[state]))
         states.append(terms[0] + terms[1])
-    return torch.cat([states[index] for index in output], dim=1)
+    return torch.cat([states[index] for index in cell.genotype.output], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_wiring(
 ) -> None:
     genotype = (NORMAL if stride == 1 else REDUCTION)[variant]
     assert [tuple(state for _, state in pair) for pair in genotype.pairs] == wiring
+    assert list(genotype.output) == output
     cell = build(genotype, stride, previous)
     x, skip = inputs(previous)
     logits = torch.randn(2, 10)  # of the auxiliary head
@@ -57,7 +58,7 @@ def test_wiring(
     assert passed_on is logits
     assert result.shape == (2, cell.output.channels, cell.output.size, cell.output.size)
     assert cell.output == (8 * len(output), 7 if stride == 1 else 4)
-    torch.testing.assert_close(result, by_hand(cell, x, skip, wiring, output))
+    torch.testing.assert_close(result, by_hand(cell, x, skip))
 
 
 def test_one_state_is_rectified_once() -> None:
@@ -90,9 +91,7 @@ def test_first_cell_reads_the_stem_unprojected() -> None:
     result, current = cell(x)
     assert current is x
     assert isinstance(cell.previous, nn.Identity)
-    torch.testing.assert_close(
-        result, by_hand(cell, x, x, [(0, 0), (2, 1), (2, 2), (3, 1), (2, 3)], [4, 5, 6]), rtol=0, atol=0
-    )
+    torch.testing.assert_close(result, by_hand(cell, x, x), rtol=0, atol=0)
 
 
 def test_drop_path_spares_identities_only() -> None:
@@ -109,3 +108,21 @@ def test_drop_path_spares_identities_only() -> None:
     cell(inputs(PREVIOUS))
     assert len(dropped) == len(names) - 2  # the cell has two identities
     assert all(a is b for a, b in zip(dropped, results, strict=True))
+
+
+def test_drop_path_removes_whole_examples_and_scales_the_rest() -> None:
+    torch.manual_seed(0)
+    drop_path = ScheduledDropPath(0.4)
+    drop_path.progress = 0.5  # keep = 1 - 0.5 * 0.4 = 0.8
+    x = torch.ones(4000, 3, 2, 2, requires_grad=True)
+    whole = drop_path(x)
+    whole.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, whole.detach())  # the gradient has the same mask
+    y = whole.detach().flatten(1)
+    assert torch.equal(y, y[:, :1].expand(-1, 12)), "all channels and pixels of an example share one fate"
+    dropped = y[:, 0] == 0
+    torch.testing.assert_close(y[~dropped], torch.full_like(y[~dropped], 1 / 0.8))
+    # Standard deviation of the mean: sqrt(0.8 * 0.2 / 4000) = 0.0063.
+    assert dropped.float().mean().item() == pytest.approx(0.2, abs=0.03)
+    assert y.mean().item() == pytest.approx(1, abs=0.04)

@@ -165,8 +165,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], but: str = "-") -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "head", "ending"),
-    [(SMALL, "fc.", "pth"), ("test_convnext", "head.fc.", "safetensors")],
+    ("name", "head", "ending"), [(SMALL, "fc.", "pth"), ("test_convnext", "head.fc.", "safetensors")]
 )
 def test_weights_from_a_file(name: str, head: str, ending: str, tmp_path: Path) -> None:
     """A classifier for other classes is left out. The file comes first: nothing is asked from the network."""
@@ -255,11 +254,7 @@ def test_pretrained_weights_out_of_reach(
     [
         ("resnet51", {}, r"model\.name=resnet51: timm has no model of this name; did you mean .*resnet50"),
         ("#", {}, r"model\.name=#: timm has no model of this name; timm\.list_models"),
-        (
-            "resnet50.a9_in1k",
-            {},
-            r"model\.name=resnet50\.a9_in1k: timm has no .*; .* resnet50\.a\w+_in1k",
-        ),
+        ("resnet50.a9_in1k", {}, r"model\.name=resnet50\.a9_in1k: timm has no .*; .* resnet50\.a\w+_in1k"),
         ("densenet121", {}, r"model\.name=densenet121: timm's class DenseNet has no .*; use one of ResNet, .*MlpMixer"),
         ("test_vit3", {}, r"VisionTransformer pools by attention"),
         ("test_vit", {}, r"VisionTransformer takes images of any size"),

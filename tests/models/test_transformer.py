@@ -147,3 +147,60 @@ def test_costs_of_attention_come_from_shapes(dropout: float) -> None:
 def test_widths_that_do_not_fit(width: int, heads: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         transformer_lm(layers=1, width=width, hidden=8, heads=heads, vocabulary=10, length=4)
+
+
+# Translation.
+
+
+def test_one_matrix_embeds_both_languages() -> None:
+    model = small_transformer(KINDS[1])
+    source, mask, target = model[0]((torch.tensor([[3, 4, 0]]), torch.tensor([[3, 5]])))
+    assert torch.equal(mask, torch.tensor([[True, True, False]]))
+    assert torch.equal(source[0, 0], target[0, 0]), "the same token at the same position"
+    assert not torch.equal(source[0, 1], target[0, 1])
+
+
+@pytest.mark.parametrize(("pad", "kind", "training"), [(0, KINDS[1], False), (7, KINDS[2], False), (7, KINDS[1], True)])
+def test_padding_changes_nothing(pad: int, kind: str, training: bool) -> None:
+    model = small_transformer(kind, pad=pad).train(training)
+    source, target = torch.randint(8, 40, (2, 6)), torch.randint(8, 40, (2, 5))
+    source[1, 4:] = pad
+    wider = [torch.cat([tokens, tokens.new_full((2, 4), pad)], 1) for tokens in (source, target)]
+    expected, padded = model((source, target)), model(tuple(wider))[:, :5]
+    assert (padded - expected).abs().max() < 1e-6
+    alone = model((source[1:, :4], target[1:]))
+    assert (alone - expected[1:]).abs().max() < 1e-6
+
+
+def test_every_real_source_token_counts() -> None:
+    model = small_transformer(KINDS[1]).eval()
+    source, target = torch.randint(1, 40, (1, 6)), torch.randint(1, 40, (1, 5))
+    expected = model((source, target))
+    for position in range(6):
+        other = source.clone()
+        other[0, position] = other[0, position] % 39 + 1
+        assert ((model((other, target)) - expected).abs().amax(2) > 1e-4).all(), position
+
+
+def test_a_sentence_of_nothing_but_padding_stays_finite() -> None:
+    """Where a batch is filled up with empty sentences, gradients must not become NaN."""
+    model = small_transformer(KINDS[1])
+    source, target = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+    source[0] = 5
+    model((source, target))[0].square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+def test_depth_scales_feed_forward_only() -> None:
+    assert small_transformer(KINDS[1], logit_clip=0.25)[-1].clip == 0.25  # the other remedy against divergence
+
+    weights = []
+    for depth_scaled in (False, True):
+        torch.manual_seed(1)
+        weights.append(small_transformer(KINDS[1], layers=5, depth_scaled=depth_scaled).state_dict())
+    plain, scaled = weights
+    divided = [name for name in plain if not torch.equal(plain[name], scaled[name])]
+    assert divided == [name for name in plain if ".feed_forward." in name and name.endswith("weight")]
+    assert len(divided) == 2 * 2 * 5
+    for name in divided:
+        torch.testing.assert_close(scaled[name], plain[name] / 5)
