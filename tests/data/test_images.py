@@ -86,8 +86,6 @@ def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
         return opened("synthetic_images", image_size=13, num_classes=7, seed=seed, train_samples=50, test_samples=9)
 
     (train, test), (again, _), (other, _) = pair(4), pair(4), pair(5)
-    assert (len(train), len(test)) == (50, 9)
-    assert train[0, 3].shape == (3, 13, 13)
     assert torch.equal(train[0, 3], again[6, 3])
     assert torch.equal(train.samples.targets, again.samples.targets)
     for different in (train[0, 4], test[0, 3], other[0, 3]):
@@ -96,6 +94,7 @@ def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
     assert set(train.samples.targets.tolist()) == set(range(7))
     # Uniform bytes: mean 0 and deviation 1/sqrt(3) after scaling.
     values = torch.stack([train[0, index] for index in range(50)])
+    assert (values.shape, len(test)) == ((50, 3, 13, 13), 9)
     assert float(values.mean()) == pytest.approx(0, abs=0.02)
     assert float(values.std()) == pytest.approx(3**-0.5, abs=0.02)
 
@@ -199,12 +198,11 @@ def test_folders_that_are_not_data(tmp_path: Path) -> None:
 # --- CIFAR: torchvision knows the files by their MD5, so its readers, told the MD5 of tiny files, read the real format
 
 
-def write_cifar(root: Path, reader: type[CIFAR10], per_file: int = 4) -> type[CIFAR10]:
-    """Write tiny files in the format of `reader` below `root`; return `reader` knowing them."""
+def write_cifar(root: Path, reader: type[CIFAR10]) -> type[CIFAR10]:
+    """Write tiny files of 4 images in the format of `reader` below `root`; return `reader` knowing them."""
     folder = root / reader.base_folder
     folder.mkdir(parents=True)
-    label_key = "fine_labels" if issubclass(reader, CIFAR100) else "labels"
-    classes = 100 if issubclass(reader, CIFAR100) else 10
+    label_key, classes = ("fine_labels", 100) if issubclass(reader, CIFAR100) else ("labels", 10)
     rng = np.random.default_rng(0)
 
     def write(name: str, content: dict[str, object]) -> str:
@@ -212,8 +210,8 @@ def write_cifar(root: Path, reader: type[CIFAR10], per_file: int = 4) -> type[CI
         return md5(data)
 
     def batch(name: str) -> list[str]:
-        data = rng.integers(0, 256, (per_file, 3072), dtype=np.uint8)
-        return [name, write(name, {"data": data, label_key: rng.integers(0, classes, per_file).tolist()})]
+        data = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
+        return [name, write(name, {"data": data, label_key: rng.integers(0, classes, 4).tolist()})]
 
     class Tiny(reader):
         train_list = [batch(name) for name, _ in reader.train_list]  # noqa: RUF012
@@ -286,13 +284,14 @@ def test_whole_image_is_enlarged_bilinearly() -> None:
 def test_random_steps_are_torchvisions(setting: dict[str, Any], step: v2.Transform) -> None:
     transform = build_transform(40, 1.0, replace(PLAIN, **setting))
     image = torch.rand(3, *((50, 60) if "random_resized_crop" in setting else (40, 40)))
-    results = []
+    corners = set()
     for seed in range(8):
         with seeded(seed):
-            results.append(transform(image))
+            result = transform(image)
         with seeded(seed):
-            torch.testing.assert_close(results[-1], 2 * step(image) - 1)
-    assert len({float(result.sum()) for result in results} | {float(result[0, 0, 0]) for result in results}) > 2
+            torch.testing.assert_close(result, 2 * step(image) - 1)
+        corners.add(float(result[0, 0, 0]))
+    assert len(corners) > 1, "nothing is drawn"
 
 
 @pytest.mark.parametrize("side", [1, 4])
