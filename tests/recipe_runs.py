@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.commands.command_line import take_auto
 from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.config.setting_owners import OWNERS
+from gpipe_cli.config.settings import OWNERS
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Runner

@@ -9,7 +9,7 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, training
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
-from gpipe_cli.config.setting_owners import BenchSettings
+from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, show_rest, write_bench

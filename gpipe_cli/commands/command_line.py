@@ -26,8 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.setting_owners import OWNERS, key_of, owner
-from gpipe_cli.config.settings import TrainConfig, check_yaml, from_tree
+from gpipe_cli.config.settings import OWNERS, TrainConfig, check_yaml, from_tree, key_of, owner
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.

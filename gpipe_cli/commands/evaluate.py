@@ -69,4 +69,5 @@ def evaluation(tree: DictConfig) -> EvaluateConfig:
         if value is not None:
             OmegaConf.update(base, key, value, merge=False)
     replace_batch_size(base, given)
-    return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, from_tree(TrainConfig, base))
+    own_settings = settings.run, settings.checkpoint, settings.decode, settings.output
+    return EvaluateConfig(*own_settings, from_tree(TrainConfig, base))

@@ -8,7 +8,7 @@ from omegaconf import open_dict
 from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.setting_owners import PlanSettings
+from gpipe_cli.config.settings import PlanSettings
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server

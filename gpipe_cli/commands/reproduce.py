@@ -20,8 +20,7 @@ from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.reproduction.recipe import Recipe, check_settings, load, names
-from gpipe_cli.reproduction.reproduce import Scale, fitting_scale, reproduce
+from gpipe_cli.reproduction.recipe import Recipe, Scale, load, names
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus_here
 from gpipe_cli.system.files import LOCK
 
@@ -89,11 +88,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if len(rest) > 1:
         raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
-    check_settings(rest[0], tuple(settings.values()))
-    return _reproduce(rest[0], load(rest[0]), whole, tuple(settings.values()))
+    recipe = load(rest[0])
+    recipe.check(tuple(settings.values()))
+    return _reproduce(recipe, whole, tuple(settings.values()))
 
 
-def _reproduce(name: str, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:
+def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:
     console = Console()
     import_torch()
     gpus = gpus_here()
@@ -103,7 +103,7 @@ def _reproduce(name: str, recipe: Recipe, whole: ReproduceSettings, given: tuple
     elif "device=cpu" in given:
         chosen, why = "desk", "device=cpu uses no GPU"
     else:
-        chosen, why = fitting_scale(recipe.needs, gpus)
+        chosen, why = recipe.needs.fitting_scale(gpus)
 
     def perform(command: Sequence[str], log: IO[str]) -> None:
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
@@ -116,16 +116,16 @@ def _reproduce(name: str, recipe: Recipe, whole: ReproduceSettings, given: tuple
         if result.exit_code != 0:
             raise CommandFailedError(result.error)
 
-    place = Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
+    place = Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{recipe.name}")
     with locked_folder(place, f"output={whole.output}", new=True) as folder:
-        facts = [("recipe", f"{name}: {recipe.title}"), ("source", recipe.source)]
+        facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{chosen}: {why}"), ("folder", str(folder))]
         if chosen == "desk":
             without = " without what was given" if given else ""
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         show_facts(console, facts)
         try:
-            found = reproduce(name, recipe, chosen, why, gpus, given, folder, perform, partial(show_line, console))
+            found = recipe.reproduce(chosen, why, gpus, given, folder, perform, partial(show_line, console))
         except KeyboardInterrupt:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             return INTERRUPTED

@@ -38,7 +38,7 @@ from gpipe_cli.commands.outcome import (
 )
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
-from gpipe_cli.config.setting_owners import key_of
+from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server

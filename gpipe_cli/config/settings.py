@@ -5,13 +5,13 @@ in this file and nowhere else, so that no code below checks whether a key exists
 `--cfg job` must answer at once.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig, TextConfig
@@ -199,16 +199,6 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluateConfig:
-    """The settings of `gpipe evaluate`: `training` is the run's own configuration with the given settings replaced."""
-
-    run: str
-    checkpoint: Literal["best", "last"]
-    decode: DecodeConfig
-    training: TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
 class EvaluateSettings:
     """The keys of `conf/evaluate.yaml` that are not in place of the run's own settings."""
 
@@ -216,6 +206,48 @@ class EvaluateSettings:
     checkpoint: Literal["best", "last"]
     decode: DecodeConfig
     output: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateConfig(EvaluateSettings):
+    """The settings of `gpipe evaluate`: `training` is the run's own configuration with the given settings replaced."""
+
+    training: TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """What `conf/bench.yaml` adds to the settings of a training."""
+
+    warm_up_steps: Annotated[int, Within(0, 1_000_000)]
+    steps: Annotated[int, Within(1, 1_000_000)]
+    rounds: Annotated[int, Within(1, 1000)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What `conf/plan.yaml` adds to the settings of a training."""
+
+    solve: Literal["max_model"] | None
+
+
+# What one command has beside the settings of a training: the others ignore it in a recipe, which is one file for bench,
+# plan and train, so that all three run the same job, and refuse it on the command line. Key, and the command.
+OWNERS = {
+    "recipe": "reproduce",
+    **{field.name: "plan" for field in fields(PlanSettings)},
+    **{field.name: "bench" for field in fields(BenchSettings)},
+}
+
+
+def key_of(setting: str) -> str:
+    """`model.filters` of `++model.filters=16`."""
+    return setting.lstrip("+~").partition("=")[0]
+
+
+def owner(setting: str) -> str | None:
+    """The command that `setting`, `steps=5`, belongs to; None: to several."""
+    return OWNERS.get(key_of(setting))
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:
@@ -227,7 +259,7 @@ def from_tree(kind: type[T], tree: DictConfig) -> T:
     return typed(kind, container(tree))
 
 
-def container(tree: DictConfig) -> dict[str, Any]:
+def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
     """The plain values in Hydra's tree. Raises ValueError where one refers to what is not there."""
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True)
@@ -283,22 +315,11 @@ def load(path: Path) -> TrainConfig:
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
-    """A recipe's own settings, merged into the files of `family/` that its defaults list names; gpipe's are not in it.
-
-    Raises:
-        ValueError, OSError or yaml.YAMLError: it cannot be read as one.
-    """
-    try:
-        own = OmegaConf.load(file)
-        assert isinstance(own, DictConfig)
-        families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
-        merged = OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own)
-        tree = OmegaConf.to_container(merged, resolve=True)
-    except (AttributeError, TypeError, OmegaConfBaseException) as error:
-        raise ValueError(one_line(error)) from error
-    if not isinstance(tree, dict):
-        raise ValueError("it is a list")
-    return {str(key): value for key, value in tree.items()}
+    """A recipe's own settings, merged into the files of `family/` that its defaults name; gpipe's are not in it."""
+    own = OmegaConf.load(file)
+    assert isinstance(own, DictConfig)
+    families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
+    return container(OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own))
 
 
 def load_hardware(name: str) -> HardwareConfig:

@@ -13,8 +13,7 @@ from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NONE, difference
-from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
+from gpipe_cli.reproduction.runner import NONE, CommandFailedError, Findings, Runner, difference
 from gpipe_cli.units import percent
 
 

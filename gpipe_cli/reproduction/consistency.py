@@ -16,8 +16,7 @@ from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NONE, number, percents
-from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number, percents
 from gpipe_cli.units import plural
 
 if TYPE_CHECKING:

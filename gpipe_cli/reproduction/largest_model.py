@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpipe_cli.config.setting_owners import key_of
+from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NONE, differences, number
-from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.reproduction.runner import NONE, Findings, Runner, differences, number
 from gpipe_cli.units import count, size
 
 _LIMIT = "hardware.memory_gib"

@@ -6,22 +6,25 @@ machine must have, what is smaller on two CPU cores (a desk), and which experime
 file of its own in this room.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-import yaml
-
-from gpipe_cli.config.setting_owners import key_of, owner
-from gpipe_cli.config.settings import load_recipe
-from gpipe_cli.config.typed import nearest, one_line, show, typed
+from gpipe_cli.config.settings import key_of, load_recipe, owner
+from gpipe_cli.config.typed import RefusedError, nearest, show, typed
+from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.result import flattened
+from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.runner import FOLDER
+from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, last_wins, with_users
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
+from gpipe_cli.units import plural, size
 
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
@@ -29,6 +32,7 @@ _ORDER = (
     "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap", "multilingual_400m",
     "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m", "batch_size_4m",
 )  # fmt: skip
+Scale = Literal["desk", "paper"]
 Experiment = LargestModel | Throughput | Breakdown | Classification | Translation | FineTuning | Consistency
 
 
@@ -40,6 +44,15 @@ class Needs:
     memory_gib: float  # of each
     data: str | None = None  # dataset=..., if it does not come with the program
     how: str | None = None  # to get the data, and where to put it
+
+    def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
+        """The scale that the machine allows, and why."""
+        wanted = f"the paper's scale needs {plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
+        enough = [gpu for gpu in gpus if gpu.memory_bytes >= self.memory_gib * 2**30]
+        if len(enough) >= self.gpus:
+            return "paper", f"{wanted}: they are here"
+        here = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
+        return "desk", f"{wanted}, and there is {here}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +66,10 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The node `recipe` of a file in recipes/. Exactly one experiment is not None."""
+    """A file in recipes/, and its node `recipe`. Exactly one experiment is not None."""
 
+    name: str
+    keys: tuple[str, ...]  # of what its file and its family set, in dotted form: `model.variant`
     title: str
     source: str  # table and version of the paper
     hardware: str  # of the paper
@@ -70,20 +85,84 @@ class Recipe:
     fine_tuning: FineTuning | None = None
     consistency: Consistency | None = None
 
-    def __post_init__(self) -> None:
-        if len(self._experiments) != 1:
-            names = ", ".join(field.name for field in fields(self)[-7:])
-            raise ValueError(f"recipe: has {len(self._experiments)} experiments; give one of {names}")
-
     @property
     def experiment(self) -> Experiment:
-        return self._experiments[0]
-
-    @property
-    def _experiments(self) -> list[Experiment]:
         trained = self.classification, self.translation, self.fine_tuning, self.consistency
         kinds = self.largest_model, self.throughput, self.breakdown, *trained
-        return [kind for kind in kinds if kind is not None]
+        (found,) = (kind for kind in kinds if kind is not None)
+        return found
+
+    def check(self, given: Sequence[str]) -> None:
+        """Raises ValueError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that
+        sets it runs, and what a recipe says of the paper is none."""
+        for setting in given:
+            key = key_of(setting)
+            if key.partition(".")[0] == "recipe":
+                raise ValueError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
+            if owner(setting) is not None and key not in self.keys:
+                reads = f"does not run what reads it (gpipe {owner(setting)})"
+                raise ValueError(f"{setting}: {self.name} {reads}; leave it out")
+
+    def reproduce(
+        self,
+        scale: Scale,
+        why: str,
+        gpus: Sequence[Gpu],
+        given: Sequence[str],
+        folder: Path,
+        perform: Perform,
+        progress: Callable[[str], None],
+    ) -> Reproduction:
+        """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
+
+        Raises ValueError as the commands do for bad input, and CommandFailedError.
+        """
+        begin = time.monotonic()
+        desk = self.desk.settings if scale == "desk" else ()
+        settings = with_users(desk, given)
+        runner = Runner(self.name, folder, settings, perform, progress, scale == "desk", last_wins(given), gpus)
+        try:
+            found = self.experiment.reproduce(runner)
+            sizes = () if self.size is None else (self.size.table(runner),)
+        except RefusedError as error:
+            if not runner.commands:  # refused by the recipe itself
+                raise
+            command = [key_of(one) for one in shlex.split(runner.commands[-1]) if "=" in one]
+            line = explained(error, given, desk, (*command, *self.keys))
+            if scale == "paper" and self.needs.how is not None and error.key.startswith("dataset"):
+                line += f"; {self.needs.how}; scale=desk runs without it"
+            raise ValueError(line) from error
+        notes = [("paper's", self.hardware), ("scale", f"{scale}: {why}")]
+        if given:
+            line = f"{' '.join(given)}: in every command"
+            if runner.changed():
+                said = "titles, scaled down, our choice, the paper's size"
+                line += f"; what else is said of models and sizes ({said}) holds for the recipe without them"
+            notes.append(("given", line))
+        if scale == "desk":
+            notes.append(("scaled down", self.desk.scaled))
+        notes += [*(("our choice", choice) for choice in self.choices), *found.notes]
+        if self.size is not None:
+            smaller = " ".join(self.size.settings)
+            notes.append(("counted", f"from the paper's configuration with {smaller}, dry_run=true"))
+        if not found.comparable:
+            notes.append(("differences", "none where data or sizes are not the paper's"))
+        host = hardware((), 1)
+        machine = f"{host['cores']} cores of {host['cpu']}"
+        if runner.gpus:
+            machine = f"{plural(len(gpus), 'GPU')} ({gpus[0].name}), {machine}"
+        return Reproduction(
+            name=self.name,
+            title=self.title,
+            source=self.source,
+            scale=scale,
+            machine=machine,
+            tables=(*found.tables, *sizes),
+            notes=tuple(notes),
+            commands=tuple(runner.commands),
+            files=found.files,
+            seconds=time.monotonic() - begin,
+        )
 
 
 def names() -> list[str]:
@@ -96,44 +175,30 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """The recipe in recipes/<name>.yaml.
-
-    Raises:
-        ValueError: there is none, or it is not one.
-    """
-    try:
-        tree = _read(name)["recipe"]
-        desk = tree["desk"]
-        desk["settings"] = [f"{key}={show(value)}" for key, value in desk["settings"].items()]
-        return typed(Recipe, tree)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{FOLDER / name}.yaml: cannot be read as a recipe: {one_line(error)}") from error
-
-
-def settings_of(name: str) -> tuple[str, ...]:
-    """Keys of what recipes/<name>.yaml and its family set, in dotted form: `model.variant`."""
-    tree = _read(name)
-    return *tree, *dict(flattened(tree))
-
-
-def check_settings(name: str, given: Sequence[str]) -> None:
-    """Raises ValueError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that sets
-    it runs, and what a recipe says of the paper is none. And for a recipe that does not exist."""
-    keys = _read(name)
-    for setting in given:
-        key = key_of(setting)
-        if key.partition(".")[0] == "recipe":
-            raise ValueError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
-        if owner(setting) is not None and key not in keys:
-            raise ValueError(f"{setting}: {name} does not run what reads it (gpipe {owner(setting)}); leave it out")
-
-
-def _read(name: str) -> dict[str, Any]:
+    """The recipe in recipes/<name>.yaml. Raises ValueError if there is none."""
     known = names()
     if name not in known:
         raise ValueError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
-    file = FOLDER / f"{name}.yaml"
-    try:
-        return load_recipe(file)
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as a recipe: {one_line(error)}") from error
+    tree = load_recipe(FOLDER / f"{name}.yaml")
+    said = tree.pop("recipe")
+    desk = said["desk"]
+    desk["settings"] = [f"{key}={show(value)}" for key, value in desk["settings"].items()]
+    return typed(Recipe, {"name": name, "keys": [*tree, *dict(flattened(tree))], **said})
+
+
+def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:
+    """The refusal of a setting, and whose setting it is if the user has not given it.
+
+    Args:
+        users: settings of the user.
+        desk: those of the recipe at desk scale, if that is its scale.
+        own: keys of all others that the command had: of the recipe's file, and of a row of its table.
+    """
+    key, at_desk = error.key, error.key in map(key_of, desk)
+    if key in map(key_of, users) or not (at_desk or key in own):
+        return str(error)
+    place = f"a setting of this recipe{' at desk scale' if at_desk else ''}"
+    group = next((one for one in users if key_of(one) == key.partition(".")[0]), None)
+    if group is None:
+        return f"{error} ({place})"
+    return f"{str(error).removesuffix('; leave it out')} ({place}, which {group} does not go with)"

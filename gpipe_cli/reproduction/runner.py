@@ -1,7 +1,8 @@
-"""Runs the `gpipe` commands of a recipe and reads the files that they write.
+"""What experiments share: commands of `gpipe` are run, their files are read, and numbers stand beside the paper's.
 
 Each command runs in a process of its own. What it prints goes to a log file: a recipe runs up to twenty commands and
-prints one report.
+prints one report. A difference is taken only where both numbers are of the same data and size: what runs at a desk has
+none, and what runs with a setting of the user that may have changed either has none.
 """
 
 import os
@@ -14,17 +15,25 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Any
 
-from gpipe_cli.config.setting_owners import key_of, owner
+from gpipe_cli.config.settings import key_of, owner
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.run.result import RESULT, read_result
-from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.numbers import changing
+from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.units import duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 LOG = "log.txt"
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
+NONE = "-"
+# How a training is run, which its result does not depend on (the recipe `consistency`).
+SAME_RESULT = ("partitions", "partition", "schedule", "recompute")
+# Where and how long something runs, and where data lie: settings that leave size and data as they are. All others may
+# change them. Of a group, `checkpoint`, all that is in it.
+_HARMLESS = (
+    "output", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost", "seed",
+    "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
+)  # fmt: skip
 # Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]
 
@@ -98,7 +107,8 @@ class Runner:
     def changed(self, *harmless: str) -> tuple[str, ...]:
         """Those of the user's settings after which a number is not to be compared with the paper's; ``harmless`` more
         that change nothing in this experiment."""
-        return changing(self.users, harmless)
+        kept = (*_HARMLESS, *harmless)
+        return tuple(one for one in self.users if not any(f"{key_of(one)}.".startswith(f"{key}.") for key in kept))
 
     def with_settings(self, *settings: str) -> "Runner":
         """The same with these in place of the scale's; without any, at the size of the paper. The user's still win."""
@@ -200,3 +210,37 @@ def _failure(folder: Path) -> str:
     except (OSError, ValueError):  # it failed before it wrote anything
         return ""
     return next((str(row["reason"] or "") for row in rows if row["status"] == "failed"), "")
+
+
+# --- numbers of the tables
+
+
+def number(value: float | None, digits: int) -> str:
+    """`2.58`; `-` if there is none."""
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def percents(share: float | None) -> str:
+    """`84.40 %` for 0.844; `-` if there is none."""
+    return NONE if share is None else f"{100 * share:.2f} %"
+
+
+def difference(ours: float | None, paper: float | None, comparable: bool, digits: int = 2) -> str:
+    """Ours minus the paper's, `-0.42`; `-` where they are not of the same data and size, or one of them is missing."""
+    if not comparable or ours is None or paper is None:
+        return NONE
+    return f"{round(ours - paper, digits) + 0.0:+.{digits}f}"
+
+
+def differences(
+    heading: str, ours: Sequence[float | None], paper: Sequence[float], comparable: bool, digits: int = 2
+) -> Column:
+    """The column of the difference of each row."""
+    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in zip(ours, paper, strict=True)]
+    return Column(heading, "difference", cells)
+
+
+def beside(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table of rows that are each a name, the paper's number, ours and the difference."""
+    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
+    return Table.of_rows(title, columns, tuple(rows))

@@ -16,8 +16,7 @@ from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NONE, differences, number
-from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner
+from gpipe_cli.reproduction.runner import NONE, THROUGH_HOST, Findings, Runner, differences, number
 from gpipe_cli.units import plural
 
 MEASURED, IMPOSSIBLE = "measured", "impossible"  # statuses of a row of bench.json

@@ -10,8 +10,7 @@ from typing import Any
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.numbers import NONE, SAME_RESULT, beside, difference, number, percents
-from gpipe_cli.reproduction.runner import Findings, Runner
+from gpipe_cli.reproduction.runner import NONE, SAME_RESULT, Findings, Runner, beside, difference, number, percents
 from gpipe_cli.units import count, plural
 
 RUN = "trained"  # folder of the run

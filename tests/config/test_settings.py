@@ -17,8 +17,8 @@ from gpipe_cli.commands.evaluate import evaluation
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import resumed
 from gpipe_cli.config.model import TransformerLMConfig
-from gpipe_cli.config.setting_owners import BenchSettings
 from gpipe_cli.config.settings import (
+    BenchSettings,
     EvaluateSettings,
     TrainConfig,
     find_run,

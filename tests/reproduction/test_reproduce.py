@@ -10,9 +10,7 @@ from recipe_runs import Answer, answering, shares_of_a_step
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reproduction.numbers import changing
-from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.reproduce import explained, reproduce
+from gpipe_cli.reproduction.recipe import explained, load
 from gpipe_cli.reproduction.runner import Gpu
 
 RESIZED = "model.filters=16: in every command; what else is said of models and sizes (titles, scaled down, our choice, the paper's size) holds for the recipe without them"  # noqa: E501
@@ -22,7 +20,7 @@ def breakdown(
     folder: Path, given: Sequence[str], gpus: Sequence[Gpu] = (), answer: Answer = shares_of_a_step
 ) -> Reproduction:
     perform = answering(folder, answer).perform
-    return reproduce("breakdown", load("breakdown"), "desk", "", gpus, given, folder, perform, lambda line: None)
+    return load("breakdown").reproduce("desk", "", gpus, given, folder, perform, lambda line: None)
 
 
 def test_what_the_user_gave_stands_beside_what_is_said_of_the_recipe(tmp_path: Path) -> None:
@@ -38,12 +36,11 @@ def test_a_gpu_that_was_not_used_is_not_the_machine(tmp_path: Path) -> None:
     assert breakdown(tmp_path, ("device=auto",), [Gpu("H200", 2**37)]).machine.startswith("1 GPU (H200), ")
 
 
-def test_settings_that_leave_size_and_data_as_they_are() -> None:
+def test_settings_that_leave_size_and_data_as_they_are(tmp_path: Path) -> None:
     given = ("checkpoint.keep=1", "++device=cpu", "steps=2", "steps_more=1", "dataset.root=data", "dataset=digits")
-    assert changing(given) == ("steps_more=1", "dataset=digits")
-    assert changing(("partitions=8", "partition.balance=[1,2]", "epochs=1"), ("partitions", "partition")) == (
-        "epochs=1",
-    )
+    assert answering(tmp_path, shares_of_a_step, *given).changed() == ("steps_more=1", "dataset=digits")
+    users = answering(tmp_path, shares_of_a_step, "partitions=8", "partition.balance=[1,2]", "epochs=1")
+    assert users.changed("partitions", "partition") == ("epochs=1",)
 
 
 def test_a_refused_setting_that_nobody_typed_is_called_the_recipes(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from recipe_runs import HERE, TINY, answering, column, real_runner
 from training_runs import command
 
 from gpipe_cli.reporting.run.result import read_result
-from gpipe_cli.reproduction.numbers import percents
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import last_wins
+from gpipe_cli.reproduction.runner import last_wins, percents
 from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Size, Translation
 from gpipe_cli.units import count
 
