@@ -69,11 +69,11 @@ class Data:
         stages = placement.stages_of(process)
         self._config, self._first = config, 0 in stages
         self._splits: tuple[Split, Split] | None = None
-        self._readings: dict[
-            bool, Reading
-        ] = {}  # of the training set (True) and the test set, where the first stage is
+        # of the training set (True) and the test set, where the first stage is
+        self._readings: dict[bool, Reading] = {}
         if self._first or placement.partitions - 1 in stages:  # stages in between never see a sample
-            self._splits = open_data(config, _saved_vocabulary(config, source))
+            saved = None if source is None or config.task == "classification" else source / VOCABULARY
+            self._splits = open_data(config, saved.read_bytes() if saved is not None and saved.is_file() else None)
         if self._splits is None or not self._first:
             return
         pin = config.device != "cpu" and torch.cuda.device_count() > 0
@@ -122,12 +122,6 @@ class Data:
         assert self._splits is not None
         if isinstance(self._splits[0], TextSplit | PairSplit):
             write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
-
-
-def _saved_vocabulary(config: TrainConfig, source: Path | None) -> bytes | None:
-    if source is None or config.task == "classification" or not (source / VOCABULARY).is_file():
-        return None
-    return (source / VOCABULARY).read_bytes()
 
 
 def check_epochs(config: TrainConfig, start: Progress, steps_per_epoch: int) -> None:

@@ -40,7 +40,7 @@ from gpipe_cli.training.events import (
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
 from gpipe_cli.training.step import StepMetrics, evaluate, gather_recording, rehearse, train_step
-from gpipe_cli.training.translation.scores import translated_examples, translated_test_set
+from gpipe_cli.training.translation.scores import WATCHED, score_translations, translate
 
 
 def train(
@@ -99,9 +99,9 @@ def train(
         if resume_from is not None:
             adopt(resume_from, folder)
         data.save_vocabulary(folder)
-        process.report(
-            TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, _gpu_names(placement))
-        )
+        # asked here and not in the parent, where it would open a CUDA context
+        gpus = tuple(torch.cuda.get_device_name(one) for one in dict.fromkeys(placement.devices) if one != "cpu")
+        process.report(TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus))
 
     counted = False  # whether saved activations were
     recording, recording_began = None, 0.0  # of the step before
@@ -120,7 +120,8 @@ def train(
             config, engine, control, step, rate, training, epoch, position,
             before=recording, count=count, begun_bytes=begun_bytes,
         )  # fmt: skip
-        progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=_updates(engine))
+        updates = next((average.updates for average in engine.averages.values()), 0)
+        progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
         if control.leads:
             metrics = metrics_of_all()
             refuse_nonsense(config, metrics.totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
@@ -134,7 +135,7 @@ def train(
         if milestones.evaluates_after(progress.step):
             with engine.evaluating(averages=bool(engine.averages)):
                 totals = evaluate(config, engine, control, test)
-                examples = translated_examples(config, engine, control, test)
+                examples = tuple(translate(config, WATCHED, engine, control, test))
             score = score_of(totals, text=config.task != "classification")
             best = is_best(score, progress)
             if best:
@@ -184,11 +185,13 @@ def evaluate_checkpoint(
     with engine.evaluating(averages=bool(engine.averages)):
         totals = evaluate(config, engine, control, test)
         seconds = time.perf_counter() - began
-        translation = translated_test_set(config, decode, engine, control, test, on_decoded)
+        began = time.perf_counter()
+        rows = translate(config, decode, engine, control, test, on_decoded)
+        decoding = time.perf_counter() - began
     test.close()
     if control.leads:
-        scores = _scores(config, engine, totals)
-        samples = test.batches.samples
+        scores, samples = _scores(config, engine, totals), test.batches.samples
+        translation = score_translations(rows, of=samples, beam=decode.beam, seconds=decoding) if rows else None
         process.report(EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
     engine.executor.settle()
     control.barrier()
@@ -262,13 +265,3 @@ def _check_layers(
     if findings:
         raise ValueError(f"model={choice_of(config.model)}: {findings[0].text}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"
-
-
-def _updates(engine: Engine) -> int:
-    return next((average.updates for average in engine.averages.values()), 0)
-
-
-def _gpu_names(placement: Placement) -> tuple[str, ...]:
-    """Asked here and not in the parent, where it would open a CUDA context."""
-    devices = dict.fromkeys(device for device in placement.devices if device != "cpu")
-    return tuple(torch.cuda.get_device_name(device) for device in devices)

@@ -166,12 +166,17 @@ def decode(
     """
     if not indices:
         return []
-    lengths, vocabulary = _agree(engine, control, split, indices)
+    counts, forbidden = None, None
+    if engine.has_first:
+        assert split is not None
+        counts = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
+    lengths, vocabulary = next(one for one in control.collect(counts) if one is not None)
     wanted = min(search.beam, vocabulary)
-    forbidden = None
     if engine.has_last:
         assert split is not None
-        forbidden = torch.tensor(_never_chosen(split), device=engine.last_device)
+        # text is never unknown: the vocabulary spells in bytes what it has no piece for
+        languages = {split.vocabulary.symbol(f"<2{target_language(name)}>") for name in split.pairs.languages}
+        forbidden = torch.tensor([PAD, BEGIN, UNKNOWN, *sorted(languages)], device=engine.last_device)
     # sentences of similar lengths need little padding; the longest come first, so that memory runs out soon or never
     order = sorted(range(len(indices)), key=lambda at: -lengths[at])
     translations: list[list[int]] = [[] for _ in indices]
@@ -218,21 +223,3 @@ def _run(
         so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in rows], device=sources.device)
         inputs = sources[where, :longest].contiguous(), so_far
     engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
-
-
-def _agree(
-    engine: Engine, control: ControlGroup, split: PairSplit | None, indices: Sequence[int]
-) -> tuple[list[int], int]:
-    """The tokens of each source and the size of the vocabulary, sent to all by the process with the first stage."""
-    known = None
-    if engine.has_first:
-        assert split is not None
-        known = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
-    lengths, vocabulary = next(one for one in control.collect(known) if one is not None)
-    return lengths, vocabulary
-
-
-def _never_chosen(split: PairSplit) -> list[int]:
-    """Tokens that no answer holds. Text is never unknown: the vocabulary spells in bytes what it has no piece for."""
-    symbols = {f"<2{target_language(name)}>" for name in split.pairs.languages}
-    return [PAD, BEGIN, UNKNOWN, *sorted(map(split.vocabulary.symbol, symbols))]

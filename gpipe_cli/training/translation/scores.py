@@ -5,7 +5,6 @@ whose signatures say exactly how, because BLEU scores of different tokenizations
 sources score that are taken for translations: between related languages, and for names, that is far from 0.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 from gpipe_cli.assembly.build import greatest_lengths
@@ -19,7 +18,7 @@ from gpipe_cli.training.events import Translation, TranslationScores
 from gpipe_cli.training.translation.decode import Search, decode
 
 EXAMPLES = 20  # translations in a result
-WATCHED = 8  # sentences that are translated at each evaluation of a training, for people to look at
+WATCHED = DecodeConfig(1, 8, 0.0)  # a few sentences, greedily: at each evaluation of a training, for people to look at
 
 
 def choose(samples: int, wanted: int) -> list[int]:
@@ -32,34 +31,7 @@ def choose(samples: int, wanted: int) -> list[int]:
     return [place * samples // wanted for place in range(wanted)]
 
 
-def translated_test_set(
-    config: TrainConfig,
-    settings: DecodeConfig,
-    engine: Engine,
-    control: ControlGroup,
-    test: Reading,
-    on_decoded: Callable[[int, int], None],
-) -> TranslationScores | None:
-    """The scores of `gpipe evaluate`; None where there is nothing to translate, and in all processes but the first.
-
-    Called in every process, inside `engine.evaluating`; `on_decoded` is called with how many sentences of how many are
-    done.
-    """
-    began = time.perf_counter()
-    rows = _translated(config, settings, engine, control, test, on_decoded)
-    seconds = time.perf_counter() - began
-    return score_translations(rows, of=test.batches.samples, beam=settings.beam, seconds=seconds) if rows else None
-
-
-def translated_examples(
-    config: TrainConfig, engine: Engine, control: ControlGroup, test: Reading
-) -> tuple[Translation, ...]:
-    """A few sentences, the same at each evaluation, decoded greedily; none in all processes but the first. Called in
-    every process, inside `engine.evaluating`."""
-    return tuple(_translated(config, DecodeConfig(1, WATCHED, 0.0), engine, control, test))
-
-
-def _translated(
+def translate(
     config: TrainConfig,
     settings: DecodeConfig,
     engine: Engine,
@@ -67,7 +39,10 @@ def _translated(
     test: Reading,
     on_decoded: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Translation]:
-    """Some sentences of the test set, or all; none in all processes but the first."""
+    """Some sentences of the test set, or all; none where there is nothing to translate, and in all processes but the
+    first. Called in every process, inside `engine.evaluating`; `on_decoded` is called with how many sentences of how
+    many are done.
+    """
     if config.task != "translation" or config.dataset.name == "synthetic_text":
         return []
     samples, split, length = test.batches.samples, test.split, greatest_lengths(config)[-1]
