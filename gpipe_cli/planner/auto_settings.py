@@ -214,22 +214,22 @@ def solve_max_model(
     comparisons = []
     for key, step, most in _sizes(config):
         tried: dict[int, Candidate] = {}
-
-        def fits(guess: int, key: str = key, step: int = step, tried: dict[int, Candidate] = tried) -> bool:
-            model = replace(config.model, **{key: guess * step})  # type: ignore[arg-type]  # a size is a whole number
+        # the largest that fits is at least `low` and less than `high`: by doubling what is given, then by halving
+        low, high, guess = 0, most + step, min(max(step, getattr(config.model, key) // step * step), most)
+        while high - low > step:
+            model = replace(config.model, **{key: guess})
             grown = replace(config, model=model)
             profile = profile_model(grown)
-            tried[guess] = try_plan(str(guess * step), grown, profile, costs_of(grown, profile), limit_bytes)
-            found = tried[guess].plan is not None
+            tried[guess] = try_plan(str(guess), grown, profile, costs_of(grown, profile), limit_bytes)
+            fits = tried[guess].plan is not None
             if time.monotonic() - began > _SILENT_SECONDS:
-                log(f"model.{key}={guess * step} {'fits' if found else 'does not fit'}")
-            return found
-
-        largest = _largest(fits, max(1, getattr(config.model, key) // step), most // step)
-        end = "" if largest < most // step else f"; more than {most} were not tried"
+                log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
+            low, high = (guess, high) if fits else (low, guess)
+            guess = min(2 * low, most) if high > most else (low + high) // (2 * step) * step
+        end = "" if low < most else f"; more than {most} were not tried"
         rule = f"the largest that fits, everything else as given{end}"
         candidates = tuple(tried[guess] for guess in sorted(tried))
-        comparisons.append(Comparison(f"model.{key}", rule, candidates, tried.get(largest)))
+        comparisons.append(Comparison(f"model.{key}", rule, candidates, tried.get(low)))
     found = [comparison.chosen for comparison in comparisons if comparison.chosen is not None]
     if not found:
         reason = comparisons[0].candidates[0].reason
@@ -240,21 +240,6 @@ def solve_max_model(
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
     assert best.plan is not None
     return best.config, best.profile, best.plan, tuple(comparisons)
-
-
-def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """The largest number up to `most` that fits, 0 if none does: by doubling from `start`, then by halving."""
-    low, high = 0, None
-    guess = min(start, most)
-    while high is None or high - low > 1:
-        if fits(guess):
-            low = guess
-            if low == most:
-                return low
-        else:
-            high = guess
-        guess = min(2 * low, most) if high is None else (low + high) // 2
-    return low
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:

@@ -64,7 +64,8 @@ class Data:
         """Open the data where the first or the last stage is, and start loading: training from `start` on, or the
         test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
 
-        Loader processes are forked here, before this process has threads, connections or a CUDA context.
+        Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
+        ValueError if an epoch of the run that is resumed had another number of steps.
         """
         stages = placement.stages_of(process)
         self._config, self._first = config, 0 in stages
@@ -83,7 +84,12 @@ class Data:
             batches = mini_batches(config, split.catalogue, training=training)
             span = 0, 0, 1 if start is None else config.epochs + 1
             if training and start is not None:
-                check_epochs(config, start, batches.steps_per_epoch)  # before loading begins at a place there is not
+                if start.steps_per_epoch not in (0, batches.steps_per_epoch):
+                    raise ValueError(
+                        f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has "
+                        f"{batches.steps_per_epoch} now, so the data is another; put back the data, and leave out the "
+                        "dataset's settings"
+                    )
                 span = start.epoch, start.position, config.epochs
             loaded = LoadedBatches(split, batches, *span, workers_of(config), pin)
             self._readings[training] = Reading(split, batches, loaded)
@@ -122,15 +128,6 @@ class Data:
         assert self._splits is not None
         if isinstance(self._splits[0], TextSplit | PairSplit):
             write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
-
-
-def check_epochs(config: TrainConfig, start: Progress, steps_per_epoch: int) -> None:
-    """Raises ValueError if an epoch of the run that is resumed had another number of steps."""
-    if start.steps_per_epoch not in (0, steps_per_epoch):
-        raise ValueError(
-            f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has {steps_per_epoch} now, "
-            "so the data is another; put back the data, and leave out the dataset's settings"
-        )
 
 
 def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool) -> MiniBatches:

@@ -23,7 +23,7 @@ from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training.checkpoint.restore import restore, save_checkpoint
 from gpipe_cli.training.checkpoint.store import Progress, adopt
-from gpipe_cli.training.data_feed import Data, Reading, check_epochs, refuse_short_last
+from gpipe_cli.training.data_feed import Data, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.events import (
     CheckpointWritten,
@@ -77,7 +77,6 @@ def train(
     if only_steps:
         test.close()  # what loads it would take time from the steps
     batches = training.batches
-    check_epochs(config, start, batches.steps_per_epoch)
     refuse_short_last(config, batches)
     milestones = Milestones(config, batches.steps_per_epoch, only_steps)
 

@@ -6,6 +6,7 @@ draws from torch's generator alone, and remembers nothing between calls. Running
 shows why. It also finds what a single step does not show: statistics that a recomputation counts twice.
 """
 
+import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,19 +36,18 @@ class Finding:
 
 
 class Watch:
-    """What was found while layers ran. `draws`: some draw random numbers from torch's generator, as for dropout."""
+    """What was found while layers ran."""
 
     def __init__(self) -> None:
-        self._findings: dict[str, Finding] = {}
-        self.draws = False
+        self._first: dict[str, Finding] = {}  # of each layer
+        self.draws = False  # some draw random numbers from torch's generator, as for dropout
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The first of each layer."""
-        return tuple(self._findings.values())
+        return tuple(self._first.values())
 
     def found(self, kind: FindingKind, layer: str, text: str) -> None:
-        self._findings.setdefault(layer, Finding(kind, layer, text))
+        self._first.setdefault(layer, Finding(kind, layer, text))
 
 
 @contextmanager
@@ -56,8 +56,9 @@ def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
     buffers, gradients, what modules remember as attributes, and generators are as before."""
     watch = Watch()
     with ExitStack() as stack:
-        devices = [stage.device for stage in stages]
-        stack.enter_context(_random_states([device for device in devices if device.type == "cuda"]))
+        stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if stage.device.type == "cuda"]))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
             stack.enter_context(_put_back(stage.module))
             seen = _Seen(watch, stage.device)
@@ -89,19 +90,18 @@ class _Seen:
             return
         held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer)}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
-        self._before = held, given, self._generator().clone(), random.getstate(), _numpy_state()
+        self._before = held, given, self._generator().clone(), _other_generators()
 
     def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        held, given, generator, python, numpy = self._before
+        held, given, generator, others = self._before
         if not all(same_bits(*pair) for pair in given):
             self._watch.found("in_place", name, str(ChangedInputError(name)))
             for tensor, value in given:  # it is what the layer before gave
                 _write_back(tensor, value)
-        moved = {"Python's random module": random.getstate() != python, "numpy.random": _numpy_state() != numpy}
-        if sources := [source for source in moved if moved[source]]:
+        if sources := [source for source, state in _other_generators().items() if state != others[source]]:
             self._watch.found(
                 "random",
                 name,
@@ -170,17 +170,6 @@ def _put_back(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-@contextmanager
-def _random_states(devices: list[torch.device]) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state(legacy=True)
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Without autograd, which may need the tensor for a backward. One that has not changed may not be writable."""
     if not same_bits(tensor, value):
@@ -191,6 +180,7 @@ def _tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def _numpy_state() -> tuple[object, ...]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return (kind, np.asarray(keys).tobytes(), *rest)
+def _other_generators() -> dict[str, bytes]:
+    """The states of those that torch does not rule, and that no stage seeds."""
+    states = {"Python's random module": random.getstate(), "numpy.random": np.random.get_state(legacy=True)}
+    return {source: pickle.dumps(state) for source, state in states.items()}

@@ -9,12 +9,12 @@ the host does not wait for it.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from gpipe_cli.pipeline.schedule.dependencies import source
-from gpipe_cli.pipeline.schedule.schedules import Action, Schedule
+from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read
@@ -22,32 +22,19 @@ MARKS = 4  # of an action: begun, everything received, computed, handed on
 _ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: their drift is parts in a million
 
 
-class Clock(Protocol):
-    """Marks moments in the order of a device's work."""
-
-    def begin_step(self) -> None: ...
-
-    def now(self) -> Mark: ...
-
-    def core_seconds(self) -> float:
-        """How long the calling thread has had a core so far; 0 where the work is not done by that thread."""
-
-    def reader(self) -> Callable[[Mark], float]:
-        """How the marks of this step are read: as seconds of the host's monotonic clock."""
-
-
 class HostClock:
     """A CPU's: work is done when the call returns."""
 
     now = staticmethod(time.perf_counter)
-    # Of this thread, which computes; with more threads, those of OpenMP wait for each other within a millisecond, so
-    # that a core which one of them misses is missed by all.
+    # How long the calling thread has had a core so far. It computes; with more threads, those of OpenMP wait for each
+    # other within a millisecond, so that a core which one of them misses is missed by all.
     core_seconds = staticmethod(time.thread_time)
 
     def begin_step(self) -> None:
         pass
 
     def reader(self) -> Callable[[Mark], float]:
+        """How the marks of this step are read: as seconds of the host's monotonic clock."""
         return float
 
 
@@ -102,6 +89,9 @@ class _Reference:
     def read(self, mark: Any) -> float:
         mark.synchronize()
         return self.seconds + float(self._event.elapsed_time(mark)) / 1e3
+
+
+Clock: TypeAlias = HostClock | StreamClock  # marks moments in the order of a device's work
 
 
 class Recording:
@@ -168,10 +158,11 @@ def measured_timeline(
     while stage 0 still ends that one. While a stage waits for its neighbour to compute it is idle; what it still waits
     after that is the transfer, as is the time that it takes to hand on what it has computed.
     """
-    ends: dict[Action, float] = {}
-    for actions, numbers in zip(schedule, seconds, strict=True):
-        for at, action in enumerate(actions):
-            ends[action] = numbers[at * MARKS + 2]
+    ends = {
+        action: numbers[at * MARKS + 2]
+        for actions, numbers in zip(schedule, seconds, strict=True)
+        for at, action in enumerate(actions)
+    }
     stages, events = [], []
     for actions, numbers in zip(schedule, seconds, strict=True):
         spans: list[Span] = []
