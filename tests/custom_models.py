@@ -120,7 +120,7 @@ def halves_in_place(x: torch.Tensor) -> torch.Tensor:
 def refuses_values(x: torch.Tensor) -> torch.Tensor:
     """Works as long as there is nothing to work on."""
     if not x.is_meta:
-        raise RuntimeError("no values,\nplease")
+        raise RuntimeError("no values\nplease")
     return x
 
 

@@ -115,7 +115,7 @@ IN_PLACE = "layer 1 changes its input in place"
         ("works_in_place", [], 0, "fails: 6 of 6 variants; first in layer 1", IN_PLACE),
         ("hides_in_place", ["partition.balance=[1,4]"], 18, "fails: 2 of 2 variants; first in layer 1", IN_PLACE),
         ("wants_no_values", [], 18, "fails: 2 of 2 variants; first in layer 1",
-         "layer 1 raises RuntimeError: no values, please"),
+         "layer 1 raises RuntimeError: no values; please"),
         ("is_lonely", ["partition.balance=[1,4]"], 5, "fails: 1 of 14 variants; first in layer 1",
          "layer 1 raises RuntimeError: not alone"),
         ("shares", [IN_PROCESS, "partition.balance=[2,3]"], 0, "fails: 6 of 13 variants",

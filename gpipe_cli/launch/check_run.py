@@ -168,13 +168,11 @@ class _Checked:
                 self.rows.setdefault(message.variant, message)  # of several stages that fail the first
 
     def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Leaves out what cannot be compared with anything, and what has failed in one process already."""
+        """Leaves out what has failed in one process already, or could not be compared there with anything."""
         for variant in variants:
-            same = self.rows.get(variant._replace(executor="in_process"))
-            if variant.executor == "distributed" and same is not None and same.verdict == "fails":
-                self._add(variant, "left out", "what fails in one process is not run in several")
-            elif variant.executor == "distributed" and variant.schedule not in self.references:
-                self._add(variant, "left out", f"the reference of {variant.schedule} failed")
+            alone = self.rows.get(variant._replace(executor="in_process"))
+            if alone is not None and alone.verdict in ("fails", "left out"):
+                self._add(variant, "left out", "what has no result in one process is not run in several")
         return self._missing(variants)
 
     def _missing(self, variants: Sequence[Variant]) -> list[Variant]:

@@ -5,11 +5,10 @@ gradient, and of what the step makes of weights and statistics.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.planner.placement import Placement
 
@@ -33,17 +32,6 @@ class Variant(NamedTuple):
     schedule: Schedule
     recompute: Mode
     executor: Executor
-
-    def config(self, config: TrainConfig, placement: Placement) -> TrainConfig:
-        return replace(
-            config,
-            partitions=self.partitions,
-            partition=PartitionConfig(tuple(len(names) for names in placement.layer_names)),
-            micro_batches=self.micro_batches,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            executor="in_process" if self.executor == "pytorch" else self.executor,
-        )
 
 
 @dataclass(frozen=True)

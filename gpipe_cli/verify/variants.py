@@ -5,10 +5,10 @@ code that trains: each variant begins anew, with the same weights and seeds, doe
 every layer's outputs, of every gradient, and of what the step makes of weights and statistics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gpipe_cli.assembly.build import build_model
+from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.assembly.learning_rate import learning_rate
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import PartitionConfig, TrainConfig
+from gpipe_cli.config.typed import with_type
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
+from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import watching
-from gpipe_cli.pipeline.runtime.boundary import as_tuple
+from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value
 from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
+from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split_all
+from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
@@ -50,7 +55,8 @@ from gpipe_cli.verify.differences import (
     first_difference,
     within,
 )
-from gpipe_cli.verify.plain_pytorch import build_untouched, run_untouched
+
+Step = tuple[float, Digests, dict[str, torch.Tensor]]  # the loss, what a step leaves, this process's gradients
 
 
 def check(
@@ -107,15 +113,11 @@ def _failed(variant: Variant, error: Exception) -> Row:
         # which micro-batch is the first to fail depends on the schedule; what fails does not
         action, layer = error.action, error.layer or None
         where = f"layer {layer}" if layer else f"{action.kind.name} of stage {action.stage}"
-        text = f"{where} raises {_one_line(error.__cause__).rstrip('.')}"
+        text = f"{where} raises {with_type(error.__cause__ or error).rstrip('.')}"
         return Row(*variant, "fails", None, layer, action.stage, action.micro_batch, text)
     if variant.executor == "pytorch":
-        return Row(*variant, "fails", text=f"plain PyTorch raises {_one_line(error)}")
+        return Row(*variant, "fails", text=f"plain PyTorch raises {with_type(error)}")
     raise error
-
-
-def _one_line(error: BaseException | None) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ class _Runs:
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
         """The row of a variant, and what it leaves if it is a reference."""
-        untouched = variant.executor == "pytorch"
-        loss, digests, gradients = self._run_untouched(variant) if untouched else self._run(variant)
+        plain = variant.executor == "pytorch"
+        loss, digests, gradients = self._run_plain(variant) if plain else self._run(variant)
         digests[Place(What.LOSS, 0, 0, self.layers[-1])] = loss.hex()
         if self.is_reference(variant):
             save_file(gradients, self.folder / f"{variant.schedule}.safetensors")
@@ -167,29 +169,57 @@ class _Runs:
         if least is None:
             return Row(*variant, "identical"), None
         distance = self._distance(gradients, variant.schedule)
-        if variant.micro_batches != self.base.micro_batches or (untouched and 0 < distance <= TOLERANCE):
+        if variant.micro_batches != self.base.micro_batches or (plain and 0 < distance <= TOLERANCE):
             return within(variant, distance), None
         return differs(variant, self.placements[variant.partitions], least, distance), None
 
-    def _run_untouched(self, variant: Variant) -> tuple[float, Digests, dict[str, torch.Tensor]]:
-        """As `_run`, in plain PyTorch, and no weight is changed."""
+    def _run_plain(self, variant: Variant) -> Step:
+        """As `_run`, in plain PyTorch, and no weight is changed: all pipelines could be wrong in the same way.
+
+        The model is built anew and called as its user would call it, once for each micro-batch. Only the seeds are
+        those of a pipeline, set before each layer, or else dropout would be another.
+        """
         config, engine = self._engine(variant, self.process.watch)
-        model = build_untouched(config, self.placements[variant.partitions])
+        device, current = engine.first_device, 0
+        whole = real_model(config, pretrained=config.init_from is None)
+        if whole is None:
+            model = build_model(config)
+            model = materialize(model, 0, len(model), run_seed=config.seed, device=device)
+        else:
+            seed_generator(torch.device("cpu"), mix(config.seed))
+            model = whole().to(device)
+        freeze(model, engine.placement.frozen)
+        model.to(memory_format=engine.memory_format)
+        set_training(model, True)
+        set_progress(model, 1.0)
         if config.init_from is not None:
             model.load_state_dict(engine.stages[0].module.state_dict())
+
+        def seed(number: int, layer: nn.Module, inputs: Any) -> None:
+            seed_generator(device, mix(config.seed, 0, 0, current, number))
+
+        for number, layer in enumerate(model):
+            layer.register_forward_pre_hook(partial(seed, number), prepend=True)
+        digests: Digests = {}
+        self._observe(model, digests, lambda: (What.OUTPUT, current))
         reading = self._first_mini_batch()
         inputs, targets = placed(engine, reading.inputs()), reading.targets(0, 0)
         sizes = micro_batch_sizes(reading.batches.size(0, 0), config.micro_batches)
         objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
         assert inputs is not None
         assert objective is not None
-        digests = run_untouched(model, config.seed, inputs, sizes, objective)
+        losses = []
+        for current, piece in enumerate(split_all(inputs, sizes)):
+            outputs = as_tuple(model(as_value(piece)))
+            losses.append(objective.loss(current, outputs))
+            objective.observe(current, outputs, losses[-1].detach())
+        for loss in reversed(losses):  # as schedule gpipe adds up gradients
+            loss.backward()
         gradients = _gradients(model)
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
         return objective.totals().means[0], digests, gradients
 
-    def _run(self, variant: Variant) -> tuple[float, Digests, dict[str, torch.Tensor]]:
-        """Do the step: the loss of the mini-batch, what the step leaves, and the gradients of this process."""
+    def _run(self, variant: Variant) -> Step:
         digests: Digests = {}
         gradients: dict[str, torch.Tensor] = {}
         current: list[Action] = []
@@ -198,21 +228,13 @@ class _Runs:
             current[:] = [action]
             self.process.watch(action, samples, lengths)
 
+        def output() -> tuple[What, int]:
+            return What.OUTPUT if current[0].kind is Kind.F else What.RECOMPUTED_OUTPUT, current[0].micro_batch
+
         config, engine = self._engine(variant, watch)
-
-        def observe(name: str) -> Any:
-            number = self.layers.index(name)
-
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                what = What.OUTPUT if current[0].kind is Kind.F else What.RECOMPUTED_OUTPUT
-                digests[Place(what, number, current[0].micro_batch, name)] = digest(as_tuple(output))
-
-            return hook
-
         modules = [stage.module for stage in engine.stages.values()]
         for module in modules:
-            for name, layer in module.named_children():
-                layer.register_forward_hook(observe(name))
+            self._observe(module, digests, output)
 
         def keep_gradients() -> None:
             for module in modules:
@@ -233,6 +255,16 @@ class _Runs:
             digests |= self._digests(What.WEIGHT, parameters)
         return metrics().totals.means[0], digests, gradients
 
+    def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
+        """Have the layers leave digests of their outputs; `output` says which one it is, and its micro-batch."""
+
+        def ended(number: int, name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+            what, micro_batch = output()
+            digests[Place(what, number, micro_batch, name)] = digest(as_tuple(outputs))
+
+        for name, layer in model.named_children():
+            layer.register_forward_hook(partial(ended, self.layers.index(name), name))
+
     def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
         """Of parameters or buffers by name, which begins with that of their layer."""
         found = {}
@@ -245,7 +277,15 @@ class _Runs:
 
     def _engine(self, variant: Variant, watch: Watch) -> tuple[TrainConfig, Engine]:
         placement = replace(self.placements[variant.partitions], recompute=variant.recompute)
-        config = variant.config(self.base, placement)
+        config = replace(
+            self.base,
+            partitions=variant.partitions,
+            partition=PartitionConfig(tuple(map(len, placement.layer_names))),
+            micro_batches=variant.micro_batches,
+            schedule=variant.schedule,
+            recompute=variant.recompute,
+            executor="in_process" if variant.executor == "pytorch" else variant.executor,
+        )
         model = build_model(config)
         engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
                               pretrained=config.init_from is None)  # fmt: skip
