@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpipe_cli.data.batches import MiniBatches, Split
-from gpipe_cli.system.parent_death import end_with_parent
+from gpipe_cli.system.forked_call import end_with_parent
 
 
 class LoadedBatches:

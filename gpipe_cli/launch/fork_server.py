@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gpipe_cli.system.parent_death import end_with_parent
+from gpipe_cli.system.forked_call import end_with_parent
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job

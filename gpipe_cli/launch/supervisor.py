@@ -10,14 +10,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Task
-from gpipe_cli.launch.silent_processes import SilenceTimer
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.interrupts import Interrupt
@@ -26,6 +25,7 @@ OnMessage = Callable[[object], None]
 
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _PATIENCE_SECONDS = 2.0  # for the server to report that workers have ended
+_MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on a laptop that has slept, all were silent
 
 
 def run_task(
@@ -176,6 +176,45 @@ class Supervisor:
         shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
         action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
         return f"in {action} (input {shapes})"
+
+
+class SilenceTimer:
+    """For how long processes have changed nothing, as far as this one was awake to see it.
+
+    Of one that was stopped, that hangs, or whose data does not come, the others soon wait without end: the cause is the
+    one that does not wait for another process.
+    """
+
+    def __init__(self, limit_seconds: float, whole: bool) -> None:
+        """`whole`: all processes of the run are looked at. What one waits for may else be elsewhere."""
+        self._limit, self._whole = limit_seconds, whole
+        self._seen: dict[int, Activity] = {}
+        self._seconds: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
+        """The process that holds up the run, and its seconds, if one has been silent for too long; `stopped` are those
+        that were stopped by a signal.
+
+        There is no limit before the first mini-batch is loaded: a vocabulary is learned, a data set fetched.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _MOST_SECONDS), now
+        silent: dict[int, float] = {}
+        for process, doing in processes.items():
+            same = self._seen.get(process) == doing
+            self._seen[process] = doing
+            self._seconds[process] = self._seconds.get(process, 0.0) + passed if same else 0.0
+            has_begun = doing.kind > 0 or doing.awaited == Awaited.DATA
+            if self._seconds[process] > self._limit and (has_begun or process in stopped):
+                silent[process] = self._seconds[process]
+        if not silent:
+            return None
+        causes = {one for one in silent if processes[one].awaited != Awaited.PROCESS or one in stopped}
+        if not causes and not (self._whole and len(silent) == len(processes)):
+            return None
+        process = max(causes or silent, key=silent.__getitem__)
+        return process, silent[process]
 
 
 def _signal_name(number: int) -> str:

@@ -1,6 +1,7 @@
 """Forks of this process that do one thing and end, whatever becomes of them."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -9,11 +10,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
-from gpipe_cli.system.parent_death import end_with_parent
 from gpipe_cli.system.streams import prepare_streams
 
 T = TypeVar("T")
 _GRACE_SECONDS = 3.5  # from Ctrl-C until a fork that has not ended is killed; a command ends within 5 s
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Fork(Generic[T]):
@@ -82,3 +83,15 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """This process gets signal `number` when `parent`, which forked it, ends, however that ends (Linux): the kernel sends
+    it. One that is stopped (SIGSTOP) could not end itself, and one that is killed could not end anything.
+
+    The signal is forgotten in processes that it forks, and kept by a program that it executes.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)

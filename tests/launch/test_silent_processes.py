@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gpipe_cli.distributed.activity import Activity, Awaited
-from gpipe_cli.launch import silent_processes as silence
-from gpipe_cli.launch.silent_processes import SilenceTimer
+from gpipe_cli.launch import supervisor
+from gpipe_cli.launch.supervisor import SilenceTimer
 
 WORKS = Activity(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
 WAITS = replace(WORKS, awaited=Awaited.PROCESS)
@@ -17,7 +17,7 @@ PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(silence.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
     return now
 
 
