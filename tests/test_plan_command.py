@@ -47,7 +47,7 @@ def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_a_measured_plan_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_OWN_SHARE", 0.0)  # remembered however busy the machine of the tests is
+    monkeypatch.setattr(timing, "_probe", lambda: 1.0)  # remembered whatever else the machine of the tests does
     read = plan(monkeypatch, *PLAN, "partitions=2", "cost=measured")
     assert "measured on this machine" in str(read["hardware"]["source"])
     assert command(monkeypatch, "train", *PLAN, "partitions=2", "cost=measured", "dry_run=true", "run_folder=dry") == 0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from gpipe_cli.pipeline.schedule.schedules import Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.engine import WorkerProcess, build_stage
-from gpipe_cli.training.step import objective_of
+from gpipe_cli.training.step import norms_of, objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
 _LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
@@ -56,7 +56,7 @@ def measure(
     alone: Pass = []
     together: Pass = []
     updates: list[float] = []
-    set_up, spread, share = 0.0, 0.0, 1.0
+    set_up = 0.0
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, build_model(config), whole)
         timer = _Timer(config, segments, stage, samples, seconds)
@@ -68,11 +68,10 @@ def measure(
         if control.leads:
             updates += timer.updates()
             set_up += timer.set_up()
-            spread, share = max(spread, timer.spread), min(share, timer.share_of_core)
         control.barrier()
     link = _time_link(placement, process.number, groups) if groups is not None else None
     if control.leads:
-        process.report(LayerTimes(alone, together or None, updates, set_up, link, spread, share))
+        process.report(LayerTimes(alone, together or None, updates, set_up, link))
     control.barrier()
 
 
@@ -81,27 +80,24 @@ class _Timer:
 
     def __init__(self, config: TrainConfig, placement: Placement, stage: Stage, samples: int, seconds: float) -> None:
         self._config, self._stage, self._seconds = config, stage, seconds
-        self.spread, self.share_of_core = 0.0, 1.0  # the worst of all that was timed
         self._layers = list(stage.module.children())
         device = stage.device
         recorder = Recorder({stage.index: device})
         self._clock: Clock = recorder.clocks[stage.index]
         generator = torch.Generator().manual_seed(0)
-        described = placement.training_boundaries[stage.index - 1] if stage.index else placement.inputs
         memory_format = MEMORY_FORMATS[placement.memory_format]
 
         def drawn(boundary: Boundary, highest: int) -> Tensors:
-            shapes = [(t.shape(samples, placement.lengths), t.dtype) for t in boundary]
-            made = [
-                torch.randn(shape, generator=generator, dtype=dtype)
-                if dtype.is_floating_point
-                else torch.randint(highest, shape, generator=generator, dtype=dtype)
-                for shape, dtype in shapes
-            ]
+            made = []
+            for described in boundary:
+                draw = torch.randn if described.dtype.is_floating_point else partial(torch.randint, highest)
+                shape = described.shape(samples, placement.lengths)
+                made.append(draw(shape, generator=generator, dtype=described.dtype))
             return tuple(in_layout(tensor.to(device), memory_format) for tensor in made)
 
         outputs = outputs_of(config)
-        self._inputs = drawn(described, outputs)
+        inputs = placement.training_boundaries[stage.index - 1] if stage.index else placement.inputs
+        self._inputs = drawn(inputs, outputs)
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._targets: torch.Tensor | None = None  # where the last layer is
         if stage.index == placement.partitions - 1:
@@ -133,14 +129,9 @@ class _Timer:
         for _ in range(_WARM_UP):
             self._one_pass()
         taken: list[Pass] = []
-        began, computed = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - began < self._seconds):
             taken.append(self._one_pass())
-        if self._stage.device.type == "cpu":
-            share = (time.thread_time() - computed) / (time.perf_counter() - began)
-            self.share_of_core = min(self.share_of_core, share)
-        first, middle, third = quantiles([sum(map(sum, one)) for one in taken], n=4)
-        self.spread = max(self.spread, (third - first) / middle)
         return [
             (median(p[0] for p in layer), median(p[1] for p in layer), median(p[2] for p in layer))
             for layer in zip(*taken, strict=True)
@@ -180,46 +171,37 @@ class _Timer:
         """A layer's backward lasts from the gradient of its outputs to that of the outputs before it."""
         seconds, at = [], reader(begun)
         for number in reversed(range(len(self._layers))):
-            until = self._backward.get(number - 1) if number else ended
-            # nothing trained lies before it, so no gradient reaches its inputs: all that is left is this layer's
-            until_seconds = reader(until) if until is not None else reader(ended)
-            seconds.append(max(0.0, until_seconds - at))
-            at = max(at, until_seconds)
+            # where nothing trained lies before it no gradient reaches its inputs: all that is left is this layer's
+            until = reader(self._backward.get(number - 1, ended))
+            seconds.append(max(0.0, until - at))
+            at = max(at, until)
         return seconds[::-1]
 
     def updates(self) -> list[float]:
         """The median seconds that the optimizer and the moving average take for each layer."""
-        return [self._update(layer) for layer in self._layers]
-
-    def _update(self, layer: nn.Module) -> float:
-        optimizer = build_optimizer(self._config.optimizer, dict(layer.named_parameters()))
-        average = WeightAverage(layer, self._config.ema_decay) if self._config.ema_decay else None
-
-        def update() -> None:
-            if optimizer is not None:
-                optimizer.step()
-            if average is not None:
-                average.update()
-
-        return self._median_seconds(update)
+        seconds = []
+        for layer in self._layers:
+            work: list[Callable[[], object]] = []
+            if (optimizer := build_optimizer(self._config.optimizer, dict(layer.named_parameters()))) is not None:
+                work.append(optimizer.step)
+            if self._config.ema_decay:
+                work.append(WeightAverage(layer, self._config.ema_decay).update)
+            seconds.append(self._median_seconds(*work))
+        return seconds
 
     def set_up(self) -> float:
         """The median seconds of what comes once a step beside updates: batch norm's commit, the norms of gradients."""
         gradients = gradients_of(self._stage.module.parameters())
+        return self._median_seconds(partial(norms_of, gradients)) + median(self._finishing)
 
-        def norms() -> None:
-            if gradients:
-                torch.cat([norm.reshape(1) for norm in torch._foreach_norm(gradients)]).double().cpu()
-
-        return self._median_seconds(norms) + median(self._finishing)
-
-    def _median_seconds(self, work: Callable[[], None]) -> float:
+    def _median_seconds(self, *work: Callable[[], object]) -> float:
         taken = []
         for _ in range(_WARM_UP + _LEAST):
             self._clock.begin_step()
             reader = self._clock.reader()
             begun = self._clock.now()
-            work()
+            for one in work:
+                one()
             taken.append(reader(self._clock.now()) - reader(begun))
         return median(taken[_WARM_UP:])
 

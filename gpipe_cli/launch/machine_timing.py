@@ -2,8 +2,9 @@
 
 Workers that start like those of a run do the timing, and the result is remembered in a file. The file's name is a
 digest of all that the seconds depend on, so what was timed for other settings, on another machine or with another
-version of torch is never taken for it. The machine is timed for a few seconds, with a few layers of each kind
-(`reference_layers.py`), and again when a short probe shows that it has become faster or slower since.
+version of torch is never taken for it. It is timed again when a short probe shows that the machine has become faster or
+slower since, or that other programs have its cores now, or had them then. The machine itself is timed for a few
+seconds, with a few layers of each kind (`reference_layers.py`).
 """
 
 import json
@@ -29,6 +30,7 @@ from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch import reference_layers
+from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.layer_benchmark import measure
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
@@ -42,11 +44,11 @@ from gpipe_cli.planner.step_schedule import micro_batches_of
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
-from gpipe_cli.units import duration, percent
+from gpipe_cli.units import duration
 
 Log = Callable[[str], None]
 
-_VERSION = 8  # of what is remembered, and of how it is measured
+_VERSION = 9  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for those that the placement holds.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
@@ -55,7 +57,6 @@ _DRIFT = 0.2  # of the probe: more says that the machine is not as it was
 _PROBES, _PROBES_APART_SECONDS = 3, 0.3  # before it is believed
 _MOST_PROCESSES = 16  # that are timed at once
 _DAY = 86400
-_OWN_SHARE = 0.9  # of a core: with less the machine is busy, and what was timed is not remembered
 
 
 def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCosts:
@@ -74,18 +75,19 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
     samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
     placement = make_placement(_without_limit(config), profile)
-    file = _file("costs", _layer_facts(config, placement, profile, samples))
-    found = _remembered(file) if config.cost == "measured" else None
-    if found is None:
-        log(f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost}) ...")
-        try:
-            found = asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS))
-        except ValueError as error:
-            raise ValueError(
-                f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
-                "micro_batches"
-            ) from None
-        _remember(file, found, _busy(found["share_of_core"], placement.processes_here, placement.threads), log)
+
+    def work() -> dict[str, Any]:
+        return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS))
+
+    line = f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost})"
+    facts = _layer_facts(config, placement, profile, samples)
+    try:
+        found, _ = _timed("costs", facts, line, log, work, anew=config.cost == "measured_anew")
+    except ValueError as error:
+        raise ValueError(
+            f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
+            "micro_batches"
+        ) from None
     times = LayerTimes(**found)
     at_once = placement.processes_here if placement.distributed else place(config).at_once
     return measured_costs(profile, mean, at_once, times)
@@ -115,23 +117,17 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     """How fast the processes of `reference` are, if that can be timed; looked up once for each command."""
     processes, threads = reference.partitions, reference.threads
     assert threads is not None
-    file = _file("hardware", _machine_facts("cpu", processes, threads, memory_format_of(reference)))
-    found = _remembered(file)
-    if found is None or _drifted(found["probe_seconds"]):
-        again = "" if found is None else ": its speed has changed"
-        log(f"timing this machine for a few seconds (hardware=auto){again} ...")
-        try:
-            found = _time_machine(reference)
-        except (ValueError, OSError) as error:  # what cannot be timed may still be trained
-            log(f"this machine cannot be timed ({one_line(error)}); predicting by the figures of hardware=cpu")
-            return None
-        _remember(file, found, _busy(found["share_of_core"], processes, threads), log)
-    age = abs(time.time() - found["at"])
+    facts = _machine_facts("cpu", processes, threads, memory_format_of(reference))
+    line = "timing this machine for a few seconds (hardware=auto)"
+    try:
+        found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
+    except (ValueError, OSError) as error:  # what cannot be timed may still be trained
+        log(f"this machine cannot be timed ({one_line(error)}); predicting by the figures of hardware=cpu")
+        return None
+    age = abs(time.time() - at)
     when = "just now" if age < 60 else f"{duration(age)} ago" if age < 2 * _DAY else f"{age / _DAY:.0f} days ago"
-    busy = ", while it was busy" if _busy(found["share_of_core"], processes, threads) else ""
-    directions = {name: Rates(**found["rates"][name]) for name in ("forward", "graph", "backward")}
-    source = f"hardware=auto: this machine, timed {when}{busy} (spread {percent(found['spread'])})"
-    return DeviceRates(**found["rates"] | directions | {"source": source})
+    directions = {name: Rates(**found[name]) for name in ("forward", "graph", "backward")}
+    return DeviceRates(**found | directions | {"source": f"hardware=auto: this machine, timed {when}"})
 
 
 def _time_machine(reference: TrainConfig) -> dict[str, Any]:
@@ -158,13 +154,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         slowdown=times.slowdown,
         together=placement.processes,
     )
-    return {
-        "rates": asdict(rates),
-        "spread": times.spread,
-        "share_of_core": times.share_of_core,
-        "probe_seconds": _probe(),
-        "at": time.time(),
-    }
+    return asdict(rates)
 
 
 def _reference(config: TrainConfig, devices: Devices) -> TrainConfig:
@@ -228,24 +218,15 @@ def _measure(
     parts = _segments(config, profile, samples, placement)
     partition = replace(config.partition, balance=parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
-    segments = replace(
-        make_placement(one, profile),
-        devices=placement.devices[:1] * len(parts),
-        threads=placement.threads,
-        memory_format=placement.memory_format,
-    )
-    found: list[LayerTimes] = []
-
-    def on_message(message: object) -> None:
-        assert isinstance(message, LayerTimes), message
-        found.append(message)
-
-    task = partial(measure, config, placement, segments, samples, seconds)
+    task = partial(measure, config, placement, make_placement(one, profile), samples, seconds)
+    found: list[object] = []
     with interruptible() as interrupt:
-        failure = run_task(task, placement, config.timeout_seconds, on_message, interrupt)
+        failure = run_task(task, placement, config.timeout_seconds, found.append, interrupt)
     if failure is not None:
         raise ValueError(failure.text)
-    return found[0]
+    (times,) = found
+    assert isinstance(times, LayerTimes)
+    return times
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
@@ -296,38 +277,33 @@ def _layer_facts(config: TrainConfig, placement: Placement, profile: ModelProfil
     }
 
 
-def _file(kind: str, facts: Mapping[str, Any]) -> Path | None:
-    """Where what was timed is remembered; None: this user has no folder for it."""
+def _timed(
+    kind: str, facts: Mapping[str, Any], line: str, log: Log, work: Callable[[], dict[str, Any]], *, anew: bool = False
+) -> tuple[dict[str, Any], float]:
+    """What `work` finds, and the time.time() of it; or what a file remembers, if the machine is as fast as it was.
+
+    The file's name is a digest of `facts`; `log` gets the line before anything is timed. Raises what `work` raises.
+    """
     try:
-        return cache_folder(None) / kind / f"{digest_of('layer seconds', facts)}.json"
-    except ValueError:
-        return None
+        folder = cache_folder(None)
+    except ValueError:  # this user has none, as in a container: it is remembered until this command ends
+        folder = temporary_folder()
+    file = folder / kind / f"{digest_of('layer seconds', facts)}.json"
+    remembered = None if anew else _remembered(file)
+    if remembered is None or _drifted(remembered["probe_seconds"]):
+        log(f"{line}{'' if remembered is None else '; the speed of the machine has changed'} ...")
+        remembered = {"found": work(), "probe_seconds": _probe(), "at": time.time()}
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps([remembered, digest_of("what was timed", remembered)]))
+        except OSError as error:
+            log(f"not remembered for the next time: {one_line(error)}")
+    return remembered["found"], remembered["at"]
 
 
-def _remembered(file: Path | None) -> dict[str, Any] | None:
+def _remembered(file: Path) -> dict[str, Any] | None:
     try:
-        found, digest = read_json(file) if file is not None else (None, None)
+        remembered, digest = read_json(file)
     except (OSError, ValueError, TypeError):  # not there, or damaged: measured again
         return None
-    return found if digest == digest_of("what was timed", found) else None
-
-
-def _remember(file: Path | None, found: dict[str, Any], busy: bool, log: Log) -> None:
-    """For the next command; not what was timed on a busy machine."""
-    if file is None:
-        return
-    if busy:
-        log("not remembered for the next time: other programs had the cores")
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps([found, digest_of("what was timed", found)]))
-    except OSError as error:
-        log(f"not remembered for the next time: {one_line(error)}")
-
-
-def _busy(share_of_core: float, processes: int, threads: int) -> bool:
-    """Whether other programs had the cores. Processes that take turns on too few cores can have no more than their
-    share of them."""
-    fair = min(1.0, usable_cores() / (processes * threads))
-    return share_of_core < _OWN_SHARE * fair
+    return remembered if digest == digest_of("what was timed", remembered) else None

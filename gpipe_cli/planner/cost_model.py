@@ -137,8 +137,6 @@ class LayerTimes:
     updates: list[float]  # of each layer's weights
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
-    spread: float  # quartiles over the median, of the passes that lie furthest apart
-    share_of_core: float  # of the time, that a process had a core to itself
 
     @property
     def slowdown(self) -> float:

@@ -86,8 +86,9 @@ def _flush() -> None:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """This process gets signal `number` when `parent`, which forked it, ends, however that ends (Linux): the kernel sends
-    it. One that is stopped (SIGSTOP) could not end itself, and one that is killed could not end anything.
+    """This process gets signal `number` when `parent`, which forked it, ends, however that ends (Linux).
+
+    The kernel sends it: a process that is stopped could not end itself, and one that is killed could not end anything.
 
     The signal is forgotten in processes that it forks, and kept by a program that it executes.
     """

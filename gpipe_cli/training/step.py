@@ -111,7 +111,7 @@ def train_step(
         counted = (stage.peak_saved_bytes, library_bytes(device, begun_bytes)) if count else (0, 0)
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
-    totals, norms = None if objective is None else objective.totals(), _norms(gradients)
+    totals, norms = None if objective is None else objective.totals(), norms_of(gradients)
     metrics = _gather(config, engine, control, before, totals, stages, norms)
 
     before_update()
@@ -253,7 +253,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
     return Totals(int(elements), *sums)
 
 
-def _norms(gradients: list[torch.Tensor]) -> torch.Tensor | None:
+def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
     """Of each gradient, in float64 on the CPU, with one read per device instead of one per parameter."""
     if not gradients:
         return None

@@ -72,7 +72,7 @@ def test_an_unknown_gpu_is_cut_by_another_ones_sheet(monkeypatch: pytest.MonkeyP
 
 def test_measured_layers_slow_each_other_down_in_proportion() -> None:
     count = len(traced().costs)
-    times = LayerTimes([(1.0, 2.0, 3.0)] * count, [(1.2, 2.4, 3.6)] * count, [0.1] * count, 0.25, (0.5, 1e6), 0.0, 1.0)
+    times = LayerTimes([(1.0, 2.0, 3.0)] * count, [(1.2, 2.4, 3.6)] * count, [0.1] * count, 0.25, (0.5, 1e6))
     costs = measured_costs(traced(), 2, 3, times)
     assert costs.slowdown[:3] == pytest.approx((1.0, 1.1, 1.2))
     sent = sum(tensor.bytes(2) for tensor in traced().costs[0].outputs)
