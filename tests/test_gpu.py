@@ -2,21 +2,24 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import Case, run_in_process
+from engine_runs import Case, SumOfSquares, run_in_process
 from torch import nn
 from training_runs import LIVELY, TINY, assert_same_tensors, command, final_tensors
 
-from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, build
 from gpipe_cli.reporting.run.result import read_result
+
+SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=cuda"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,34 +41,10 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_partitions_do_not_matter(schedule: str, channels_last: bool) -> None:
-    whole = run_in_process(Case(device="cuda:0", schedule=schedule, channels_last=channels_last))
-    for partitions in (1, 2, 4):
-        for recompute in RECOMPUTE:
-            case = Case(
-                device="cuda:0",
-                partitions=partitions,
-                schedule=schedule,
-                recompute=recompute,
-                channels_last=channels_last,
-            )
-            assert_same_tensors(run_in_process(case), whole)
-
-
-def test_micro_batches_hardly_matter() -> None:
-    one = run_in_process(Case(model="plain", device="cuda:0", micro_batches=1))
-    many = run_in_process(Case(model="plain", device="cuda:0", micro_batches=3, partitions=2, recompute="always"))
-    for name in one:
-        if name.startswith(("gradient", "final")):
-            # convolutions may use TF32 (10 bits), whose sums another micro-batch size rounds otherwise
-            torch.testing.assert_close(many[name], one[name], rtol=1e-2, atol=1e-3)
-
-
-class SumOfSquares:
-    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        return outputs[0].square().mean()
-
-    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        pass
+    whole = Case(device="cuda:0", schedule=schedule, channels_last=channels_last)
+    expected = run_in_process(whole)
+    for partitions, recompute in product((1, 2, 4), RECOMPUTE):
+        assert_same_tensors(run_in_process(replace(whole, partitions=partitions, recompute=recompute)), expected)
 
 
 def peak_bytes(recompute: str) -> int:
@@ -95,11 +74,11 @@ def test_recomputation_lowers_the_peak() -> None:
 
 
 def test_the_command_trains_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stages on one device, K = 1 and K = 2: equal checkpoints, and an honest name for the speed."""
-    settings = [item for item in TINY if not item.startswith("device=")]
+    """All stages on one device, K = 1 and K = 2: equal checkpoints, an honest name for the speed, and, though nobody
+    waits for an event, a breakdown and a timeline."""
     for partitions in (1, 2):
         folder = tmp_path / str(partitions)
-        arguments = [*settings, *LIVELY, "device=cuda", "executor=in_process", "epochs=1", f"partitions={partitions}"]
+        arguments = [*SETTINGS, *LIVELY, "executor=in_process", "epochs=2", f"partitions={partitions}"]
         assert command(monkeypatch, "train", *arguments, f"run_folder={folder}") == 0
         result = read_result(folder)
         assert result["status"] == "completed"
@@ -109,25 +88,16 @@ def test_the_command_trains_on_the_device(tmp_path: Path, monkeypatch: pytest.Mo
     if torch.cuda.device_count() == 1:
         assert read_result(tmp_path / "2")["samples_per_second_kind"] == "measured_one_device"
     assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "2"))
-
-
-def test_events_tell_when_a_device_did_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for an event, and yet every step has its breakdown and its timeline."""
-    settings = [item for item in TINY if not item.startswith("device=")]
-    arguments = [*settings, "device=cuda", "executor=in_process", "partitions=2", "epochs=2"]
-    assert command(monkeypatch, "train", *arguments, f"run_folder={tmp_path / 'run'}") == 0
-    result = read_result(tmp_path / "run")
     shares = result["breakdown"]["measured"]
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["compute"] > 0
     assert 0 <= result["bubble"]["measured"] < 1
-    assert (tmp_path / "run" / "timeline.html").is_file()
+    assert (folder / "timeline.html").is_file()
 
 
 def test_layers_are_timed_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    settings = [item for item in TINY if not item.startswith("device=")]
-    assert command(monkeypatch, "plan", *settings, "device=cuda", "cost=measured", f"output={tmp_path / 'plans'}") == 0
+    assert command(monkeypatch, "plan", *SETTINGS, "cost=measured", f"output={tmp_path / 'plans'}") == 0
     assert "layers measured on this machine" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """RMSProp as TensorFlow has it, against its formulas, and its state under parameter names."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,13 +13,7 @@ from gpipe_cli.assembly.optimizer import (
     set_learning_rate,
     state_bytes,
 )
-from gpipe_cli.config.optimizer import (
-    AdafactorConfig,
-    AdamConfig,
-    OptimizerConfig,
-    RMSPropConfig,
-    SGDConfig,
-)
+from gpipe_cli.config.optimizer import AdafactorConfig, AdamConfig, OptimizerConfig, RMSPropConfig, SGDConfig
 
 RATES = (0.1, 0.1, 0.02, 0.5, 0.003)
 
@@ -41,12 +37,14 @@ def gradient(shape: torch.Size, step: int, number: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) * 3
 
 
-def train(layers: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(layers: nn.Module, steps: range, *optimizers: torch.optim.Optimizer | None) -> None:
     for step in steps:
-        set_learning_rate(optimizer, RATES[step])
         for number, parameter in enumerate(layers.parameters()):
             parameter.grad = gradient(parameter.shape, step, number)
-        optimizer.step()
+        for optimizer in optimizers:
+            assert optimizer is not None
+            set_learning_rate(optimizer, RATES[step])
+            optimizer.step()
 
 
 @pytest.mark.parametrize(("epsilon", "momentum"), [(1.0, 0.8), (1e-3, 0.8), (1.0, 0.0)])
@@ -55,7 +53,6 @@ def test_it_is_tensorflows(epsilon: float, momentum: float) -> None:
     ms = 1 at first, and the L2 penalty in the gradients of kernels only."""
     layers = module()
     optimizer = build_optimizer(config(epsilon=epsilon, momentum=momentum), dict(layers.named_parameters()))
-    assert optimizer is not None
     expected = []
     for number, parameter in enumerate(layers.parameters()):
         value, square, moved = parameter.detach().clone(), 1.0, 0.0
@@ -65,29 +62,27 @@ def test_it_is_tensorflows(epsilon: float, momentum: float) -> None:
             moved = momentum * moved + rate * g / torch.sqrt(square + epsilon)
             value = value - moved
         expected.append(value)
-    train(layers, optimizer, range(len(RATES)))
+    train(layers, range(len(RATES)), optimizer)
     for parameter, value in zip(layers.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.detach(), value, rtol=1e-12, atol=1e-12)
 
 
-OTHERS = [
-    SGDConfig("sgd", momentum=0.9, nesterov=True, weight_decay=1e-3),
-    SGDConfig("sgd", momentum=0.0, nesterov=False, weight_decay=0),
-    AdamConfig("adam", beta1=0.9, beta2=0.98, epsilon=1e-9, weight_decay=1e-2, decoupled=True),
-    AdamConfig("adam", beta1=0.9, beta2=0.98, epsilon=1e-9, weight_decay=1e-2, decoupled=False),
-    AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0),
-]
+ADAM = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-9, "weight_decay": 1e-2}
+EXPECTED: dict[OptimizerConfig, tuple[type, dict[str, Any]]] = {
+    SGDConfig("sgd", 0.9, nesterov=True, weight_decay=1e-3): (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    SGDConfig("sgd", 0.0, nesterov=False, weight_decay=0): (torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
+    AdamConfig("adam", **ADAM, decoupled=True): (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-9}),
+    AdamConfig("adam", **ADAM, decoupled=False): (torch.optim.Adam, {"betas": (0.9, 0.98), "eps": 1e-9}),
+    AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0): (
+        torch.optim.Adafactor,
+        {"beta2_decay": -0.8, "d": 1.0, "eps": (None, 1e-3)},
+    ),
+}
+OTHERS = tuple(EXPECTED)
 
 
 def test_others_are_the_librarys_and_spare_vectors_the_penalty() -> None:
-    expected = [
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
-        (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-9}),
-        (torch.optim.Adam, {"betas": (0.9, 0.98), "eps": 1e-9}),
-        (torch.optim.Adafactor, {"beta2_decay": -0.8, "d": 1.0, "eps": (None, 1e-3)}),
-    ]
-    for settings, (kind, arguments) in zip(OTHERS, expected, strict=True):
+    for settings, (kind, arguments) in EXPECTED.items():
         optimizer = build_optimizer(settings, dict(module().named_parameters()))
         assert type(optimizer) is kind
         assert arguments.items() <= optimizer.defaults.items()
@@ -107,10 +102,9 @@ def test_state_goes_by_name_through_another_cut(settings: OptimizerConfig, chann
     whole, again = (module().to(memory_format=memory_format) for _ in range(2))
     names = dict(whole.named_parameters())
     optimizer = build_optimizer(settings, names)
-    assert optimizer is not None
-    train(whole, optimizer, range(3))
-    saved = {name: tensor.clone(memory_format=torch.contiguous_format)
-             for name, tensor in optimizer_state(optimizer, names).items()}  # fmt: skip
+    train(whole, range(3), optimizer)
+    saved = optimizer_state(optimizer, names)
+    saved = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
     assert {name.rpartition("/")[0] for name in saved} <= set(names)
     again.load_state_dict(whole.state_dict())
     parts = []
@@ -119,14 +113,8 @@ def test_state_goes_by_name_through_another_cut(settings: OptimizerConfig, chann
         part = build_optimizer(settings, own)
         load_optimizer_state(part, own, {n: t for n, t in saved.items() if n.partition(".")[0] in layers})
         parts.append(part)
-    train(whole, optimizer, range(3, 5))
-    for step in range(3, 5):
-        for number, parameter in enumerate(again.parameters()):
-            parameter.grad = gradient(parameter.shape, step, number)
-        for part in parts:
-            assert part is not None
-            set_learning_rate(part, RATES[step])
-            part.step()
+    train(whole, range(3, 5), optimizer)
+    train(again, range(3, 5), *parts)
     for name, value in whole.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
 
@@ -151,12 +139,8 @@ def test_the_bytes_of_its_state_are_known_from_shapes(settings: OptimizerConfig)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    real = sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    real = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
     frozen = nn.Parameter(torch.zeros(9, 9), requires_grad=False)
     on_meta = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in parameters]
     assert state_bytes(settings, [*on_meta, frozen]) == real

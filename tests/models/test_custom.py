@@ -54,21 +54,19 @@ def lazy():
 """
 
 
-@pytest.fixture(autouse=True)
-def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "zoo_for_tests").mkdir()
-    (tmp_path / "zoo_for_tests" / "__init__.py").write_text("")
-    (tmp_path / "zoo_for_tests" / "nets.py").write_text(SOURCE)
-    (tmp_path / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
-    (tmp_path / "raising_for_tests.py").write_text("raise RuntimeError('two\\nlines')\n")
-    (tmp_path / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0].endswith("_for_tests"):
-            del sys.modules[name]
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The current directory, with modules whose names nothing else has."""
+    folder = tmp_path_factory.mktemp("zoo")
+    (folder / "zoo_for_tests").mkdir()
+    (folder / "zoo_for_tests" / "nets.py").write_text(SOURCE)
+    (folder / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
+    (folder / "raising_for_tests.py").write_text("raise RuntimeError('two\\nlines')\n")
+    (folder / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        yield folder
 
 
 def test_a_function_of_the_current_directory() -> None:
@@ -79,14 +77,10 @@ def test_a_function_of_the_current_directory() -> None:
     assert len(build_custom("zoo_for_tests.nets:build", {"width": 4})) == 2
 
 
-def test_the_own_directory_comes_first(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "twice_for_tests.py").write_text("def build(): return None\n")
-    (tmp_path / "twice_for_tests.py").write_text(
-        "from torch import nn\ndef build(): return nn.Sequential(nn.PReLU())\n"
-    )
-    sys.path.insert(0, str(elsewhere))
+def test_the_own_directory_comes_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(place for place in sys.path if place != str(folder))])
+    (tmp_path / "twice_for_tests.py").write_text("def build(): return None\n")
+    (folder / "twice_for_tests.py").write_text("from torch import nn\ndef build(): return nn.Sequential(nn.PReLU())\n")
     assert len(build_custom("twice_for_tests:build", {})) == 1
 
 
