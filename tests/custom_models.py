@@ -1,7 +1,10 @@
 """Models as a user writes them, for `model.target=custom_models:...`."""
 
+import os
 import random
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,3 +327,33 @@ def holds_another() -> nn.Sequential:
 def repeats_a_module() -> nn.Sequential:
     activation = nn.ReLU()
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), activation, nn.Linear(8, 4), activation)
+
+
+class Obeys(nn.Module):
+    """Behaves as it is told, for sweeps."""
+
+    def __init__(self, way: str, until: str) -> None:
+        super().__init__()
+        self.way, self.until, self.calls = way, Path(until), 0
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "meta":
+            return self.linear(x)
+        self.calls += 1
+        match self.way:
+            case "hungry":
+                torch.empty(10**15)
+            case "held":  # micro-batches of two samples, after the first four of them, until there is a file
+                while len(x) == 2 and self.calls > 4 and not self.until.exists():
+                    time.sleep(0.02)
+        return self.linear(x)
+
+
+def told(way: str = "fine", until: str = "") -> nn.Sequential:
+    match way:
+        case "wrong":
+            raise ValueError("way=wrong: cannot be")
+        case "exits":
+            os._exit(7)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4), Obeys(way, until))

@@ -5,6 +5,7 @@ One pool of processes (fork server, torch preloaded) serves every case: a case o
 
 import itertools
 import multiprocessing
+import os
 import random
 import tempfile
 import traceback
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +24,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.materialize import materialize
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
 from gpipe_cli.pipeline.schedule import schedules as schedule
 
 CLASSES, SIZE = 5, 8
@@ -247,6 +250,39 @@ def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
         except Exception:
             connection.send(traceback.format_exc())
     dist.destroy_process_group()
+
+
+def neighbour(rank: int, folder: Path, connection: Connection) -> None:
+    """Stage `rank` of two: process 1 dies while process 0 waits for it, which reports what each of its waits raised."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    groups = dist.new_group(), dist.new_group()
+    try:
+        transport = P2PTransport(
+            rank, [[BoundaryTensor((0, 2), (1, 0), torch.float32, True)]], ranks=range(2), forward=groups[0],
+            backward=groups[1], device=CPU, memory_format=torch.contiguous_format, timeout_seconds=120,
+        )  # fmt: skip
+        control = ControlGroup(rank, 2, dist.group.WORLD)
+        order = schedule.build("gpipe", 2, 2, "never")
+        if rank == 1:
+            connection.recv()  # until the other one waits
+            os._exit(9)
+        transport.begin_step(order, (3, 2))
+        connection.send("waiting")
+        for wait in (
+            lambda: transport.receive(schedule.Action(schedule.Kind.B, 0, 1)),
+            lambda: control.gather(torch.zeros(2))(),
+            control.barrier,
+            lambda: control.collect(1),
+        ):
+            try:
+                wait()
+            except PeerLostError as error:
+                connection.send(error)
+    except Exception as error:
+        connection.send(repr(error))
+    os._exit(0)
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:

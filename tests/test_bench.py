@@ -23,7 +23,7 @@ from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, sho
 from gpipe_cli.training.events import StepDone
 
 ODD = [
-    "model=custom", "model.target=bench_models:odd", "dataset=synthetic_images", "dataset.image_size=8",
+    "model=custom", "model.target=custom_models:told", "dataset=synthetic_images", "dataset.image_size=8",
     "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=4", "micro_batches=1",
     "data_workers=0", "threads=1", "device=cpu", "partitions=1", "hardware=cpu",
 ]  # fmt: skip

@@ -11,33 +11,21 @@ from training_runs import assert_same_tensors, command, configure, final_tensors
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.events import Evaluated, StepDone, TrainingReady
 
+# everything that has a state or draws random numbers is on
 COMMON = [
-    "~presets",
-    "micro_batches=3",
-    "threads=1",
-    "device=cpu",
-    "epochs=2",
-    "ema_decay=0.9",
-    "gradient_clipping=0.5",
-    "label_smoothing=0.1",
-    "learning_rate.warmup_steps=2",
-    "model.layers=2",
-    "model.width=8",
-    "model.hidden=12",
-    "model.heads=2",
-    "model.dropout=0.2",
-    "model.attention_dropout=0.2",
-]
-LANGUAGE_MODEL = ["model=transformer_lm", "dataset=text_files", "model.length=12", "batch_size=8"]
-TRANSLATION = [
-    "model=transformer_nmt",
-    "dataset=parallel_text",
-    "model.head_width=3",
-    "model.length=48",
-    "batch_size=null",
-    "batch_tokens=300",
-]
-SHARED = ["model.shared_embedding=true", "model.logit_clip=5"]
+    "~presets", "micro_batches=3", "threads=1", "device=cpu", "epochs=2", "ema_decay=0.9", "gradient_clipping=0.5",
+    "label_smoothing=0.1", "learning_rate.warmup_steps=2", "model.layers=2", "model.width=8", "model.hidden=12",
+    "model.heads=2", "model.dropout=0.2", "model.attention_dropout=0.2",
+]  # fmt: skip
+TASKS = {
+    "language_model": [
+        "model=transformer_lm", "dataset=text_files", "dataset.vocabulary=300", "model.length=12", "batch_size=8",
+    ],
+    "translation": [
+        "model=transformer_nmt", "dataset=parallel_text", "dataset.vocabulary=310", "model.head_width=3",
+        "model.length=48", "batch_size=null", "batch_tokens=300", "model.shared_embedding=true", "model.logit_clip=5",
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +47,10 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(task: str, corpora: Path) -> list[str]:
-    """Everything that has a state or draws random numbers is on."""
-    more = {
-        "language_model": [*LANGUAGE_MODEL, "dataset.vocabulary=300"],
-        "translation": [*TRANSLATION, *SHARED, "dataset.vocabulary=310"],
-    }[task]
-    return [*COMMON, *more, f"dataset.root={corpora}", f"dataset.cache={corpora / 'cache'}"]
+    return [*COMMON, *TASKS[task], f"dataset.root={corpora}", f"dataset.cache={corpora / 'cache'}"]
 
 
 Whole = tuple[list[str], Path, list[object]]  # settings, folder, messages
-TASKS = ("language_model", "translation")
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -82,7 +64,7 @@ def whole(request: pytest.FixtureRequest, corpora: Path, tmp_path_factory: pytes
 
 def test_what_is_compared_has_everything_in_it(whole: Whole) -> None:
     """The laws would hold trivially for a run in which nothing random happened and no sentence was padded."""
-    settings, folder, messages = whole
+    settings, _, messages = whole
     steps = of_type(messages, StepDone)
     if "dataset=parallel_text" in settings:
         assert len({step.samples for step in steps}) > 1, "batches by tokens have as many sentences as fit"
@@ -91,9 +73,7 @@ def test_what_is_compared_has_everything_in_it(whole: Whole) -> None:
         assert any(step.tokens < 12 * step.samples for step in steps), "a window of the text was padded"
     assert all(step.loss != step.cross_entropy for step in steps), "label smoothing never acted"
     assert any(step.gradient_norm > 0.5 for step in steps), "clipping never acted"
-    assert all(tensor.isfinite().all() for tensor in final_tensors(folder).values())
     first, second = of_type(messages, Evaluated)
-    assert first.scores.tokens == second.scores.tokens
     # a few sentences are translated at each evaluation
     assert len(first.translations) == (8 if "dataset=parallel_text" in settings else 0)
     assert [row.source for row in first.translations] == [row.source for row in second.translations]
@@ -146,11 +126,10 @@ def test_micro_batches_hardly_matter(task: str, corpora: Path, tmp_path: Path) -
     Dropout draws anew for each micro-batch, so it is off.
     """
     settings = [
-        *settings_of(task, corpora), "model.dropout=0", "model.attention_dropout=0", "max_steps=1", "optimizer=sgd",
-        "learning_rate=constant", "learning_rate.peak=1", "gradient_clipping=0", "ema_decay=0", "partitions=1",
-        "executor=in_process",
+        *(setting for setting in settings_of(task, corpora) if "warmup" not in setting), "model.dropout=0",
+        "model.attention_dropout=0", "max_steps=1", "optimizer=sgd", "learning_rate=constant", "learning_rate.peak=1",
+        "gradient_clipping=0", "ema_decay=0", "partitions=1", "executor=in_process",
     ]  # fmt: skip
-    settings.remove("learning_rate.warmup_steps=2")
     for micro_batches in (1, 7):
         train_here(configure(*settings, f"micro_batches={micro_batches}"), tmp_path / str(micro_batches))
     one, seven = final_tensors(tmp_path / "1"), final_tensors(tmp_path / "7")

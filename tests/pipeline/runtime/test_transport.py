@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import fork_server
-from transport_runs import CPU, SIZES, TIMEOUT, neighbour
+from engine_runs import CPU, fork_server, neighbour
 
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
@@ -46,14 +45,14 @@ def test_a_peer_that_dies_ends_every_wait(neighbours: list[Connection]) -> None:
     for _ in ("gradient", "gather", "barrier", "collect"):
         error = answer(first)
         assert isinstance(error, PeerLostError), error
-    assert time.monotonic() - began < TIMEOUT / 4
+    assert time.monotonic() - began < 30
 
 
 def test_what_is_never_received_inside_a_process_is_noticed_and_forgotten_with_the_step() -> None:
     transport = LocalTransport([CPU, CPU])
-    transport.begin_step(build("gpipe", 2, 2, "never"), SIZES)
+    transport.begin_step(build("gpipe", 2, 2, "never"), (3, 2))
     transport.send(Action(Kind.F, 0, 0), (torch.ones(3, 2),))
     with pytest.raises(AssertionError, match="never received"):
         transport.finish_step()
-    transport.begin_step(build("gpipe", 2, 2, "never"), SIZES)
+    transport.begin_step(build("gpipe", 2, 2, "never"), (3, 2))
     transport.finish_step()
