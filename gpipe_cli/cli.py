@@ -51,14 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     ended = outcome(lambda: _main(given))
     if ended.exit_code == UNREAD:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
-    elif ended.exit_code == INTERRUPTED and ended.error:
-        if leads():
-            sys.stderr.write(f"{name}: {ended.error}\n")
-    elif ended.error:
-        if not leads():  # rank 0 mostly has the same error, and torchrun ends this process with it
-            time.sleep(LEADER_SECONDS)
-            name += f": process {os.environ['RANK']}"
+    elif ended.error and leads():
         sys.stderr.write(f"{name}: {ended.error}\n")
+    elif ended.error and ended.exit_code != INTERRUPTED:
+        time.sleep(LEADER_SECONDS)  # rank 0 mostly has the same error, and torchrun ends this process with it
+        sys.stderr.write(f"{name}: process {os.environ['RANK']}: {ended.error}\n")
     return ended.exit_code
 
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import TrainConfig, find_run
+from gpipe_cli.config.settings import find_run
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
@@ -27,14 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     config, auto = training(tree, line.overrides)
     for key in auto:
         raise ValueError(f"{key}=auto: a check needs a number; give one")
-    with preparing():
-        return _check(config)
-
-
-def _check(config: TrainConfig) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
-    with run_folder(config, datetime.now(), what="check") as folder:
+    with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.launch.check_run import run_check

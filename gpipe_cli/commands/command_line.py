@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.settings import OWNERS, TrainConfig, check_yaml, from_tree, key_of, owner
+from gpipe_cli.config.settings import OWNERS, TrainConfig, check_yaml, from_tree, key_of, owner, replaced_batch
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
@@ -218,9 +218,8 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
 def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
     """What is given of `batch_size` and `batch_tokens` takes the place of the other in `tree`, be that a default, a
     preset's or a run's; if both are, both stay."""
-    for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size")):
-        if given.get(key) is not None and given.get(other) is None:
-            OmegaConf.update(tree, other, None, force_add=True)
+    if (key := replaced_batch(given)) is not None:
+        OmegaConf.update(tree, key, None, force_add=True)
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:

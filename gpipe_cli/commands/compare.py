@@ -85,12 +85,9 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
     problems: list[str] = []
     found: dict[Path, Path] = {}  # each run once, however often it is named
     for folder in folders:
-        lines, abandoned = left_out(folder)
-        problems += lines
+        problems += left_out(folder)
         try:
-            there = {run.resolve(): run for run in find_runs(folder)}
-            counts = {path: run for path, run in there.items() if path not in abandoned}
-            found |= {path: run for path, run in (counts or there).items() if path not in found}
+            found |= {path: run for run in find_runs(folder) if (path := run.resolve()) not in found}
         except ValueError as error:
             problems.append(str(error))
     runs: list[RunRecord] = []

@@ -1,8 +1,8 @@
 """The folder of a sweep and its sweep.json: what was asked for, and what became of each run.
 
 Tables of the paper take hours. A sweep that was interrupted goes on from sweep.json, in the same folder:
-what has ended stays as it is, and the command line need not be remembered. Of a run that was refused, and of one that
-began twice, only sweep.json has a record: comparisons read it, too.
+what has ended stays as it is, and the command line need not be remembered. Of a run that was refused only sweep.json
+has a record: comparisons read it, too.
 """
 
 import contextlib
@@ -44,7 +44,6 @@ class SweepFolder:
         self.command, self.arguments, self.path = command, list(arguments), path
         self.resumes = path is not None
         self.attempts: dict[tuple[int, int], Attempt] = {}  # the last one of each run and round
-        self.abandoned: list[str] = []  # folders of runs that began again in another one
         self._lock = contextlib.ExitStack()
 
     @classmethod
@@ -55,7 +54,6 @@ class SweepFolder:
             sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
             attempts = [Attempt(**values) for values in saved["runs"]]
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
-            sweep.abandoned = [str(name) for name in saved.get("abandoned", [])]
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{path / SWEEP}: cannot be read as a sweep ({type(error).__name__}: {error}); begin it again"
@@ -93,14 +91,13 @@ class SweepFolder:
         assert self.path is not None
         self.attempts |= {(attempt.run, attempt.round): attempt for attempt in attempts}
         runs = [asdict(attempt) for _, attempt in sorted(self.attempts.items())]
-        values = {"command": self.command, "arguments": self.arguments, "runs": runs, "abandoned": self.abandoned}
-        write_result(self.path, values, SWEEP)
+        write_result(self.path, {"command": self.command, "arguments": self.arguments, "runs": runs}, SWEEP)
 
     def give_up(self, attempt: Attempt) -> None:
-        """The run will begin again in a new folder. Where the old one holds nothing to go on from, it goes.
+        """The run will begin again in a new folder; the old one goes, where it holds nothing to go on from.
 
-        TensorBoard would show a run that was stopped half-way beside the one that took its place. A failed run may hold
-        the reason, and a checkpoint may be of use: these stay.
+        Comparisons and TensorBoard would show a run that was stopped half-way beside the one that took its place. A
+        failed run may hold the reason, and a checkpoint may be of use: these stay.
         """
         assert self.path is not None
         folder = self.path / attempt.folder
@@ -113,8 +110,6 @@ class SweepFolder:
             status = result_or_nothing(folder).get("status")
             if status in (None, "running", "interrupted"):
                 shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            self.abandoned.append(attempt.folder)
 
 
 def result_or_nothing(folder: Path) -> dict[str, Any]:
@@ -125,15 +120,10 @@ def result_or_nothing(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def left_out(folder: Path) -> tuple[list[str], set[Path]]:
-    """What a comparison does not find, or leaves out, in `folder`, a sweep or one with sweeps.
-
-    Returns:
-        a line for each run that was refused (more partitions than layers: only sweep.json has a record of it), and for
-        each sweep.json that cannot be read; the folders, resolved, of runs that began again in another one.
-    """
+def left_out(folder: Path) -> list[str]:
+    """What a comparison does not find in `folder`, a sweep or one with sweeps: a line for each run that was refused
+    (more partitions than layers: only sweep.json has a record of it), and for each sweep.json that cannot be read."""
     lines: dict[tuple[Path, str], str] = {}
-    abandoned: set[Path] = set()
     for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP}"))):
         if not (path / SWEEP).is_file():
             continue
@@ -142,10 +132,8 @@ def left_out(folder: Path) -> tuple[list[str], set[Path]]:
         except (OSError, ValueError) as error:
             lines[path, ""] = str(error)
             continue
-        kept = {attempt.folder for attempt in sweep.attempts.values()}
-        abandoned |= {(path / name).resolve() for name in sweep.abandoned if name not in kept}
         for attempt in sweep.attempts.values():
             if attempt.exit_code and not (path / attempt.folder / CONFIG).is_file():
                 why = attempt.error or f"exit code {attempt.exit_code}"
                 lines[path, attempt.name] = f"{path}: {attempt.name} ended before its first step: {why}"
-    return list(lines.values()), abandoned
+    return list(lines.values())

@@ -5,6 +5,7 @@ in this file and nowhere else, so that no code below checks whether a key exists
 `--cfg job` must answer at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -248,6 +249,12 @@ def key_of(setting: str) -> str:
 def owner(setting: str) -> str | None:
     """The command that `setting`, `steps=5`, belongs to; None: to several."""
     return OWNERS.get(key_of(setting))
+
+
+def replaced_batch(given: Mapping[str, object]) -> str | None:
+    """Which of `batch_size` and `batch_tokens` has no effect, as the other one was given; None if both or none were."""
+    size, tokens = (given.get(key) is not None for key in ("batch_size", "batch_tokens"))
+    return None if size == tokens else "batch_tokens" if size else "batch_size"
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:

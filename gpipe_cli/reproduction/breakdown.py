@@ -5,8 +5,7 @@ and the paper's, which are those of TPUs and of a model that it does not name.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from math import isclose
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
@@ -28,14 +27,6 @@ class Breakdown:
     update: float  # a slice without a name, by subtraction
     set_up: float
 
-    def __post_init__(self) -> None:
-        if not isclose(sum(self.shares.values()), 1.0, abs_tol=1e-9):
-            raise ValueError(f"breakdown: the shares add up to {sum(self.shares.values()):g}; they must to 1")
-
-    @property
-    def shares(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in SHARES if name != "transfer"}
-
     def reproduce(self, runner: Runner) -> Findings:
         from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
         from gpipe_cli.reporting.plots.shares import draw_shares
@@ -44,7 +35,7 @@ class Breakdown:
         if row["breakdown"] is None:
             raise CommandFailedError(row["reason"] or "no step was recorded")
         planned = runner.without("cost").plan("simulated", "cost=measured")
-        measured, simulated, paper = row["breakdown"], planned["breakdown"], self.shares
+        measured, simulated, paper = row["breakdown"], planned["breakdown"], asdict(self)
         comparable = not runner.changed()  # also at a desk: the paper's model is not known
         off = [
             difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE

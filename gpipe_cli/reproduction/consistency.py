@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING
 
@@ -28,15 +27,17 @@ DIGITS = 12  # of a digest that are shown; all of them are compared
 
 @dataclass(frozen=True)
 class Trained:
-    """One of the runs."""
-
     partitions: int
     seed: int
     record: RunRecord
 
     @cached_property
     def tensors(self) -> "dict[str, Tensor]":
-        return final_tensors(self.record.folder)
+        """Everything in the last checkpoint by name: weights, averages, the optimizer's state."""
+        from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
+
+        checkpoint = find_checkpoint(self.record.folder, "last", "run")
+        return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
 
     @cached_property
     def sha256(self) -> str:
@@ -50,17 +51,8 @@ class Consistency:
     partitions: tuple[int, ...]
     seeds: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        for key in ("partitions", "seeds"):
-            if len(set(getattr(self, key))) < 2 or len(set(getattr(self, key))) < len(getattr(self, key)):
-                raise ValueError(f"consistency.{key}={list(getattr(self, key))}: must be 2 or more that differ")
-
     def reproduce(self, runner: Runner) -> Findings:
-        """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other.
-
-        Raises ValueError for settings that the experiment makes itself, and as `gpipe train` does; and
-        CommandFailedError.
-        """
+        """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other."""
         from gpipe_cli.reporting.plots.curves import draw_curves
         from gpipe_cli.reporting.plots.picture import write_picture
 
@@ -121,39 +113,22 @@ def _table(runs: Sequence[Trained]) -> Table:
 
 
 def _spread(same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
-    columns = (
-        Column("standard deviation of"),
-        Column("", "paper"),
-        *(Column(of, "measured") for of in ("top-1", "loss")),
-    )
     seeds = ", ".join(str(run.seed) for run in repeated)
-    rows = (
-        (f"K = {_listed(same)}, seed {same[0].seed}", "within the next row's", *_deviations(same)),
-        (f"seeds {seeds}, K = {same[0].partitions}", NONE, *_deviations(repeated)),
+    rows = [f"K = {_listed(same)}, seed {same[0].seed}", f"seeds {seeds}, K = {same[0].partitions}"]
+    tests = [[run.record.result["test"] for run in runs] for runs in (same, repeated)]
+    top1 = [100 * stdev(test["top1"] for test in row) for row in tests]
+    losses = [[test["loss"] for test in row] for row in tests]  # None where it was not a number
+    columns = (
+        Column("standard deviation of", cells=rows),
+        Column("", "paper", ["within the next row's", NONE]),
+        Column("top-1", "measured", [f"{number(one, 3)} points" for one in top1]),
+        Column("loss", "measured", [NONE if None in row else number(stdev(row), 6) for row in losses]),
     )
-    return Table.of_rows("Between numbers of partitions, and between seeds", columns, rows)
-
-
-def _deviations(runs: Sequence[Trained]) -> tuple[str, str]:
-    tests = [run.record.result["test"] for run in runs]
-    top1 = 100 * stdev(test["top1"] for test in tests)
-    losses = [test["loss"] for test in tests]  # None where it was not a number
-    return f"{number(top1, 3)} points", NONE if None in losses else number(stdev(losses), 6)
+    return Table("Between numbers of partitions, and between seeds", columns)
 
 
 def _listed(runs: Sequence[Trained]) -> str:
     return ", ".join(str(run.partitions) for run in runs)
-
-
-def final_tensors(run: Path) -> "dict[str, Tensor]":
-    """Everything in the last checkpoint of the run in ``run`` by name: weights, averages, the optimizer's state.
-
-    Raises ValueError if it has none.
-    """
-    from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
-
-    checkpoint = find_checkpoint(run, "last", "run")
-    return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
 
 
 def digest(tensors: "dict[str, Tensor]") -> str:

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Any
 
-from gpipe_cli.config.settings import key_of, owner
+from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Column, Table
@@ -192,13 +192,8 @@ def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]
 
     As in the commands, what the user gives of `batch_size` and `batch_tokens` takes the place of the other.
     """
-    given = {key_of(one): one.partition("=")[2] for one in users}
-    replaced = {
-        other
-        for key, other in (("batch_size", "batch_tokens"), ("batch_tokens", "batch_size"))
-        if given.get(key, "null") != "null"
-    }
-    return last_wins((*(one for one in settings if key_of(one) not in replaced), *users))
+    given = {key_of(one): value for one in users if (value := one.partition("=")[2]) != "null"}
+    return last_wins((*(one for one in settings if key_of(one) != replaced_batch(given)), *users))
 
 
 def _failure(folder: Path) -> str:

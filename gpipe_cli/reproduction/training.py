@@ -97,15 +97,8 @@ class FineTuning:
     pretraining: tuple[str, ...]  # settings of the run to begin with, at a desk
     fine_tuning: tuple[str, ...]  # of the others, at a desk
 
-    def __post_init__(self) -> None:
-        if self.runs < 2:
-            raise ValueError(f"fine_tuning.runs={self.runs}: a deviation takes 2 or more")
-
     def reproduce(self, runner: Runner) -> Findings:
-        """Fine-tunes with every seed; at a desk also learns the same without the weights of another run.
-
-        Raises ValueError for settings that the experiment makes itself, and as the commands do; and CommandFailedError.
-        """
+        """Fine-tunes with every seed; at a desk also learns the same without the weights of another run."""
         if (seed := runner.given("seed")) is not None:
             seeds = f"0 to {self.runs - 1}"
             raise ValueError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")

@@ -1,5 +1,6 @@
 """The same training with several numbers of partitions: what is compared, and what is said when something differs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from gpipe_cli.reproduction.consistency import (
     Consistency,
     Trained,
     digest,
-    final_tensors,
     notes,
     tensors_apart,
 )
@@ -31,6 +31,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     return WHAT.reproduce(real_runner("consistency", folder, *settings)), folder
 
 
+def trained(folder: Path, partitions: int, seed: int = 0) -> Trained:
+    return Trained(partitions, seed, read_run(folder / f"partitions_{partitions}_seed_{seed}"))
+
+
 def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) -> None:
     findings, folder = found
     runs, spread = findings.tables
@@ -38,12 +42,12 @@ def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) ->
     assert column(runs, "losses of all steps", "measured") == ["-", "as in row 1", "others"]
     one, three, other = column(runs, "SHA-256 of weights", "measured")
     assert one == three != other
-    assert one == digest(final_tensors(folder / "partitions_1_seed_0"))[:DIGITS]
+    assert one == digest(trained(folder, 1).tensors)[:DIGITS]
     partitions, seeds = column(spread, "loss", "measured")
     assert float(partitions) == 0 < float(seeds)
     said = dict(findings.notes)
     assert said["losses"] == "those of all 2 steps are the same bits with K = 1, 3"
-    tensors = final_tensors(folder / "partitions_3_seed_0")
+    tensors = trained(folder, 3).tensors
     assert said["weights"] == f"all {len(tensors):,} tensors of the last checkpoint are the same bits with K = 1, 3"
     assert findings.files == (("curves", str(folder / CURVES)),)
     assert (folder / CURVES).read_bytes().startswith(b"\x89PNG")
@@ -52,7 +56,7 @@ def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) ->
 def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
     """The run with another seed in the place of one with another number of partitions."""
     _, folder = found
-    runs = [Trained(k, 0, read_run(folder / f"partitions_1_seed_{seed}")) for k, seed in ((1, 0), (3, 1))]
+    runs = [trained(folder, 1), replace(trained(folder, 1, seed=1), partitions=3)]
     said = dict(notes(runs))
     assert said["losses"] == "K = 3: of 2 steps, some losses differ from those with K = 1"
     assert said["weights"].startswith("K = 3: ")
@@ -80,8 +84,3 @@ def test_differences_are_counted() -> None:
     other = {"a": torch.zeros(2), "b": torch.tensor([1.0, 1.25, 0.5])}
     assert tensors_apart(one, other) == "1 of 2 tensors differ, by 5.0e-01 at most"
     assert tensors_apart(one, {"a": torch.zeros(2)}) == "1 tensor in one of them only"
-
-
-def test_a_run_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="checkpoint"):
-        final_tensors(tmp_path)
