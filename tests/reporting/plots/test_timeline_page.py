@@ -51,17 +51,13 @@ def test_every_bar_is_a_rectangle_in_the_row_of_its_stage_and_says_what_it_is(tm
     assert ".F0{" in text, "its colour"
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
-    found, text = page(tmp_path, replace(BOTH, views=(timeline(title="<b>&"),)))
+def test_the_page_loads_nothing_and_has_measured_and_predicted_shares_in_columns(tmp_path: Path) -> None:
+    found, text = page(tmp_path, replace(BOTH, views=(timeline(title="<b>&"), BOTH.views[1])))
     assert "&lt;b&gt;&amp;" in text
     assert not re.search(r"https?:|//[a-z]|@import|<link|fetch\(|XMLHttp", text)
     assert not any({"src", "href"} & set(element.keys()) for element in found.iter())
-    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#idle", "#waiting", "#transfer"}
-    assert {"idle", "waiting", "transfer"} <= {element.get("id") for element in found.iter()}
-
-
-def test_measured_and_predicted_shares_have_columns_of_their_own(tmp_path: Path) -> None:
-    found, _ = page(tmp_path, BOTH)
+    patterns = set(re.findall(r"url\(#([^)]*)\)", text))
+    assert patterns == {"idle", "waiting", "transfer"} == {element.get("id") for element in found.findall(".//pattern")}
     assert texts(found, ".//table/thead//th") == ["", "measured", "predicted"]
     rows = {texts(row, "th")[0]: texts(row, "td") for row in found.findall(".//table/tbody/tr")}
     assert rows["step"] == ["130.0 ms", "65.0 ms"]

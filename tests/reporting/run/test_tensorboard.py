@@ -2,6 +2,7 @@
 
 import math
 import re
+import resource
 from dataclasses import asdict, astuple
 from html import unescape
 from pathlib import Path
@@ -23,12 +24,14 @@ from reporting_runs import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
+from torch.utils.tensorboard.summary import scalar
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.tensorboard import Dashboard
+from gpipe_cli.reporting.run.tensorboard_file import EventFile
 from gpipe_cli.reporting.run.tensorboard_hparams import hyperparameters, varied_by
 from gpipe_cli.training.events import Translation
 
@@ -263,3 +266,22 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     assert "partitions: 2" in words(tmp_path, "config")
     assert f"gpipe train resume={tmp_path}" in file.getvalue()
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_events_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
+    """SummaryWriter's thread ended with the first error: a disk that was full for a moment cost all curves after it."""
+    file = EventFile(tmp_path, 1)
+    for number in range(1, 51):
+        file.add(scalar("loss", 1.0), number)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # in the middle of an event
+    try:
+        with pytest.raises(OSError, match=r"events\.out\.tfevents"):
+            file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size == 1000
+    file.add(scalar("loss", 2.0), 51)
+    file.flush()
+    assert curve(tmp_path, "loss") == [*((n, 1.0) for n in range(1, 51)), (51, 2.0)]

@@ -1,0 +1,145 @@
+"""Pictures of timelines and partitions, measured with a ruler, and their colours in the space that people see in."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from reporting_runs import description, log, placement, plan, shares, timeline
+
+from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots import partition as partition_picture
+from gpipe_cli.reporting.plots import timeline as drawing
+from gpipe_cli.reporting.plots.picture import DPI, MARGIN, WIDTH_INCHES
+from gpipe_cli.reporting.plots.timeline import draw
+from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.reporter import Reporter
+
+
+def lightness_and_yellow(colour: palette.Colour) -> tuple[float, float]:
+    """Of Oklab, the way back from sRGB with the numbers of its author."""
+    parts = [part / 255 for part in palette.rgb(colour)]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    long = (0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b) ** (1 / 3)
+    medium = (0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b) ** (1 / 3)
+    short = (0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b) ** (1 / 3)
+    return (
+        0.2104542553 * long + 0.7936177850 * medium - 0.0040720468 * short,
+        0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
+    )
+
+
+def test_lightness_tells_kinds_of_actions_and_yellow_micro_batches() -> None:
+    """Blue against yellow is what most colour-blind people see; lightness belongs to the kind of action."""
+    light = {}
+    for what in ("R", "F", "B"):
+        seen = [lightness_and_yellow(palette.colour(what, m, 16)) for m in range(16)]  # type: ignore[arg-type]
+        lightness, yellow = zip(*seen, strict=True)
+        assert all(later > earlier - 0.003 for earlier, later in pairwise(yellow))  # whole numbers of 255 are coarse
+        assert yellow[-1] - yellow[0] > 0.09
+        assert max(lightness) - min(lightness) < 0.02
+        light[what] = lightness[0]
+    assert light["R"] > light["F"] + 0.1 > light["B"] + 0.25
+
+
+def colour_at(
+    picture: np.ndarray, views: list[TimelineView], panel: int, stage: int, seconds: float, down: float = 0.3
+) -> tuple[int, ...]:
+    """The pixel of a time in views with equally many stages; `down` from the top of the stage's row."""
+    stages = len(views[0].stages)
+    height = min(drawing.ROW_INCHES * stages, drawing.PANEL_INCHES)
+    top = panel * (drawing.TITLE_INCHES + height) + drawing.TITLE_INCHES
+    room = WIDTH_INCHES - drawing.LEFT_INCHES - drawing.RIGHT_INCHES
+    end = max(view.end_seconds for view in views) * MARGIN
+    row = (top + height * (stage + down) / stages) * DPI
+    return tuple(map(int, picture[round(row), round((drawing.LEFT_INCHES + room * seconds / end) * DPI)]))
+
+
+def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() -> None:
+    views = [timeline(), timeline(0.005, kind="predicted")]
+    picture = draw(views)
+    assert picture.dtype == np.uint8
+    assert picture.shape[1:] == (round(WIDTH_INCHES * DPI), 3)
+    for panel, view in enumerate(views):  # one axis: the predicted step ends in the middle of the picture
+        for stage, bars in enumerate(view.stages):
+            for bar in bars:
+                if bar.what in ("F", "B"):
+                    quarter = bar.start_seconds + (bar.end_seconds - bar.start_seconds) / 4
+                    expected = palette.rgb(palette.colour(bar.what, bar.micro_batch, 2))
+                    assert colour_at(picture, views, panel, stage, quarter) == expected, (panel, stage, bar)
+    assert colour_at(picture, views, 0, 1, 0.12) == palette.rgb(palette.UPDATE)
+    assert colour_at(picture, views, 1, 1, 0.117) == (255, 255, 255)
+    idle = {colour_at(picture, views, 0, 1, 0.1 + n / 5000) for n in range(10)}
+    assert palette.rgb(palette.IDLE) in idle
+    assert len(idle) > 1  # hatched
+
+
+def many(stages: int, micro_batches: int) -> TimelineView:
+    """Every stage does F and B of all micro-batches, each a second long, then nothing for as long."""
+    row = [Bar(what, m, 2 * m + b, 2 * m + b + 1) for m in range(micro_batches) for b, what in enumerate(("F", "B"))]  # type: ignore[arg-type]
+    return TimelineView("many", "predicted", (tuple(row),) * stages, 4 * micro_batches, shares(0.5))
+
+
+def test_many_bars_are_plain() -> None:
+    view = many(128, 512)  # 131,072 bars
+    picture = draw([view])
+    for stage in (0, 64, 127):
+        for m in (3, 255, 500):  # a forward and a backward are two seconds, a pixel is 1.3
+            found = colour_at(picture, [view], 0, stage, 2 * m + 1, down=0.5)
+            assert found in [palette.rgb(palette.colour(what, m, 512)) for what in ("F", "B")], (stage, m)
+        assert colour_at(picture, [view], 0, stage, 3 * 512, down=0.5) == palette.rgb(palette.IDLE)
+
+
+@pytest.mark.parametrize("view", [TimelineView("", "measured", ((), ()), 0.0, shares(0.1)), many(1, 1), many(40, 3)])
+def test_strange_timelines_are_drawn(view: TimelineView) -> None:
+    assert draw([view]).std() > 0
+
+
+def cut(*stages: tuple[tuple[float, float], ...]) -> RunDescription:
+    """A run with these seconds of the layers of its stages."""
+    count = len(stages)
+    made = plan(
+        layers=[seconds for stage in stages for seconds in stage], balance=tuple(map(len, stages)),
+        memory=(StageMemory(2**30, 0, 0, 0, 0),) * count,
+    )  # fmt: skip
+    names = tuple(tuple(f"l{n}" for n in range(len(stage))) for stage in stages)
+    devices = {"parameters": (1000,) * count, "cost": (1.0,) * count, "devices": ("cpu",) * count}
+    return description(plan=made, placement=placement(layer_names=names, **devices))
+
+
+def test_layers_are_as_long_as_they_take() -> None:
+    """The last one is not trained: it has no backward."""
+    picture = partition_picture.draw(cut(((2.0, 3.0), (1.0, 4.0)), ((3.0, 5.0), (1.0, 0.0))))
+    bars: NDArray[np.uint8] = picture[: -round(partition_picture.LEGEND_INCHES * DPI)]
+
+    def most(what: Any, layer: int) -> int:
+        """The pixels across that a layer has, in the line where there are most."""
+        colour = palette.rgb(palette.colour(what, layer, 4))
+        return int((bars == colour).all(axis=2).sum(axis=1).max())
+
+    unit = (most("F", 0) + most("B", 0)) / 5
+    assert unit > 100
+    for layer, expected in enumerate([(2, 3), (1, 4), (3, 5), (1, 0)]):
+        assert (most("F", layer) / unit, most("B", layer) / unit) == pytest.approx(expected, 0.03)
+
+
+@pytest.mark.parametrize("stages", [1, 128])
+def test_few_and_many_stages_are_all_there(stages: int) -> None:
+    picture = partition_picture.draw(cut(*(((1e-3, 2e-3),) * 4,) * stages))
+    assert picture.shape[1] == WIDTH_INCHES * DPI
+    assert picture.shape[0] < 1200
+    coloured = picture[:, 250:1300].max(axis=2).astype(int) - picture[:, 250:1300].min(axis=2) > 30
+    rows = coloured.mean(axis=1) > 0.9  # lines of pixels inside of a bar
+    assert np.diff(np.concatenate([[0], rows.astype(int)])).clip(0).sum() == stages
+
+
+@pytest.mark.parametrize(
+    ("ending", "known", "drawn"), [("dry_run", True, True), ("interrupted", True, False), ("completed", False, False)]
+)
+def test_a_run_without_a_timeline_is_drawn_at_its_end(tmp_path: Path, ending: Any, known: bool, drawn: bool) -> None:
+    Reporter(tmp_path, cut(((1.0, 2.0),)) if known else description(), log()[0]).finish(ending)
+    assert (tmp_path / "partitions.png").exists() == drawn
