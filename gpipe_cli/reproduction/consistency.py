@@ -53,7 +53,7 @@ class Consistency:
 
     def reproduce(self, runner: Runner) -> Findings:
         """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other."""
-        from gpipe_cli.reporting.plots.curves import draw_curves
+        from gpipe_cli.reporting.plots.comparison import draw_curves
         from gpipe_cli.reporting.plots.picture import write_picture
 
         for key, values in (("partitions", self.partitions), ("seed", self.seeds)):

@@ -19,7 +19,7 @@ from gpipe_cli.reporting.plots.timeline_values import (
     axis_unit,
     in_percent,
 )
-from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
+from gpipe_cli.reporting.run.step_breakdown import share_cells
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
@@ -202,11 +202,11 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
 
 def _table(picture: StepPicture) -> str:
     """Numbers beside each other, in columns of their own: what was measured, what was predicted."""
-    columns = [Column("", cells=["step", *share_names()])]
+    columns = [Column("", cells=["step", *share_cells(None)])]
     for kind in ("measured", "predicted"):
         view = next((view for view in picture.views if view.kind == kind), None)
         step, breakdown = ("-", None) if view is None else (duration(view.step_seconds), view.breakdown)
-        columns.append(Column(kind, cells=[step, *share_cells(breakdown)], number=True))
+        columns.append(Column(kind, cells=[step, *share_cells(breakdown).values()], number=True))
     return to_html(Table("", columns))
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do w
     from gpipe_cli.planner.plan import Plan
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
-# contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
-SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
 
@@ -61,11 +59,6 @@ class RunDescription:
     @property
     def executor(self) -> str:
         return "distributed" if self.placement.distributed else "in_process"
-
-    @property
-    def speed_kind(self) -> SpeedKind:
-        """As far as it is known before the run."""
-        return "measured_one_device" if self.placement.one_device else "measured"
 
     @property
     def ideal_bubble(self) -> float:

@@ -1,7 +1,4 @@
-"""How fast a run is, and on what: the numbers beside every throughput of the paper (tables 2, 3 and 5).
-
-A speed without its warm-up rule, hardware and versions cannot be compared with another; they are kept together here.
-"""
+"""How fast a run is, and on what: a speed without its warm-up rule, hardware and versions cannot be compared."""
 
 import os
 import platform
@@ -11,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from gpipe_cli.reporting.run.description import SpeedKind
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 
 if TYPE_CHECKING:  # they import torch
     from gpipe_cli.planner.model_flops import StepFlops
     from gpipe_cli.planner.placement import Placement
     from gpipe_cli.planner.stage_memory import StageMemory
+
+# contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
+SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
@@ -47,13 +46,9 @@ class StepMedians:
         values = self._values.get(quantity, array("d"))
         return values[self.warm_up_steps :] or values
 
-    def median(self, quantity: str) -> float | None:
-        values = self.counted(quantity)
-        return median(values) if values else None
-
-    def recent(self, quantity: str, steps: int = 20) -> float | None:
-        """The median over the last few steps that count, for a display."""
-        values = self.counted(quantity)[-steps:]
+    def median(self, quantity: str, last: int = 0) -> float | None:
+        """Over the last few steps that count, or over all."""
+        values = self.counted(quantity)[-last:]
         return median(values) if values else None
 
     def quartiles(self, quantity: str) -> list[float] | None:
@@ -65,24 +60,21 @@ class StepMedians:
         return [first, third]
 
 
-def kind_of_speed(expected: SpeedKind, without_core: float | None) -> SpeedKind | None:
-    """What kind of a number a speed is; ``expected`` if no other program had the cores.
+def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
+    """What kind of a number a speed is.
 
     ``without_core`` is the share of its computing time in which the stage that was worst off had no core; None without
     a speed.
     """
     if without_core is None:
         return None
-    return "measured_contended" if expected == "measured" and without_core > CONTENDED else expected
+    return "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED else "measured"
 
 
 def flops_result(
     flops: "StepFlops", samples_per_second: float | None, tokens_per_second: float | None
 ) -> dict[str, float | None]:
-    """The entries of result.json that say how much of a device's peak the model's own operations reach.
-
-    The share is that of PaLM's authors (model FLOPs utilization, MFU): recomputation does not count as work.
-    """
+    """Entries of result.json: the MFU of PaLM's authors (model FLOPs utilization), where recomputation is no work."""
     per_second, peak = flops.per_second(samples_per_second, tokens_per_second), flops.peak_per_second
     return {
         "model_flops": flops.step,

@@ -1,7 +1,6 @@
-"""Passes on what happens in a run to the console, to TensorBoard and to result.json.
+"""Passes on what happens in a run to the console, to TensorBoard and to result.json, in the parent process.
 
-It makes the numbers of the paper's tables (accuracy, throughput, memory) out of what the stages report, in the parent
-process. ``step`` in every message counts optimizer steps done, epochs count from 1.
+``step`` in every message counts optimizer steps done, epochs count from 1.
 """
 
 import io
@@ -42,6 +41,9 @@ if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
     from gpipe_cli.reporting.plots.picture import Picture
 
 
+RECENT_STEPS = 20  # that a displayed speed is the median of
+
+
 class Reporter:
     """Reports one run into ``folder``, which is made if need be.
 
@@ -61,16 +63,13 @@ class Reporter:
         self._memory_bytes: tuple[int, ...] = ()
         self._checkpoint = 0  # the step after which the last one was written
         self._medians = StepMedians(run.warm_up_steps)
-        self._activation_bytes: tuple[int, ...] | None = None
-        self._library_bytes: tuple[int, ...] | None = None
+        # Of a step whose activations were counted: those of each stage, and its libraries' bytes.
+        self._counted: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
         self._cut_drawn = False
-        self._machine = {
-            "versions": versions(self._text),
-            "hardware": hardware(run.gpu_names, run.placement.threads),
-        }
+        self._machine = {"versions": versions(self._text), "hardware": hardware(run.gpu_names, run.placement.threads)}
         self._test, self._best = _earlier(run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
@@ -88,7 +87,7 @@ class Reporter:
             self._dashboard.describe(to_yaml(self._run.config), plain.getvalue())
 
     def start(self) -> None:
-        """Training begins: in a terminal, a bar that waits for the first step. After the banner, or not at all."""
+        """Training begins: in a terminal, a bar that waits for the first step."""
         self._console.start()
 
     def step(self, message: StepDone, predicted_activation_bytes: tuple[int, ...] | None = None) -> None:
@@ -104,11 +103,12 @@ class Reporter:
             quantities["tokens_per_second"] = message.tokens / message.seconds
         self._medians.add(quantities)
         if message.activation_bytes is not None:
-            self._activation_bytes, self._library_bytes = message.activation_bytes, message.library_bytes
+            self._counted = message.activation_bytes, message.library_bytes
             self._predicted_activation_bytes = predicted_activation_bytes
         with self.optional():
             self._dashboard.step(message)
-        self._console.step(message, self._medians.recent("tokens_per_second" if self._text else "samples_per_second"))
+        speed = "tokens_per_second" if self._text else "samples_per_second"
+        self._console.step(message, self._medians.median(speed, last=RECENT_STEPS))
         if message.step - self._run.first_step >= COMPARED_STEPS:
             self._compare()
 
@@ -212,8 +212,8 @@ class Reporter:
             return
         self._compared = True
         console, share = self._console.console, self._medians.median("without_core")
-        show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._activation_bytes))
-        kind = kind_of_speed(self._run.speed_kind, share)
+        show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._counted[0]))
+        kind = kind_of_speed(self._run.placement.one_device, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
 
@@ -237,7 +237,7 @@ class Reporter:
             "best": self._best,
             "samples_per_second": of("samples_per_second"),
             "samples_per_second_quartiles": self._medians.quartiles("samples_per_second"),
-            "samples_per_second_kind": kind_of_speed(run.speed_kind, of("without_core")),
+            "samples_per_second_kind": kind_of_speed(placement.one_device, of("without_core")),
             "without_core": of("without_core"),
             "step_seconds": of("step_seconds"),
             "speed_includes_warm_up": 0 < done <= run.warm_up_steps,  # for want of other steps
@@ -245,14 +245,12 @@ class Reporter:
             "warm_up_steps": run.warm_up_steps,
             **flops_result(run.flops, of("samples_per_second"), of("tokens_per_second")),
             "memory_bytes": self._memory_bytes,
-            "memory": memory_result(
-                placement, run.plan.memory, self._memory_bytes, self._activation_bytes, self._library_bytes
-            ),
+            "memory": memory_result(placement, run.plan.memory, self._memory_bytes, *self._counted),
             "global_batch": config.batch_size,
             "executor": run.executor,
             "ideal_bubble": run.ideal_bubble,
             **share_result(measured_breakdown(self._medians), run.prediction, run.ideal_bubble),
-            "activation_bytes": self._activation_bytes,
+            "activation_bytes": self._counted[0],
             "predicted_activation_bytes": self._predicted_activation_bytes,  # of the mini-batch that was counted
             "partitions": [
                 {"layers": names, "parameters": parameters, "cost_share": share, "device": device}

@@ -1,9 +1,4 @@
-"""Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1).
-
-Shares of stage-time that add up to 1. Stages are busy with compute, recompute and the weight update, and idle for four
-causes: bubble, load imbalance, exposed transfers and set-up. What was measured and what was predicted never share a
-column.
-"""
+"""Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -71,15 +66,13 @@ def share_lines(kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: f
     yield "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): stages are equal and do nothing but compute"
 
 
-def share_names() -> list[str]:
-    """The rows of a table of shares: `idle`, and below it the causes, `of it bubble`."""
-    return ["of it " * (name in IDLE) + share_word(name) for name in (*BUSY, "idle", *IDLE)]
-
-
-def share_cells(breakdown: Mapping[str, float] | None) -> list[str]:
-    """The shares in the rows of ``share_names``; `-` where there are none."""
+def share_cells(breakdown: Mapping[str, float] | None) -> dict[str, str]:
+    """The rows of a table of shares, `idle` and below it the causes, `of it bubble`; `-` where there are none."""
     shown = None if breakdown is None else in_percent(breakdown)
-    return ["-" if shown is None else f"{shown[name]:.1f} %" for name in (*BUSY, "idle", *IDLE)]
+    return {
+        "of it " * (name in IDLE) + share_word(name): "-" if shown is None else f"{shown[name]:.1f} %"
+        for name in (*BUSY, "idle", *IDLE)
+    }
 
 
 def share_word(name: str) -> str:

@@ -1,36 +1,40 @@
 """The TensorBoard events of a run: every tag of the project is in this file.
 
-The curves behind the paper's accuracies (section 3) and their speed. One writer per run, in the parent process. Steps
-count those done; accuracies are shares, 0 to 1.
+One writer per run, in the parent process. Steps count those done; accuracies are shares, 0 to 1.
 """
 
 import html
+import io
+import os
 import re
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
-from gpipe_cli.reporting.run.step_breakdown import share_cells, share_names
+from gpipe_cli.reporting.run.step_breakdown import share_cells
 from gpipe_cli.reporting.run.task_words import scores_of, words_of
-from gpipe_cli.reporting.run.tensorboard_file import EventFile
 from gpipe_cli.reporting.run.tensorboard_hparams import (
     end_summary,
     experiment_summary,
-    forget,
     hyperparameters,
     start_summary,
     varied_by,
 )
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
+from gpipe_cli.system.files import naming, write_whole
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import duration, size
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
     from gpipe_cli.planner.plan import Plan
     from gpipe_cli.reporting.run.description import RunDescription, Status
@@ -50,6 +54,8 @@ FINAL_OF_IMAGES = ("top1", "samples_per_second", *_OF_ALL, "top5")
 FINAL_OF_TEXT = ("perplexity", "tokens_per_second", *_OF_ALL, "token_accuracy")
 
 GIB = 2**30
+FLUSH_SECONDS = 10.0  # a run that is killed loses no more than this
+_numbers = count()  # of the files of this process, whose names differ in nothing else within a second
 
 
 class Dashboard:
@@ -126,7 +132,6 @@ class Dashboard:
         self._events.flush()
 
     def flush(self) -> None:
-        """Writes what waits."""
         self._events.flush()
 
     def _draw(self, step: int, points: Mapping[str, float | None]) -> None:
@@ -180,10 +185,8 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
 
 def _prediction_table(plan: "Plan") -> str:
     """As Markdown: the shares of a step, then the stages."""
-    shares = (
-        Column("of a step's stage-time", cells=share_names()),
-        Column("predicted", cells=share_cells(asdict(plan.breakdown)), number=True),
-    )
+    cells = share_cells(asdict(plan.breakdown))
+    shares = Column("of a step's stage-time", cells=[*cells]), Column("predicted", cells=[*cells.values()], number=True)
     memory = [size(stage.total_bytes) for stage in plan.memory]
     stages = (
         Column("stage", cells=[str(stage) for stage in range(len(memory))]),
@@ -204,3 +207,69 @@ def _translation_table(translations: Iterable[Translation]) -> str:
 def _escaped(text: str) -> str:
     one_line = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]])", r"\\\1", one_line)
+
+
+class EventFile:
+    """A new event file in ``folder``, made when the first events are written.
+
+    torch's SummaryWriter gives events to a thread, which a disk that is full for a moment ends. Here an event that
+    cannot be written waits, and is tried again.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """``first_step`` is the next one; of a run that is resumed, readers drop older events from there on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._path = folder / name
+        self._waiting = bytearray()
+        self._tried = 0.0
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(session_log=SessionLog(status=SessionLog.START)), first_step)
+
+    def add(self, summary: "Summary", step: int | None = None) -> None:
+        """Adds what is to be shown. Raises OSError if events have waited for FLUSH_SECONDS and cannot be written."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._add(Event(summary=summary), step)
+        if time.monotonic() - self._tried >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits. Raises OSError; then what is not written yet waits on."""
+        self._tried = time.monotonic()
+        with naming(self._path), self._path.open("ab", buffering=0) as file:
+            while self._waiting:
+                del self._waiting[: file.write(self._waiting)]
+
+    def _add(self, event: "Event", step: int | None = None) -> None:
+        event.wall_time = time.time()
+        if step is not None:
+            event.step = step
+        self._waiting += record(event)
+
+
+def record(event: "Event") -> bytes:
+    """An event as it stands in a file, with its length and checksums."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    file = io.BytesIO()
+    RecordWriter(file).write(event.SerializeToString())
+    return file.getvalue()
+
+
+def forget(folder: Path) -> None:
+    """Removes the three summaries from the events in ``folder``; all else stays.
+
+    TensorBoard keeps the first ones that it reads of a run. One that was resumed into its own folder, perhaps with
+    another K, would always show the settings and the end of the run before it.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.plugins.hparams.metadata import PLUGIN_NAME
+
+    for path in sorted(folder.glob("*tfevents*")):
+        events = list(LegacyEventFileLoader(str(path)).Load())
+        plugins = ({value.metadata.plugin_data.plugin_name for value in event.summary.value} for event in events)
+        kept = [event for event, names in zip(events, plugins, strict=True) if PLUGIN_NAME not in names]
+        if len(kept) < len(events):
+            write_whole(path, b"".join(map(record, kept)))

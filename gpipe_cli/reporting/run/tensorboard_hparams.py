@@ -19,8 +19,6 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.description import Status
 from gpipe_cli.reporting.run.result import flattened
-from gpipe_cli.reporting.run.tensorboard_file import record
-from gpipe_cli.system.files import write_whole
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -100,23 +98,6 @@ def end_summary(status: Status, at_seconds: float) -> "Summary":
     number = api_pb2.Status.Value(f"STATUS_{words.get(status, 'UNKNOWN')}")
     end = plugin_data_pb2.SessionEndInfo(status=number, end_time_secs=at_seconds)
     return _summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)
-
-
-def forget(folder: Path) -> None:
-    """Removes the three summaries from the events in ``folder``; all else stays.
-
-    TensorBoard keeps the first ones that it reads of a run. One that was resumed into its own folder, perhaps with
-    another K, would always show the settings and the end of the run before it.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.plugins.hparams.metadata import PLUGIN_NAME
-
-    for path in sorted(folder.glob("*tfevents*")):
-        events = list(LegacyEventFileLoader(str(path)).Load())
-        plugins = ({value.metadata.plugin_data.plugin_name for value in event.summary.value} for event in events)
-        kept = [event for event, names in zip(events, plugins, strict=True) if PLUGIN_NAME not in names]
-        if len(kept) < len(events):
-            write_whole(path, b"".join(map(record, kept)))
 
 
 def _summary(tag: str, **data: Any) -> "Summary":

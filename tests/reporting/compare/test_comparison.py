@@ -24,11 +24,9 @@ from reporting_runs import (
 )
 
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
-from gpipe_cli.reporting.compare.notes import notes, same_curve_notes
-from gpipe_cli.reporting.compare.report import csv_of, show_comparison, write_page
+from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison, write_page
 from gpipe_cli.reporting.compare.run_record import COMPARED, Curve, RunRecord, find_runs, read_run, same_curves
-from gpipe_cli.reporting.plots.bars import draw_bars
-from gpipe_cli.reporting.plots.curves import draw_curves, running_median, styles
+from gpipe_cli.reporting.plots.comparison import draw_bars, draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result, write_result

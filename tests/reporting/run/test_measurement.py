@@ -20,16 +20,16 @@ def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_o
     assert (medians.median("tokens"), medians.quartiles("tokens")) == (0.05, [0.05, 0.05])
     for tokens in (1000, 300, 600):
         medians.add({"tokens": tokens})
-    assert (medians.median("tokens"), medians.recent("tokens", 2)) == (600.0, 450.0)
+    assert (medians.median("tokens"), medians.median("tokens", last=2)) == (600.0, 450.0)
     assert medians.quartiles("tokens") == [450.0, 800.0]
     assert StepMedians(warm_up_steps=0).median("tokens") is None
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
-    assert kind_of_speed("measured", None) is None
-    assert kind_of_speed("measured", 0.04) == "measured"
-    assert kind_of_speed("measured", 0.3) == "measured_contended"
-    assert kind_of_speed("measured_one_device", 0.3) == "measured_one_device"
+    assert kind_of_speed(False, None) is None
+    assert kind_of_speed(False, 0.04) == "measured"
+    assert kind_of_speed(False, 0.3) == "measured_contended"
+    assert kind_of_speed(True, 0.3) == "measured_one_device"
 
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:
