@@ -1,7 +1,7 @@
 """Numbers in short forms with units; ASCII, because logs are read in places without UTF-8."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 def count(number: int) -> str:
@@ -62,6 +62,17 @@ def rate(per_second: float | None) -> str:
     if per_second >= 999_999.5:  # tokens; more digits would not fit a column
         return count(round(per_second))
     return f"{per_second:,.0f}" if per_second >= 999.95 else f"{per_second:.1f}"
+
+
+def spans(numbers: Iterable[int], to: str) -> list[str]:
+    """Rising numbers: `1 to 4`, `7`, `9`, `10`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [part for span in found for part in ([f"{span[0]}{to}{span[-1]}"] if len(span) > 2 else map(str, span))]
 
 
 def plural(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.tables.table import Column
-from gpipe_cli.units import operations, rate
+from gpipe_cli.units import operations, rate, spans
 
 GIB, MIB = 2**30, 2**20
 NOT_COMPARED = frozenset({"run_folder", "output", "resume"})  # where a run lies, not what it is
@@ -45,11 +45,10 @@ class Comparison:
         if self.by_settings:
             return listed([self.names[position] for position in positions])
         run = "run" if len(positions) == 1 else "runs"
-        return f"{run} {listed(spans([position + 1 for position in positions]))}"
+        return f"{run} {listed(spans([position + 1 for position in positions], ' to '))}"
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """Puts runs beside each other."""
     assert runs, "nothing to compare"
     keys = differing(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
@@ -85,17 +84,6 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def spans(numbers: Sequence[int]) -> list[str]:
-    """Rising numbers: `1 to 4`, `7`."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return [f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in found]
-
-
 def listed(words: Sequence[str]) -> str:
     """`a, b, and 3 more`; with semicolons where a word has commas of its own."""
     separator = "; " if any("=" in word and "," in word for word in words) else ", "
@@ -119,28 +107,18 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
 
 
 def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
-    """The last parts of paths, as many as tell them apart, without what all of them have in common.
+    """The last parts of paths, as many as tell them apart.
 
     The time that begins a run folder's name is kept where nothing else differs, and the date where runs are of several.
     """
-    if len(folders) == 1:
-        return [folders[0][-1]]
     most = max(map(len, folders))
     endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, most + 1))
     ends = next((found for found in endings if len(set(found)) == len(found)), [folder[-1] for folder in folders])
-    for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_", "$^"):
-        found = _trimmed([re.sub(rf"(^|/){begin}", r"\1", end) for end in ends])
-        if len(set(found)) == len(found) and all(found):
+    for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_"):
+        found = [re.sub(rf"(^|/){begin}", r"\1", end) for end in ends]
+        if len(set(found)) == len(found) > 1:
             return found
     return ends
-
-
-def _trimmed(ends: Sequence[str]) -> list[str]:
-    """Without the parts between `_` that all of them have; `micro_batches=4` is one part."""
-    pieces = [end.split("/") for end in ends]
-    parts = [[part for one in own for part in ([one] if "=" in one else one.split("_"))] for own in pieces]
-    common = set(parts[0]).intersection(*parts)
-    return ["_".join(part for part in own if part not in common) for own in parts]
 
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:

@@ -57,7 +57,6 @@ head.addEventListener('keydown',event=>{if(event.key==='Enter'||event.key===' ')
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints the table and its notes."""
     count = len(comparison.runs)
     completed = all(run.result["status"] == TRAINED for run in comparison.runs)
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
@@ -211,6 +210,5 @@ def _different(comparison: Comparison, values: Sequence[object]) -> str:
 
 
 def _data(run: RunRecord) -> str:
-    """The data set, and its classes if only some are taken."""
     classes = run.settings.get("dataset.classes")
     return f"{run.result['dataset']}{'' if classes is None else f' {show(classes)}'}"

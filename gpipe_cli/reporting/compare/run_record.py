@@ -49,8 +49,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What became of one run of `gpipe train` or `gpipe bench`."""
-
     folder: Path
     settings: Mapping[str, Any]  # dotted key, `model.filters`, and value; of a bench those that mean something to it
     result: Mapping[str, Any]  # result.json
@@ -80,10 +78,7 @@ class RunRecord:
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
-        """The scalars of its events by tag, as they may stand beside those of others; read when first used.
-
-        A speed in samples is none of text: it would be sentences, which differ in length, beside images.
-        """
+        """The scalars of its events by tag. A speed in samples is none of text: sentences differ in length."""
         found = read_curves(self.folder)
         if TOKENS_PER_SECOND in found:
             found.pop(SAMPLES_PER_SECOND, None)
@@ -95,11 +90,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run in ``folder``.
-
-    Raises:
-        ValueError: there is no result.json, or it cannot be read; one line.
-    """
+    """The run in ``folder``. Raises ValueError, one line, if there is no result.json, or it cannot be read."""
     try:
         result = read_result(folder)
     except FileNotFoundError:
@@ -137,10 +128,9 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
-    """Groups of two curves or more whose points are the same bits at the same steps: NaN is like NaN, 0 unlike -0.
+    """Positions of two curves or more whose points are the same bits at the same steps: NaN is like NaN, 0 unlike -0.
 
-    Returns:
-        positions in ``curves``. Where there is no curve, or only a sample of it, it is in no group.
+    Where there is no curve, or only a sample of it, it is in no group.
     """
     groups: dict[bytes, list[int]] = {}
     for position, curve in enumerate(curves):
@@ -154,8 +144,7 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
 def find_runs(folder: Path) -> list[Path]:
     """The run that ``folder`` is, or those one or two levels below it, in the order in which people count.
 
-    Raises:
-        ValueError: there is no such folder, or no run in it; the line does not say where else there are some.
+    Raises ValueError if there is no such folder, or no run in it.
     """
     if folder.is_file():
         raise ValueError(f"{folder}: is a file; give the folder of a run")

@@ -181,6 +181,5 @@ def _bar_panel(axes: Axes, column: Column, hatched: Sequence[bool]) -> None:
 
 
 def _shortened(name: str) -> str:
-    """A long name without its middle."""
     half = (MOST_NAME - 3) // 2
     return name if len(name) <= MOST_NAME else f"{name[:half]}...{name[-half:]}"

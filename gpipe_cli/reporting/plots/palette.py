@@ -1,10 +1,8 @@
 """The colours of a timeline: the hue stands for the micro-batch, the lightness for forward, recompute and backward.
 
-Figure 2(c) of the paper tells micro-batches apart by their names alone; at 32 of them there is no room for names. The
-hues go from blue over red to yellow: of two micro-batches the later one is always the more yellow one, which is the
-difference that the common kinds of colour blindness leave. Lightness stays free for the kind of the action and is even
-over all hues, because the colours are mixed in OKLCH (Ottosson, 2020, "A perceptual color space for image processing").
-What is no action has no hue.
+The hues go from blue over red to yellow: of two micro-batches the later one is always the more yellow one, which is the
+difference that the common kinds of colour blindness leave. Lightness is even over all hues, because the colours are
+mixed in OKLCH (Ottosson, 2020, "A perceptual color space for image processing"). What is no action has no hue.
 """
 
 import math

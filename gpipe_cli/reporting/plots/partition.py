@@ -145,7 +145,6 @@ def _title(axes: Axes, run: RunDescription, width: float, panel: float) -> None:
 
 
 def _legend(figure: Figure, run: RunDescription) -> None:
-    """The layers across, forward above backward; then the mean."""
     layers = min(64, run.layers)
     rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
     axes = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)

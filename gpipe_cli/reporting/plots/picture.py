@@ -1,7 +1,4 @@
-"""What all pictures share: size and ink, axes placed in inches, bars of stages, and how a figure becomes pixels.
-
-matplotlib takes half a second to import: who draws only sometimes imports the modules that draw where they are used.
-"""
+"""What all pictures share. matplotlib takes half a second to import: who draws only sometimes imports this there."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -98,19 +95,16 @@ def add_legend(figure: Figure, handles: Sequence[Artist], left: float, bottom: f
 
 
 def pixels(figure: Figure) -> Picture:
-    """The picture, of shape (height, width, 3)."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def png(picture: Picture) -> bytes:
-    """A picture as the content of a PNG file."""
     content = io.BytesIO()
     imsave(content, picture, format="png", dpi=DPI)
     return content.getvalue()
 
 
 def write_picture(path: Path, picture: Picture) -> None:
-    """Writes a picture as a PNG file, whole or not at all."""
     write_whole(path, png(picture))

@@ -1,7 +1,4 @@
-"""Shares of a step as bars, one above the other: the pie of the paper's NeurIPS version, made to be compared.
-
-Slices of several pies are hard to compare; bars on one axis are not.
-"""
+"""Shares of a step as bars, one above the other: the pie of the paper's NeurIPS version, made to be compared."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,10 +23,7 @@ COLOURS = {
 
 
 def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
-    """A bar for each (name, shares that add up to 1), as an image of shape (height, width, 3).
-
-    Shares are named as in SHARES; one that is missing is none.
-    """
+    """A bar for each (name, SHARES that add up to 1; one may be missing), as an image of shape (height, width, 3)."""
     height = ROW_INCHES * len(bars)
     figure = new_figure(height + AXIS_INCHES + LEGEND_INCHES)
     axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES, WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES, height)

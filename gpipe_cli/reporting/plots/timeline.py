@@ -1,6 +1,5 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
-A row per stage, a panel per timeline, all panels on one time axis: measured and predicted steps are compared.
 A few thousand bars are hatched and outlined, with their names where there is room. More than that (128 stages and 512
 micro-batches have 196,608) would take minutes so; they are plain.
 """
@@ -61,7 +60,6 @@ def draw(views: Sequence[TimelineView]) -> Picture:
 
 
 def _frame(axes: Axes, view: TimelineView, end: float, last: bool) -> None:
-    """Everything around the bars: title, stages, time."""
     name_stages(axes, len(view.stages))
     name, seconds = axis_unit(end)
     show_axis(axes, end, seconds, f"time since the step began, {name}" if last else "")

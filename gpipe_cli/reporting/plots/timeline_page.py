@@ -1,7 +1,6 @@
-"""timeline.html: recorded steps of a run in a browser, measured above predicted, on one time axis; XML, too.
+"""timeline.html: Figure 2(c) of the paper with real times, measured above predicted, a tip for every bar; XML, too.
 
-Figure 2(c) of the paper with real times, with a tip for every bar: what it is, when it began and how long it
-took. The page is one file that loads nothing, so that it can be sent and kept.
+The page is one file that loads nothing, so that it can be sent and kept.
 """
 
 import base64
@@ -100,11 +99,7 @@ tip.style.left=x+'px';tip.style.top=(y+tip.offsetHeight>innerHeight?event.client
 
 
 def write_page(path: Path, run: str, pictures: Sequence[StepPicture]) -> None:
-    """Writes the page, whole or not at all: the newest pictures, of which the very newest is shown first.
-
-    Args:
-        run: what the page is about, its heading.
-    """
+    """Writes the page about ``run``, its heading: the newest pictures, of which the very newest is shown first."""
     assert pictures, "a page without a picture"
     newest = sorted(pictures, key=lambda picture: picture.step, reverse=True)[:MOST_PICTURES]
     write_whole(path, "\n".join(_page(run, newest)) + "\n")
@@ -201,7 +196,6 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
 
 
 def _table(picture: StepPicture) -> str:
-    """Numbers beside each other, in columns of their own: what was measured, what was predicted."""
     columns = [Column("", cells=["step", *share_cells(None)])]
     for kind in ("measured", "predicted"):
         view = next((view for view in picture.views if view.kind == kind), None)
@@ -220,7 +214,6 @@ def _colours(micro_batches: int) -> Iterator[str]:
 
 
 def _image(views: Sequence[TimelineView]) -> str:
-    """The picture as base64 of a PNG."""
     from gpipe_cli.reporting.plots.picture import png
     from gpipe_cli.reporting.plots.timeline import draw
 

@@ -1,8 +1,4 @@
-"""A training step as a picture needs it: Figure 2(c) of the paper with a time axis, in seconds since the step began.
-
-A measured and a simulated timeline come down to the same plain values, so that a prediction and what became of it are
-drawn by the same lines of code.
-"""
+"""A training step, measured or simulated, as a picture needs it: Figure 2(c) of the paper, in seconds."""
 
 import math
 from collections.abc import Mapping
@@ -95,15 +91,12 @@ def timeline_view(
 
 
 def predicted_view(title: str, plan: "Plan") -> TimelineView:
-    """The simulated step, as it is drawn."""
     begin_seconds = plan.timeline.start_seconds
     return timeline_view(title, "predicted", plan.timeline, plan.breakdown, plan.step_seconds, begin_seconds)
 
 
 @dataclass(frozen=True)
 class StepPicture:
-    """What is shown of one step."""
-
     epoch: int
     step: int  # steps done, this one included
     views: tuple[TimelineView, ...]  # measured; and predicted, if it was

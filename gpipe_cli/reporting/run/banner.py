@@ -16,7 +16,6 @@ from gpipe_cli.units import learning_rate as shown_rate
 
 
 def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
-    """Shows what a run is: facts, then its partitions."""
     show_facts(console, _banner(run, folder))
     stages = run.placement
     columns = (

@@ -1,8 +1,8 @@
 """How a run shows that it goes on: a bar in a terminal, and of a training one line per epoch that stays.
 
-Where the output is not a terminal (a pipe, CI, a run of a sweep) there is no bar and no escape code; long epochs show
-a line now and then. Loss and accuracy of training are means over the epoch so far. The loss is the cross-entropy: what
-is minimized contains label smoothing and the auxiliary head, and would not compare with the test loss beside it.
+Outside a terminal there is no bar and no escape code; long epochs show a line now and then. Loss and accuracy of
+training are means over the epoch so far. The loss is the cross-entropy: what is minimized contains label smoothing and
+the auxiliary head, and would not compare with the test loss beside it.
 """
 
 import threading
@@ -48,7 +48,6 @@ class RunConsole:
         self._last_line = time.monotonic()
 
     def start(self) -> None:
-        """Shows the bar, in a terminal."""
         run = self._run
         by_steps = "step {task.completed:.0f}/{task.total:.0f}"
         self._bar = progress_bar(self.console, by_steps if run.bench else "epoch {task.fields[epoch]}")
@@ -168,8 +167,7 @@ class RunConsole:
 def progress_bar(console: Console, counted: str) -> Progress | None:
     """A bar to which one task is to be added; None outside a terminal. It goes away at the end: lines and summary stay.
 
-    The task's field `state` is what goes on: phrases, the most important first. In a narrow terminal the last ones
-    are left out, never the time that is left. `counted` comes before it, `step {task.completed}`.
+    The task's field `state` is what goes on, after `counted`: phrases, the most important first.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         return None
@@ -219,7 +217,7 @@ def following(console: Console, log: Path, line_seconds: float = LINE_SECONDS) -
 
 
 class _State(ProgressColumn):
-    """As many phrases as there is room for beside the other columns."""
+    """As many phrases as there is room for beside the other columns: never without the time that is left."""
 
     def __init__(self, console: Console, counted: str) -> None:
         super().__init__(Column(no_wrap=True))

@@ -52,7 +52,6 @@ class StepMedians:
         return median(values) if values else None
 
     def quartiles(self, quantity: str) -> list[float] | None:
-        """The first and the third."""
         values = self.counted(quantity)
         if len(values) < 2:
             return [values[0], values[0]] if values else None
@@ -61,10 +60,9 @@ class StepMedians:
 
 
 def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
-    """What kind of a number a speed is.
+    """What kind of a number a speed is; None without one.
 
-    ``without_core`` is the share of its computing time in which the stage that was worst off had no core; None without
-    a speed.
+    ``without_core``: the share of its computing time in which the stage that was worst off had no core.
     """
     if without_core is None:
         return None
@@ -95,12 +93,7 @@ def memory_result(
     process on a CPU. The parts add up to the peak.
 
     ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
-
-    Args:
-        planned: of each stage.
-        peaks: what was measured of each stage; () before the first step.
-        counted: activations of each stage; those that were planned if they were not counted.
-        libraries: of each stage's process.
+    Peaks were measured, () before the first step; activations are those planned if they were not counted.
     """
     together = not placement.distributed and set(placement.devices) == {"cpu"}
     result: list[dict[str, int | None]] = []
@@ -129,10 +122,7 @@ def process_seconds() -> float:
 
 
 def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
-    """The machine, without opening a device.
-
-    The names of GPUs are given by whoever uses them: to ask torch here would create a CUDA context in the parent.
-    """
+    """The machine. The names of GPUs are given: to ask torch would create a CUDA context in the parent."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),

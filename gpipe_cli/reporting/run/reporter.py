@@ -79,7 +79,6 @@ class Reporter:
             self._dashboard.begin()
 
     def banner(self) -> None:
-        """Shows what is about to run."""
         show_banner(self._console.console, self._run, self._folder)
         plain = io.StringIO()
         show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
@@ -162,10 +161,7 @@ class Reporter:
 
     @contextmanager
     def optional(self) -> Iterator[None]:
-        """Around writing what a run can do without: pictures, pages, curves, the state of result.json half-way.
-
-        The first failure is shown as a warning, the others are not, and the run goes on.
-        """
+        """Around writing what a run can do without: the first failure is shown as a warning, and the run goes on."""
         try:
             yield
         except OSError as error:
@@ -174,11 +170,7 @@ class Reporter:
             self._incomplete = True
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Ends the report, at whatever point.
-
-        Raises:
-            OSError: everything is shown, and result.json could not be written.
-        """
+        """Ends the report, at whatever point. Raises OSError if all is shown, and result.json could not be written."""
         self._status, self._error = status, error
         result = self._result()
         unwritten: OSError | None = None
@@ -273,7 +265,6 @@ class Reporter:
 
 
 def _tested(task: Task, message: Evaluated) -> dict[str, Any]:
-    """An evaluation as result.json has it."""
     test = {"step": message.step, "epoch": message.epoch, **scores_of(task, message.scores)}
     test["averaged"] = message.scores.averaged
     return test | {"tokens": message.scores.tokens} if words_of(task).text else test

@@ -15,21 +15,12 @@ RESULT = "result.json"
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
-    """Writes ``result`` to ``folder / name``, in place of what was there; NaN and infinities become null.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes it to ``folder / name``; NaN and infinities become null. Raises OSError if it cannot be written."""
     write_whole(folder / name, json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
 
 
 def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
-    """What ``write_result`` wrote.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not the JSON of a result.
-    """
+    """What ``write_result`` wrote. Raises FileNotFoundError, and ValueError if it is not the JSON of a result."""
     path = folder / name
     try:
         result = read_json(path)

@@ -86,12 +86,8 @@ def comparison(
     predicted_bytes: Sequence[int] | None,
     counted_bytes: Sequence[int] | None,
 ) -> Iterable[tuple[str, str]]:
-    """Labelled lines: the prediction of a run against what became of it.
-
-    Args:
-        step_seconds: median over the steps without warm-up.
-        predicted_bytes, counted_bytes: saved activations of one mini-batch, per stage; None if they were not counted.
-    """
+    """Labelled lines: the prediction of a run against the median over its steps without warm-up, and the saved
+    activations of one mini-batch, per stage, if they were counted."""
     times = f"{duration(prediction.step_seconds)} a step, measured {duration(step_seconds)}"
     yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds, 'as long')})"
     if predicted_bytes and counted_bytes:

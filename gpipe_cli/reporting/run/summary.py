@@ -1,7 +1,4 @@
-"""What became of a run: the summary of a training, of a measurement (`gpipe bench`) and of `gpipe evaluate`.
-
-Of a measurement it has the numbers of the paper's tables 2 and 3; of the others the accuracies of its section 3.
-"""
+"""What became of a run: the summary of a training, of a measurement (`gpipe bench`) and of `gpipe evaluate`."""
 
 import re
 import shlex
@@ -27,13 +24,11 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 def show_summary(
     console: Console, result: Mapping[str, Any], folder: Path, peak: str, checkpoint: str, resume: str | None
 ) -> None:
-    """Shows what became of a training or of a measurement.
+    """Shows what became of a training or of a measurement, as result.json has it.
 
     Args:
-        result: what result.json holds.
         peak: where the peak that the MFU is a share of comes from, or why it is not known.
-        checkpoint: where the last checkpoint is; shown where a training was stopped.
-        resume: the run folder to go on from; None if there is no checkpoint.
+        checkpoint: where the last checkpoint is, and the run folder to ``resume``; for a training that was stopped.
     """
     status, seconds, bench = result["status"], duration(result["seconds"]), result["command"] == "bench"
     epochs = f"{plural(result['epochs'], 'epoch')}, " if result["epochs"] and not bench else ""
@@ -102,12 +97,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
 
 def outcome_of_test(test: dict[str, Any], unigram_perplexity: float | None = None) -> str:
     """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`, or `perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %,
-    loss 3.7210 nats per token`.
-
-    Args:
-        test: the scores of a task.
-        unigram_perplexity: that of a model which knows the frequencies of the tokens only, on the same test set.
-    """
+    loss 3.7210 nats per token`. A unigram model knows the frequencies of the tokens only."""
     if "perplexity" in test:
         unigram = "" if unigram_perplexity is None else f" (unigram model {perplexity(unigram_perplexity)})"
         scores = [

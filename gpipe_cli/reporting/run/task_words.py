@@ -1,8 +1,4 @@
-"""What a run is judged by: top-1 for the paper's images (section 4), the loss of a token for its text (table 5).
-
-The tasks differ in a few words and columns and in what their means are over. This file holds these differences, so that
-the console, the dashboard and result.json need not ask for the task at every turn.
-"""
+"""What a run is judged by: top-1 for the paper's images (section 4), the loss of a token for its text (table 5)."""
 
 import math
 from dataclasses import dataclass

@@ -113,7 +113,6 @@ class Dashboard:
         self._draw(message.step, named | _training(message))
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
-        """Where the time of a step went."""
         shares = {f"step/{share}": value for share, value in breakdown.items()}
         measured = {"idle/measured": idle(breakdown), "bubble/measured": breakdown["bubble"]}
         self._draw(step, measured | shares | self._constants)

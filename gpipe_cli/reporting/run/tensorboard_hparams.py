@@ -2,8 +2,7 @@
 
 Three summaries in the run's own events (`SummaryWriter.add_hparams` would write a second run beside it): the settings
 when the run begins, its status when it ends, and the columns of the table. TensorBoard takes the columns from the run
-that it reads first, so every run lists those of all: the settings of every model and data set, and the final metrics
-of every task. Without such a list TensorBoard would take each curve of a run for a metric.
+that it reads first, so every run lists those of all models and tasks; without them each curve would be a metric.
 """
 
 import math

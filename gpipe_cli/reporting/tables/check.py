@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.units import loss, plural
+from gpipe_cli.units import loss, plural, spans
 from gpipe_cli.verify.differences import TOLERANCE, Row
 
 CHECK = "check.json"
@@ -25,8 +25,6 @@ _KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor
 
 @dataclass(frozen=True)
 class CheckReport:
-    """All that a check found."""
-
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
     shared: tuple[str, ...]  # what a cut must keep together, as sentences
@@ -63,7 +61,6 @@ def write_check(folder: Path, report: CheckReport) -> Path:
 
 
 def show_check(console: Console, folder: Path, report: CheckReport) -> None:
-    """Shows the table, what is wrong in full, and the verdict."""
     headings = ("partitions", "schedule", "recompute", "executor", "result")
     usual = report.rows[0].micro_batches
     folded = _folded([row for row in report.rows if row.micro_batches == usual])
@@ -123,7 +120,7 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
     executors = list(dict.fromkeys(row.executor for row in rows))
     result = _result(rows[0]) if len(rows) == 1 else f"{_result(rows[0])} ({len(rows)} of {len(rows)})"
     return (
-        _ranges(sorted({row.partitions for row in rows})),
+        ", ".join(spans(sorted({row.partitions for row in rows}), "..")),
         rows[0].schedule,
         "all three" if len(modes) == len(RECOMPUTE) else ", ".join(modes),
         "both" if len(executors) > 1 else executors[0],
@@ -135,14 +132,3 @@ def _result(row: Row) -> str:
     value = "" if row.difference is None or row.layer is not None else f" ({row.difference:.1e})"
     where = "" if row.layer is None else f" in layer {row.layer}"
     return f"{row.verdict}{where}{value}"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """1, 2, 3, 5 -> `1..3, 5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

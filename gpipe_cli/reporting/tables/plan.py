@@ -1,9 +1,7 @@
 """What `gpipe plan` keeps in plan.json and shows: layers, the cut, memory of the stages, the step, the choices.
 
-The questions of the paper's Table 1 (does it fit?) and Table 2 (how fast will it be?), answered before anything runs.
 All of it is predicted, times from a simulation and bytes from shapes; with ``cost=measured`` the seconds of single
-layers are measured. 80 columns are enough: layers and stages that are alike share a row, as the paper's Transformer of
-83.9 billion parameters has 1,663 layers of one kind.
+layers are measured. Layers and stages that are alike share a row: the paper's largest Transformer has 1,663 layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +102,6 @@ def plan_json(
 
 
 def _stages(profile: ModelProfile, plan: Plan, limit_bytes: int | None) -> tuple[list[Facts], list[Facts]]:
-    """All layers, and all stages."""
     held = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
     layers: list[Facts] = []
     stages: list[Facts] = []
@@ -170,11 +167,7 @@ def _comparison(comparison: Comparison) -> Facts:
 
 
 def show_plan(console: Console, plan: Facts, folder: Path) -> None:
-    """Writes plan.json, as `plan_json` made it, into ``folder``, which must exist, and shows it.
-
-    Raises:
-        OSError: all is shown, and plan.json could not be written.
-    """
+    """Writes plan.json into ``folder``, which must exist, and shows it. Raises OSError if it could not be written."""
     try:
         write_result(folder, plan, PLAN)
     finally:

@@ -1,7 +1,4 @@
-"""What `gpipe reproduce` shows: the paper's numbers, ours, the difference; for people, as Markdown and as JSON.
-
-Every column names where its numbers come from: measured, simulated, planned and counted numbers never share a column.
-"""
+"""What `gpipe reproduce` shows: the paper's numbers, ours, the difference; for people, as Markdown and as JSON."""
 
 from dataclasses import dataclass
 from pathlib import Path

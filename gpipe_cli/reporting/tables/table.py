@@ -64,16 +64,13 @@ class Table:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The cells, row by row."""
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
 
 def show_table(console: Console, table: Table, repeated: int = 1, gap: int = 2) -> None:
-    """Prints a table; one that is wider than the console in parts, a broken word or number cannot be read.
+    """Prints a table; one that is wider than the console in parts, as a broken word or number cannot be read.
 
-    Args:
-        repeated: so many columns name the rows, and begin every part.
-        gap: blanks between columns.
+    ``repeated`` columns name the rows, and begin every part; between columns there are ``gap`` blanks.
     """
     columns = [column for column in table.columns if column.printed]
     for number, part in enumerate(_parts(columns[:repeated], columns[repeated:], console.width, gap)):
@@ -104,11 +101,8 @@ def to_markdown(table: Table) -> str:
 
 
 def to_html(table: Table, colours: Sequence[str] = ()) -> str:
-    """As an element `table`; scripts can sort its rows by `data-value`, which is empty where there is no value.
-
-    Args:
-        colours: of a square before the first cell of every row.
-    """
+    """As an element `table`, with squares of ``colours`` before the rows; scripts can sort them by `data-value`, which
+    is empty where there is no value."""
     heads = [f'<th scope="col"{_class(column)}>{escape(column.heading)}</th>' for column in table.columns]
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
     for row, (name, *cells) in enumerate(table.rows):

@@ -117,10 +117,9 @@ def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]
 @pytest.mark.parametrize(
     ("folders", "expected"),
     [
-        ("2026-01-31_12-00-00_resnet_digits_K2 2026-01-31_12-30-00_amoebanet_digits_K8", "resnet_K2 amoebanet_K8"),
-        ("2026-01-31_12-00-00_x_K2 2026-01-31_12-30-00_x_K2", "12-00-00 12-30-00"),
-        ("a/micro_batches=4 b/micro_batches=4", "a b"),
-        ("micro_batches=4 micro_batches=8 other_one", "micro_batches=4 micro_batches=8 other_one"),
+        ("2026-01-31_12-00-00_resnet_K2 2026-01-31_12-30-00_amoebanet_K8", "resnet_K2 amoebanet_K8"),
+        ("2026-01-31_12-00-00_x_K2 2026-01-31_12-30-00_x_K2", "12-00-00_x_K2 12-30-00_x_K2"),
+        ("a/micro_batches=4 b/micro_batches=4", "a/micro_batches=4 b/micro_batches=4"),
     ],
 )
 def test_runs_of_which_many_settings_differ_are_named_by_their_folders(folders: str, expected: str) -> None:
