@@ -40,7 +40,7 @@ from gpipe_cli.planner.device_rates import DeviceRates, Rates, fit_rates, rates_
 from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.planner.step_schedule import micro_batches_of
+from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
@@ -71,7 +71,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
             "use cost=figures, or partition.balance=[...] as gpipe plan finds it"
         )
-    _, mean = micro_batches_of(config, profile.lengths)
+    mean = mean_micro_batch(config, profile.lengths)
     samples = ceil(mean)
     # any cut serves to start the workers; the layers are timed whole
     placement = make_placement(_without_limit(config), profile)

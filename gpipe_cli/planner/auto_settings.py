@@ -6,7 +6,7 @@ Each candidate gets a plan of its own, and what was compared is kept, so that th
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -127,7 +127,10 @@ def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhe
     """Raises ValueError if there is only one value of `micro_batches`."""
     partitions, micro_batches = [config.partitions], [config.micro_batches]
     if "partitions" in auto:
-        partitions = [k for k in _numbers_of_devices(config, elsewhere) if k <= layers]
+        gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+        started = torchrun()
+        devices = [1, 2, 4, 8] if elsewhere else range(1, (gpus or usable_cores()) + 1)  # elsewhere: the paper's
+        partitions = [k for k in (devices if started is None else [started.processes]) if k <= layers]
     if "micro_batches" in auto:
         if config.batch_size is None:
             raise ValueError(
@@ -142,15 +145,6 @@ def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhe
         # powers of two, and the batch size itself
         micro_batches = sorted({*(1 << n for n in range(config.batch_size.bit_length())), config.batch_size})
     return [replace(config, partitions=k, micro_batches=m) for k in partitions for m in micro_batches]
-
-
-def _numbers_of_devices(config: TrainConfig, elsewhere: bool) -> Sequence[int]:
-    if (started := torchrun()) is not None:
-        return [started.processes]
-    if elsewhere:  # the paper's numbers
-        return [1, 2, 4, 8]
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    return range(1, (gpus or usable_cores()) + 1)
 
 
 def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:

@@ -15,7 +15,7 @@ from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.step_schedule import micro_batches_of
+from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.units import plural
 
 
@@ -52,7 +52,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
     costs = costs_by_rates(
         profile,
         rates or rates_of_sheet(resolved(config.hardware, devices.stages[0]), devices.threads),
-        micro_batches_of(config, profile.lengths)[1],
+        mean_micro_batch(config, profile.lengths),
         at_once=devices.at_once,
         linked=devices.distributed or len(set(devices.stages)) > 1 or config.hardware.name != "auto",
     )

@@ -19,20 +19,11 @@ class SeparatedError(ValueError):
 
 @dataclass(frozen=True)
 class Shared:
-    """Something that a layer has in common with one before it; layers by number and name."""
+    """Layer number `second` has something in common with number `first`, before it."""
 
     first: int
     second: int
-    first_name: str
-    second_name: str
-    what: str  # as the second one calls it
-
-    @property
-    def text(self) -> str:
-        return (
-            f"layers {self.first_name} and {self.second_name} share {self.what}: in different stages each would have "
-            "its own copy"
-        )
+    text: str
 
 
 def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
@@ -54,7 +45,9 @@ def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
         for what, thing in _parts(module, "", set()):
             owner, owner_name = owners.setdefault(id(thing), (number, layer))
             if owner != number:
-                found.setdefault((owner, number), Shared(owner, number, owner_name, layer, what or f"module {layer}"))
+                text = f"layers {owner_name} and {layer} share {what or f'module {layer}'}: in different stages each "
+                text += "would have its own copy"
+                found.setdefault((owner, number), Shared(owner, number, text))
     return tuple(found.values())
 
 

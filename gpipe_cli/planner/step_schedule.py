@@ -16,14 +16,11 @@ def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
     return max(1, config.batch_tokens // max(lengths))
 
 
-def micro_batches_of(config: TrainConfig, lengths: Sequence[int]) -> tuple[int, float]:
-    """M, and the mean samples of a micro-batch.
-
-    Cut by tokens, a mini-batch of short sentences has more samples than are planned for, and so all M micro-batches.
-    """
+def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
+    """The mean samples of a micro-batch. Cut by tokens, a mini-batch of short sentences has more samples than are
+    planned for, and so all M micro-batches."""
     whole = mini_batch_samples(config, lengths)
-    micro_batches = config.micro_batches if config.batch_size is None else min(config.micro_batches, whole)
-    return micro_batches, whole / micro_batches
+    return whole / (config.micro_batches if config.batch_size is None else min(config.micro_batches, whole))
 
 
 @lru_cache(maxsize=16)  # they can be large

@@ -112,7 +112,7 @@ def train_step(
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
     totals, norms = None if objective is None else objective.totals(), norms_of(gradients)
-    metrics = _gather(config, engine, control, before, totals, stages, norms)
+    metrics = gather_metrics(config, engine, control, before, totals, stages, norms)
 
     before_update()
     if config.gradient_clipping:
@@ -130,13 +130,6 @@ def train_step(
             engine.averages[k].update(engine.stages[k].statistics.newest)
         recording.update(k, begun, now())
     return recording, metrics
-
-
-def gather_recording(
-    config: TrainConfig, engine: Engine, control: ControlGroup, recording: Recording
-) -> list[list[float]]:
-    """As `StepMetrics.seconds_before`, of the last step, which no other follows."""
-    return _gather(config, engine, control, recording)().seconds_before
 
 
 def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
@@ -199,7 +192,7 @@ def _run(
     return engine.executor.run(schedule, step, sizes, placed(engine, inputs), objective, lengths), objective
 
 
-def _gather(
+def gather_metrics(
     config: TrainConfig,
     engine: Engine,
     control: ControlGroup,
@@ -208,8 +201,8 @@ def _gather(
     stages: Mapping[int, StageMetrics] | None = None,
     norms: torch.Tensor | None = None,
 ) -> Callable[[], StepMetrics]:
-    """Share what this process knows of a step, and its recording of the step before; what is returned waits for the
-    other processes. Recordings are read on the clock of process 0."""
+    """Share what this process knows of a step, and its recording of the step before (read on the clock of process 0);
+    what is returned waits for the other processes."""
     placement = engine.placement
     sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
     stages_here = 1 if placement.distributed else placement.partitions

@@ -39,7 +39,7 @@ from gpipe_cli.training.events import (
 )
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
-from gpipe_cli.training.step import StepMetrics, evaluate, gather_recording, rehearse, train_step
+from gpipe_cli.training.step import StepMetrics, evaluate, gather_metrics, rehearse, train_step
 from gpipe_cli.training.translation.scores import WATCHED, score_translations, translate
 
 
@@ -153,7 +153,7 @@ def train(
 
     # --- 8. The end: what was recorded of the last step; all processes finish before one of them disconnects -----
     if recording is not None:
-        seconds = gather_recording(config, engine, control, recording)
+        seconds = gather_metrics(config, engine, control, recording)().seconds_before
         if control.leads:
             process.report(StepRecorded(seconds, recording_began))
     training.close()

@@ -7,7 +7,7 @@ import torch
 from networks import KINDS, sentences, small_amoebanet, small_transformer
 from torch import Tensor
 
-from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.randomness import materialize
 
 IMAGES = {"b 15": ("b", 15), "b 32": ("b", 32), "d 97": ("d", 97)}
 NETWORKS = {

@@ -11,7 +11,7 @@ from engine_runs import Case, Pool, covering, run_in_process, tricky_model
 from training_runs import assert_same_tensors
 
 from gpipe_cli.pipeline.runtime.frozen import Frozen
-from gpipe_cli.pipeline.runtime.materialize import materialize
+from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES
 
 # of the six layers: the first two; one in the middle; batch norms inside layers and weights, but no whole layer

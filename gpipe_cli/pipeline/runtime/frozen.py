@@ -1,5 +1,4 @@
-"""Layers that are not trained, as in the fine-tuning of paper section 4: which they are, and what stays as it is in
-them.
+"""Layers that are not trained, as in the fine-tuning of paper section 4, and what stays as it is in them.
 
 A frozen module works as in evaluation all the time: its parameters keep their values, its batch norms use their running
 statistics and keep them, nothing in it is dropped. Gradients still pass through it to the layers before. `nn.Module`
@@ -26,12 +25,12 @@ def freeze(sequence: nn.Sequential, frozen: Frozen) -> None:
     """Freeze what `frozen` names among the layers of `sequence`: those of a whole model, or of one stage."""
     layers = dict(sequence.named_children())
     for path in frozen.modules:
-        if _layer(path) in layers:
+        if path.partition(".")[0] in layers:
             module = sequence.get_submodule(path)
             setattr(module, _MARK, True)
             module.requires_grad_(False).eval()
     for path in frozen.parameters:
-        if _layer(path) in layers:
+        if path.partition(".")[0] in layers:
             sequence.get_parameter(path).requires_grad_(False)
 
 
@@ -42,7 +41,3 @@ def set_training(module: nn.Module, training: bool) -> None:
         for inner in module.modules():
             if getattr(inner, _MARK, False):
                 inner.eval()
-
-
-def _layer(path: str) -> str:
-    return path.partition(".")[0]

@@ -1,6 +1,15 @@
+"""Random numbers and first weights: the same everywhere, whatever the cut."""
+
+from collections import OrderedDict
 from itertools import product
 
-from gpipe_cli.pipeline.runtime.randomness import mix, seed_of_name
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_of_name
+
+CPU = torch.device("cpu")
 
 
 def test_the_numbers_are_the_same_everywhere() -> None:
@@ -21,3 +30,48 @@ def test_neighbours_do_not_collide() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert len({seed_of_name(run, name) for run in range(9) for name in ("a", "b", "ab", "cell_1", "cell_10")}) == 45
+
+
+def model() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(
+            OrderedDict(
+                stem=nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)),
+                relu=nn.ReLU(),
+                twin_a=nn.Conv2d(4, 4, 1),
+                twin_b=nn.Conv2d(4, 4, 1),
+                head=nn.Linear(4, 2),
+            )
+        )
+
+
+def test_every_value_is_set_by_seed_and_name() -> None:
+    """Memory that `to_empty` hands out holds what was there before: buffers too must be initialised."""
+    state, other = (materialize(model(), 0, 5, run_seed=seed, device=CPU).state_dict() for seed in (0, 1))
+    assert not torch.equal(state["stem.0.weight"], other["stem.0.weight"])
+    assert not torch.equal(state["twin_a.weight"], state["twin_b.weight"])
+    assert torch.equal(state["stem.1.running_mean"], torch.zeros(4))
+    assert torch.equal(state["stem.1.running_var"], torch.ones(4))
+    assert int(state["stem.1.num_batches_tracked"]) == 0
+
+
+def test_only_the_own_layers_become_real() -> None:
+    described = model()
+    stage = materialize(described, 2, 2, run_seed=0, device=CPU)
+    assert [name for name, _ in stage.named_children()] == ["twin_a", "twin_b"]
+    assert all(value.is_meta for name, value in described.state_dict().items() if not name.startswith("twin"))
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(3))
+
+
+@pytest.mark.parametrize(("layer", "where"), [(Bare, "odd"), (lambda: nn.Sequential(nn.ReLU(), Bare()), "odd.1")])
+def test_a_layer_that_cannot_initialise_itself_is_named(layer: type[nn.Module], where: str) -> None:
+    with torch.device("meta"):
+        described = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), odd=layer()))
+    with pytest.raises(ValueError, match=rf"layer {where} \(Bare\) has parameters or buffers but no reset_parameters"):
+        materialize(described, 1, 1, run_seed=0, device=CPU)
+    materialize(described, 0, 1, run_seed=0, device=CPU)  # none of this process's business
