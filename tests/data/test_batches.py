@@ -11,12 +11,12 @@ from gpipe_cli.data.batches import Catalogue, MiniBatches
 from gpipe_cli.data.temperature import language_quotas, temperature_draws
 
 
-def sentences(samples: int = 500, longest: int = 30, dimensions: int = 2, languages: int = 5) -> Catalogue:
-    generator = torch.Generator().manual_seed(samples)
-    lengths = torch.randint(1, longest + 1, (samples, dimensions), generator=generator, dtype=torch.int32)
-    # Language 0 has about as many as all others together, and so on.
-    groups = (-torch.rand(samples, generator=generator).log2()).to(torch.int32).clamp(max=languages - 1)
-    return Catalogue(samples, lengths=lengths, groups=groups)
+def sentences(dimensions: int = 2) -> Catalogue:
+    """500 of 1 to 30 tokens in five languages; one of these has about as many as all after it together."""
+    generator = torch.Generator().manual_seed(500)
+    lengths = torch.randint(1, 31, (500, dimensions), generator=generator, dtype=torch.int32)
+    groups = (-torch.rand(500, generator=generator).log2()).to(torch.int32).clamp(max=4)
+    return Catalogue(500, lengths=lengths, groups=groups)
 
 
 def batches_of(data: Catalogue | int, **settings: Any) -> MiniBatches:
@@ -52,11 +52,7 @@ def test_orders_are_pinned() -> None:
 
 @pytest.mark.parametrize(
     ("data", "settings"),
-    [
-        (Catalogue(50), {"batch_size": 8}),
-        (sentences(), {"batch_tokens": 90, "temperature": 5.0}),
-    ],
-    ids=["images", "temperature"],
+    [(Catalogue(50), {"batch_size": 8}), (sentences(), {"batch_tokens": 90, "temperature": 5.0})],
 )
 def test_order_depends_on_seed_and_epoch_only(data: Catalogue, settings: dict[str, Any]) -> None:
     one, other = (batches_of(data, **settings, seed=1) for _ in range(2))
@@ -115,7 +111,6 @@ def test_a_short_last_one_can_be_dropped_without_a_preference_for_short_sentence
         parts = epoch_of(batches, epoch)
         assert [len(part) for part in parts] == [64] * 7
         dropped.append(set(range(500)) - set(chain.from_iterable(parts)))
-        assert len(dropped[-1]) == 500 - 7 * 64
     assert dropped[0] != dropped[1] != dropped[2]
     assert data.lengths is not None
     longest = data.lengths.amax(dim=1)

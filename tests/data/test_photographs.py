@@ -1,6 +1,5 @@
 """The paper's sets of photographs, tiny but in the formats in which they are given out, read by the real readers."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +64,8 @@ def write_stanford_cars(root: Path) -> Tiny:
 
 def write_oxford_pets(root: Path) -> Tiny:
     base = root / "oxford-iiit-pet"
-    write_images(base / "images", *(f"{name}.jpg" for name in ("Abyssinian_1", "american_bulldog_1", "Abyssinian_2")))
-    write_images(base / "images", "american_bulldog_7.jpg", "american_bulldog_8.jpg", "Abyssinian_9.jpg")
+    for breed, numbers in (("Abyssinian", (1, 2, 9)), ("american_bulldog", (1, 7, 8))):
+        write_images(base / "images", *(f"{breed}_{number}.jpg" for number in numbers))
     (base / "annotations").mkdir()
     # Image, class from 1, cat or dog, breed from 1.
     trainval = "Abyssinian_1 1 1 1\namerican_bulldog_7 2 2 1\namerican_bulldog_8 2 2 1\n"
@@ -77,14 +76,12 @@ def write_oxford_pets(root: Path) -> Tiny:
 
 def write_food101(root: Path) -> Tiny:
     base = root / "food-101"
-    listed = {
-        "train": {"apple_pie": ["apple_pie/10"], "waffles": ["waffles/20", "waffles/21"]},
-        "test": {"waffles": ["waffles/22"], "apple_pie": ["apple_pie/11"]},
-    }
-    (base / "meta").mkdir(parents=True)
-    for split, classes in listed.items():
-        (base / f"meta/{split}.json").write_text(json.dumps(classes))
-        write_images(base / "images", *(f"{name}.jpg" for names in classes.values() for name in names))
+    write_images(
+        base / "images", *(f"apple_pie/{n}.jpg" for n in (10, 11)), *(f"waffles/{n}.jpg" for n in (20, 21, 22))
+    )
+    (base / "meta").mkdir()
+    (base / "meta/train.json").write_text('{"apple_pie": ["apple_pie/10"], "waffles": ["waffles/20", "waffles/21"]}')
+    (base / "meta/test.json").write_text('{"waffles": ["waffles/22"], "apple_pie": ["apple_pie/11"]}')
     return Tiny([1, 0], ("apple_pie", "waffles"), "food-101/images/waffles/22.jpg")
 
 
@@ -270,7 +267,7 @@ def test_annotations_that_contradict_each_other(tmp_path: Path) -> None:
         listed.write_text(f"american_bulldog_1 2 2 1\nAbyssinian_2 {label} 1 1\n")
         assert "a test image of a class that is none of the 2 named" in refusal("oxford_pets", tmp_path)
     write_food101(tmp_path)
-    (tmp_path / "food-101/meta/test.json").write_text(json.dumps({"waffles": ["waffles/22"]}))
+    (tmp_path / "food-101/meta/test.json").write_text('{"waffles": ["waffles/22"]}')
     assert "1 differ (apple_pie)" in refusal("food101", tmp_path)
 
 

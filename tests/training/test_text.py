@@ -165,8 +165,9 @@ def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(
 
 def test_a_language_model_learns_more_than_how_frequent_tokens_are(tmp_path: Path) -> None:
     """On the text that comes with Python, with a small model of the preset."""
-    small = ["model.layers=1", "model.width=64", "model.hidden=128", "model.length=64", "dataset.vocabulary=2000"]
-    run = ["partitions=2", "executor=in_process", "threads=1", "max_steps=280"]
+    small = ["model.layers=1", "model.width=64", "model.hidden=128", "model.length=32", "dataset.vocabulary=500"]
+    fast = ["learning_rate.peak=0.01", "learning_rate.warmup_steps=20", "max_steps=120"]
+    run = ["partitions=2", "executor=in_process", "threads=1", *fast]
     messages = train_here(configure("model=transformer_lm", *small, *run), tmp_path)
     perplexity = math.exp(of_type(messages, Evaluated)[-1].scores.loss)
     unigram_perplexity = of_type(messages, TrainingReady)[0].data.unigram_perplexity
