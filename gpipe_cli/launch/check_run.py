@@ -28,7 +28,6 @@ from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
-from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
@@ -64,7 +63,6 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     source = None if config.init_from is None else find_weights(config, show_error)
     checked = _Checked(config)
     with (
-        interruptible() as interrupt,
         tempfile.TemporaryDirectory(dir=temporary_folder()) as gradients,
         console.status("starting ...") if console.is_terminal else nullcontext() as status,
     ):
@@ -82,7 +80,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                 task = partial(check, config, placements, variants=waiting, earlier=checked.references,
                                folder=Path(gradients), source=source)  # fmt: skip
                 placement = placements[max(placements)]
-                failure = run_task(task, placement, config.timeout_seconds, on_message, interrupt)
+                failure = run_task(task, placement, config.timeout_seconds, on_message)
                 checked.end(waiting, failure, alone=placement.processes == 1)
     report = checked.report()
     try:

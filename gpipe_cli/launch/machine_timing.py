@@ -42,7 +42,6 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
-from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.units import duration
 
@@ -220,8 +219,7 @@ def _measure(
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
     task = partial(measure, config, placement, make_placement(one, profile), samples, seconds)
     found: list[object] = []
-    with interruptible() as interrupt:
-        failure = run_task(task, placement, config.timeout_seconds, found.append, interrupt)
+    failure = run_task(task, placement, config.timeout_seconds, found.append)
     if failure is not None:
         raise ValueError(failure.text)
     (times,) = found

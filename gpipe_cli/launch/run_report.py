@@ -57,30 +57,25 @@ class RunReport:
 
     def __init__(self, prepared: Prepared, folder: Path, bench: Bench | None = None) -> None:
         self._prepared, self._folder, self._bench = prepared, folder, bench
-        self._reporter: Reporter | None = None
+        self.started = False
+        self._reporter: Reporter  # once it has started
         self._last: StepDone | None = None  # the step whose recording comes next
         self._shown_position = 1
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
         self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # the last one, drawn at the end
 
-    @property
-    def started(self) -> bool:
-        return self._reporter is not None
-
     def on_message(self, message: object) -> None:
         """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
-        if isinstance(message, TrainingReady):
-            self._start(message)
-            return
-        assert self._reporter is not None, message
         match message:
+            case TrainingReady():
+                self._start(message)
             case StepDone():
                 counted = message.activation_bytes is not None
                 self._reporter.step(message, self._predicted_activations(message) if counted else None)
                 self._last = message
             case StepRecorded():
                 assert self._last is not None
-                self._recorded(self._reporter, self._last, message)
+                self._recorded(self._last, message)
             case Evaluated():
                 self._reporter.evaluated(message)
             case CheckpointWritten():
@@ -91,11 +86,11 @@ class RunReport:
     def finish(self, ending: Ending, error: str | None) -> None:
         if ending != "completed":
             remove_drafts(self._folder)  # there must be room for result.json
-        if self._reporter is not None:
+        if self.started:
             # Interrupted, it ends at once: a drawing takes seconds on a busy machine, and a sweep kills it after 3.5 s.
             first = self._next_drawing == 0
             if self._undrawn is not None and (ending == "completed" or (ending == "failed" and first)):
-                self._draw(self._reporter, *self._undrawn)
+                self._draw(*self._undrawn)
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()
@@ -112,11 +107,12 @@ class RunReport:
         write_whole(self._folder / CONFIG, to_yaml(self._prepared.config))
         # a step past the warm-up; not the last one of an epoch, which may be short
         self._shown_position = min(_SHOWN_POSITION, max(1, ready.steps_per_epoch - 1))
-        run = describe(self._prepared, ready.data, ready.notes, ready.steps_per_epoch)
-        run = replace(run, first_step=ready.first_step, gpu_names=ready.gpu_names)
-        if self._bench is not None:
-            run = replace(run, bench=True, warm_up_steps=self._bench.warm_up_steps)
-        self._reporter = Reporter(self._folder, run)
+        bench = {"bench": True, "warm_up_steps": self._bench.warm_up_steps} if self._bench is not None else {}
+        run = _described(
+            self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
+            first_step=ready.first_step, gpu_names=ready.gpu_names, **bench,
+        )  # fmt: skip
+        self._reporter, self.started = Reporter(self._folder, run), True
         self._reporter.banner()
         if (lost := lost_output()) is not None:  # the training could not be followed
             raise lost
@@ -129,14 +125,14 @@ class RunReport:
             profile = profile_model(config, lengths=step.lengths)
         return saved_bytes(config, profile, plan.bounds, plan.recompute, step.samples)
 
-    def _recorded(self, reporter: Reporter, step: StepDone, recorded: StepRecorded) -> None:
+    def _recorded(self, step: StepDone, recorded: StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
         config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
         micro_batches = len(micro_batch_sizes(step.samples, config.micro_batches))
         schedule = checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
         timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds)
         shares = breakdown(timeline, micro_batches, step.seconds)
-        reporter.recorded(step.step, asdict(shares))
+        self._reporter.recorded(step.step, asdict(shares))
         shown = step.position == self._shown_position
         if self._next_drawing and not shown:
             return
@@ -152,13 +148,13 @@ class RunReport:
         picture = StepPicture(step.epoch, step.step, tuple(views))
         self._undrawn = picture, trace
         if (shown or self._bench is not None) and time.monotonic() >= self._next_drawing:
-            self._draw(reporter, picture, trace)
+            self._draw(picture, trace)
 
-    def _draw(self, reporter: Reporter, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
+    def _draw(self, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
         self._undrawn = None
         began = time.monotonic()
-        reporter.timeline(picture)
-        with reporter.optional():
+        self._reporter.timeline(picture)
+        with self._reporter.optional():
             write_whole(self._folder / TRACE, json.dumps(trace))
         ended = time.monotonic()
         self._next_drawing = ended + _DRAWING_APART * (ended - began)
@@ -206,6 +202,9 @@ class NoReport:
             show_error(error)
 
 
+Report = RunReport | EvaluationReport | NoReport
+
+
 def show_dry_run(prepared: Prepared, folder: Path) -> None:
     """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
 
@@ -222,13 +221,14 @@ def show_dry_run(prepared: Prepared, folder: Path) -> None:
             refuse_short_last(config, batches)
             data, steps_per_epoch = DataFacts(len(train), len(test)), batches.steps_per_epoch
     write_whole(folder / CONFIG, to_yaml(config))
-    reporter = Reporter(folder, describe(prepared, data, frozen_facts(prepared.placement), steps_per_epoch))
+    reporter = Reporter(folder, _described(prepared, data, frozen_facts(prepared.placement), steps_per_epoch))
     reporter.banner()
     reporter.finish("dry_run")
 
 
-def describe(prepared: Prepared, data: DataFacts, notes: Notes, steps_per_epoch: int | None) -> RunDescription:
-    """A training that begins anew, on CPUs."""
+def _described(
+    prepared: Prepared, data: DataFacts, notes: Notes, steps_per_epoch: int | None, **more: Any
+) -> RunDescription:
     config, placement = prepared.config, prepared.placement
     return RunDescription(
         config=config,
@@ -238,4 +238,5 @@ def describe(prepared: Prepared, data: DataFacts, notes: Notes, steps_per_epoch:
         data=data,
         notes=(*data.notes, *notes, *prepared.notes),
         steps_per_epoch=steps_per_epoch,
+        **more,
     )

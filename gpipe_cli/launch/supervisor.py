@@ -19,7 +19,7 @@ from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Task
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.system.interrupts import Interrupt
+from gpipe_cli.system.interrupts import Interrupt, interruptible
 
 OnMessage = Callable[[object], None]
 
@@ -29,12 +29,7 @@ _MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on 
 
 
 def run_task(
-    task: Task,
-    placement: Placement,
-    timeout_seconds: float,
-    on_message: OnMessage,
-    interrupt: Interrupt,
-    start: str = "",
+    task: Task, placement: Placement, timeout_seconds: float, on_message: OnMessage, start: str = ""
 ) -> Failure | None:
     """Start as many workers as the placement has processes, and wait until they have done the task; returns why they
     failed, None if they did not.
@@ -44,7 +39,7 @@ def run_task(
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
-    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
+    with interruptible() as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         supervisor = Supervisor(placement, timeout_seconds)
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
@@ -85,14 +80,14 @@ class Supervisor:
             interrupt.check()
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
             self._note_ended()
-            if not self._failures:
-                doing = {process: self._doing(process) for process in self._running}
-                stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
-                if found := silence.find(doing, stopped):
-                    self._failures.append(self._silent(*found))
-            if self._failures and deadline == float("inf"):
-                deadline = time.monotonic() + _GRACE_SECONDS
-        return min(self._failures, key=lambda failure: failure.rank) if self._failures else None
+            if self._failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                continue
+            doing = {process: self._doing(process) for process in self._running}
+            stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
+            if found := silence.find(doing, stopped):
+                self._failures.append(self._silent(*found))
+        return min(self._failures, key=lambda failure: failure.rank, default=None)
 
     def _receive(self, timeout: float, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""

@@ -15,13 +15,12 @@ from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.launch.job import Bench, Reason, Task
 from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.launch.run_report import EvaluationReport, NoReport, RunReport, show_dry_run
+from gpipe_cli.launch.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.system.files import write_whole
-from gpipe_cli.system.interrupts import interruptible
 from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, refuse_other_optimizer
 from gpipe_cli.training.checkpoint.store import find_checkpoint
 from gpipe_cli.training.fine_tuning import find_weights
@@ -36,10 +35,12 @@ def launch(
     The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else. Raises
     ValueError, one line, for what the user can mend before anything has run.
     """
-    show: RunReport | EvaluationReport | NoReport
+    show: Report
     task: Task
     if isinstance(config, EvaluateConfig):
-        training = _evaluated(config.training)
+        # nothing is kept for a backward: what was planned for the memory of the training does not matter
+        hardware = replace(config.training.hardware, memory_gib=None)
+        training = replace(config.training, recompute="never", cost="figures", hardware=hardware)
         placement = make_placement(training)
         find = partial(_find, training, placement, folder, config.checkpoint, "run", optimizer=False)
         decision = agree(lambda: Decision(folder, None, find()))
@@ -88,35 +89,22 @@ def _find(config: TrainConfig, placement: Placement, run: Path, which: str, sett
     return find_checkpoint(run, which, setting, check, show_error)
 
 
-def _evaluated(config: TrainConfig) -> TrainConfig:
-    """Nothing is kept for a backward: what was planned for the memory of the training does not matter."""
-    return replace(config, recompute="never", cost="figures", hardware=replace(config.hardware, memory_gib=None))
-
-
-def _run(
-    task: Task,
-    placement: Placement,
-    timeout_seconds: float,
-    show: RunReport | EvaluationReport | NoReport,
-    folder: Path,
-    start: str,
-) -> int:
-    with interruptible() as interrupt:
-        try:
-            failure = run_task(task, placement, timeout_seconds, show.on_message, interrupt, start)
-        except KeyboardInterrupt:
-            if not show.started:
-                raise
-            show.finish("interrupted", None)
-            return 130
-        except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
-            show.finish("interrupted", "nobody reads the output any more")
+def _run(task: Task, placement: Placement, timeout_seconds: float, show: Report, folder: Path, start: str) -> int:
+    try:
+        failure = run_task(task, placement, timeout_seconds, show.on_message, start)
+    except KeyboardInterrupt:
+        if not show.started:
             raise
-        except OSError as error:  # of this process: what the run cannot do without cannot be written
-            if not show.started:
-                raise
-            show.finish("failed", one_line(error))
-            return 1
+        show.finish("interrupted", None)
+        return 130
+    except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
+        show.finish("interrupted", "nobody reads the output any more")
+        raise
+    except OSError as error:  # of this process: what the run cannot do without cannot be written
+        if not show.started:
+            raise
+        show.finish("failed", one_line(error))
+        return 1
     if failure is None:
         show.finish("completed", None)
         return 0
