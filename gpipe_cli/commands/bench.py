@@ -29,7 +29,7 @@ OWN = tuple(BenchSettings.__dataclass_fields__)
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
-    sweep = sweep_of("bench", arguments, _requested, lambda tree: _settings(tree).rounds)
+    sweep = sweep_of("bench", arguments, _requested)
     line = sweep.line
     line.refuse(REFUSED)
     if "rounds" in line.swept:
@@ -44,31 +44,24 @@ def main(arguments: Sequence[str]) -> int:
     if tree is None:
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
-    rounds = _settings(tree).rounds
-    if "rounds" in line.overrides and rounds > 1:  # a recipe's is for when it is swept
-        raise ValueError(f"rounds={rounds}: one configuration has nothing to take turns with; add -m")
-    return _requested(tree, line.overrides).perform()
+    request = _requested(tree, line.overrides)
+    if "rounds" in line.overrides and request.rounds > 1:  # a recipe's is for when it is swept
+        raise ValueError(f"rounds={request.rounds}: one configuration has nothing to take turns with; add -m")
+    return request.perform()
 
 
 def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     """The measurement that `tree` describes, of which `given` was typed. Raises ValueError for a wrong setting."""
-    settings = _settings(tree)
+    # Those that a recipe does not have are as in conf/bench.yaml.
+    text = resources.files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8")
+    defaults = OmegaConf.create(text.partition("\nhydra:")[0])
     with open_dict(tree):
-        for key in OWN:
-            tree.pop(key, None)
+        settings = typed(BenchSettings, {key: tree.pop(key, OmegaConf.select(defaults, key)) for key in OWN})
     steps = settings.warm_up_steps + settings.steps
     # An epoch has at least one step: there are enough of them.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
         OmegaConf.update(tree, key, value, force_add=True)
-    return RunRequest(*training(tree, given), Bench(settings.warm_up_steps, settings.steps))
-
-
-def _settings(tree: DictConfig) -> BenchSettings:
-    """The measurement's own settings; those that a recipe does not have are as in conf/bench.yaml."""
-    text = resources.files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8")
-    both = (OmegaConf.create(text.partition("\nhydra:")[0]), tree)
-    values = {key: next(v for t in reversed(both) if (v := OmegaConf.select(t, key)) is not None) for key in OWN}
-    return typed(BenchSettings, values)
+    return RunRequest(*training(tree, given), Bench(settings.warm_up_steps, settings.steps), settings.rounds)
 
 
 def _show(sweep: Sweep) -> None:

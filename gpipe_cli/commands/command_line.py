@@ -11,8 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -210,16 +211,27 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
 
     `given` is what was typed. Raises ValueError, as `from_tree`.
     """
-    replace_batch_size(tree, given)
+    if (key := replaced_batch(given)) is not None:  # a default, or a preset's
+        OmegaConf.update(tree, key, None, force_add=True)
     auto = take_auto(tree)
     return from_tree(TrainConfig, tree), auto
 
 
-def replace_batch_size(tree: DictConfig, given: Mapping[str, object]) -> None:
-    """What is given of `batch_size` and `batch_tokens` takes the place of the other in `tree`, be that a default, a
-    preset's or a run's; if both are, both stay."""
-    if (key := replaced_batch(given)) is not None:
-        OmegaConf.update(tree, key, None, force_add=True)
+def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run with what is given in the place of its own.
+
+    A group that is given with the choice that the run has already keeps the run's settings. Raises ValueError, as
+    `from_tree`.
+    """
+    base = OmegaConf.create(asdict(saved))
+    if given.get("partitions", saved.partitions) != saved.partitions:
+        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
+    if (replaced := replaced_batch(given)) is not None:
+        OmegaConf.update(base, replaced, None)
+    for key, value in given.items():
+        if not (isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name")):
+            OmegaConf.update(base, key, value, merge=False, force_add=True)
+    return from_tree(TrainConfig, base)
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:

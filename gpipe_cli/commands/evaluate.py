@@ -1,23 +1,15 @@
 """`gpipe evaluate`: a checkpoint of a run on its test set; K and M need not be those of the training."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import compose, read, replace_batch_size
+from gpipe_cli.commands.command_line import compose, read, with_given
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.model import choice_of
-from gpipe_cli.config.settings import (
-    EvaluateConfig,
-    EvaluateSettings,
-    TrainConfig,
-    container,
-    find_run,
-    from_tree,
-    load,
-)
+from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, container, find_run, load
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
@@ -62,12 +54,5 @@ def evaluation(tree: DictConfig) -> EvaluateConfig:
         if key not in OF_THE_RUN:
             raise unknown(key, value, KEYS)
     saved = load(find_run("run", settings.run, settings.output))
-    base = OmegaConf.create(asdict(saved))
-    if given.get("partitions") not in (None, saved.partitions):
-        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
-    for key, value in given.items():
-        if value is not None:
-            OmegaConf.update(base, key, value, merge=False)
-    replace_batch_size(base, given)
-    own_settings = settings.run, settings.checkpoint, settings.decode, settings.output
-    return EvaluateConfig(*own_settings, from_tree(TrainConfig, base))
+    training = with_given(saved, {key: value for key, value in given.items() if value is not None})
+    return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, settings.output, training)

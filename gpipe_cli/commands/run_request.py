@@ -23,6 +23,7 @@ class RunRequest:
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
     bench: Bench | None = None
+    rounds: int = 1  # how often a sweep measures each of its configurations
 
     def into(self, folder: Path) -> "RunRequest":
         """The same in this folder."""

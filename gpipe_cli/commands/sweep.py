@@ -65,14 +65,12 @@ class Sweep(Launcher):
 
     current: "Sweep"  # that of this process
 
-    def __init__(
-        self, line: CommandLine, folder: SweepFolder, requested: Requested, rounds_of: Callable[[DictConfig], int]
-    ) -> None:
+    def __init__(self, line: CommandLine, folder: SweepFolder, requested: Requested) -> None:
         self.line = line
         self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
         self.rounds = 1
         self.runs: list[Run] = []  # that have ended, also before the sweep went on
-        self._folder, self._requested, self._rounds_of = folder, requested, rounds_of
+        self._folder, self._requested = folder, requested
         self._ended: type[BaseException] | None = None  # why it ends before all was run
 
     @property
@@ -90,8 +88,7 @@ class Sweep(Launcher):
         self._folder.release()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take the rounds from `config`, and set `hydra.sweep.dir` in it, which the sweeper has too, to the folder that
-        the sweep gets."""
+        """Set `hydra.sweep.dir` in `config`, which the sweeper has too, to the folder that the sweep gets."""
         if torchrun() is not None:
             raise ValueError(
                 f"torchrun: each of its processes would run the whole sweep; call gpipe {self.line.command} -m on one "
@@ -101,7 +98,6 @@ class Sweep(Launcher):
         folder = self._folder.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder)
-        self.rounds = self._rounds_of(config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch of a sweeper's jobs, of which the first one has this number, counted from 0.
@@ -119,6 +115,7 @@ class Sweep(Launcher):
         named = zip(differences(jobs, self.line.typed), requests, strict=True)
         cells = [Cell(number, *of, request) for number, (of, request) in enumerate(named, initial_job_idx + 1)]
         self._folder.record()
+        self.rounds = max((one.rounds for one in requests if isinstance(one, RunRequest)), default=1)
         self.planned += len(cells) * self.rounds
         last: dict[int, Run] = {}
         for turn, cell in itertools.product(range(1, self.rounds + 1), cells):
@@ -186,7 +183,14 @@ class Sweep(Launcher):
         self._folder.record(attempt)
         begin = time.monotonic()
         try:
-            now = self._in_fork(cell.request, folder, goes_on=goes_on)
+            if isinstance(request := cell.request, ValueError):
+                now = Outcome(BAD_INPUT, str(request))
+            else:
+                if not request.config.dry_run:
+                    fork_server.start()  # all forks share it
+                import_torch()
+                begun = request.going_on if goes_on else request.into
+                now = ended(fork_command(lambda: begun(folder).perform()))
         except KeyboardInterrupt:
             self._ended, now = KeyboardInterrupt, Outcome(INTERRUPTED)
         if now.exit_code == UNREAD:
@@ -201,14 +205,6 @@ class Sweep(Launcher):
             why = "" if self._ended is KeyboardInterrupt else f": {error}"
             self._say(Text.assemble((self._status(run), "red"), f" {cell.name}{why}"), always=True)
         return run
-
-    def _in_fork(self, request: RunRequest | ValueError, folder: Path, *, goes_on: bool) -> Outcome:
-        if isinstance(request, ValueError):
-            return Outcome(BAD_INPUT, str(request))
-        if not request.config.dry_run:
-            fork_server.start()  # all forks share it
-        import_torch()
-        return ended(fork_command(lambda: (request.going_on(folder) if goes_on else request.into(folder)).perform()))
 
     def _run(self, attempt: Attempt, cell: Cell) -> Run:
         folder = self.path / attempt.folder
@@ -250,17 +246,8 @@ class Sweep(Launcher):
             self._ended = BrokenPipeError
 
 
-def sweep_of(
-    command: str,
-    arguments: Sequence[str],
-    requested: Requested,
-    rounds_of: Callable[[DictConfig], int] = lambda tree: 1,
-) -> Sweep:
-    """The sweep that the arguments begin or go on with. `rounds_of` a composed tree: how often each cell runs.
-
-    Raises:
-        ValueError: the user can mend it; one line.
-    """
+def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sweep:
+    """The sweep that the arguments begin or go on with. Raises ValueError for what the user can mend."""
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
@@ -268,7 +255,7 @@ def sweep_of(
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
-    Sweep.current = Sweep(line, folder, requested, rounds_of)
+    Sweep.current = Sweep(line, folder, requested)
     # `hydra.launcher._target_` names it; Hydra calls it by its name
     launchers: dict[str, Any] = Plugins.instance().class_name_to_class
     launchers["hydra_plugins.gpipe_cli.SweepLauncher"] = current_sweep

@@ -1,15 +1,15 @@
 """`gpipe train`: one run, or with -m a sweep of runs (the tables of the paper are sweeps over K and M)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, replace_batch_size, take_auto, training
+from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.model import choice_of
-from gpipe_cli.config.settings import TrainConfig, find_run, from_tree, load
+from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
 
@@ -47,23 +47,13 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     for key in ("init_from", "init_head"):
         if given.get(key) is not None:
             raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
-    replace_batch_size(tree, given)
     auto = take_auto(tree)
     saved = load(find_run("resume", str(tree.resume), str(tree.output)))
     return RunRequest(resumed(saved, tree, list(given), auto), auto)
 
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of the run to go on with, where the keys and groups in `given` are as `tree` has them.
-
-    A group that is given with the choice that the run has already keeps the run's settings.
-    """
-    base = OmegaConf.create(asdict(saved))
-    if "partitions" in given and ("partitions" in auto or OmegaConf.select(tree, "partitions") != saved.partitions):
-        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
-    for key in (*OF_INVOCATION, *given):
-        value = OmegaConf.select(tree, key)
-        if isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name"):
-            continue
-        OmegaConf.update(base, key, value, merge=False, force_add=True)
-    return from_tree(TrainConfig, base)
+    """The configuration of the run to go on with, where the keys and groups in `given` are as `tree` has them."""
+    values = {"partition.balance": None} if "partitions" in auto else {}  # which was made for another number of them
+    values |= {key: OmegaConf.select(tree, key) for key in (*OF_INVOCATION, *given)}
+    return with_given(saved, values)
