@@ -11,6 +11,8 @@ from pathlib import Path
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.timeline_values import (
     ACTIONS,
+    BUSY,
+    IDLE,
     Bar,
     StepPicture,
     TimelineView,
@@ -18,7 +20,7 @@ from gpipe_cli.reporting.plots.timeline_values import (
     axis_unit,
     in_percent,
 )
-from gpipe_cli.reporting.run.step_breakdown import share_cells
+from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
@@ -196,11 +198,16 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
 
 
 def _table(picture: StepPicture) -> str:
-    columns = [Column("", cells=["step", *share_cells(None)])]
+    """Shares of a step, in columns of their own what was measured and what was predicted; below `idle` its causes."""
+    shares = (*BUSY, "idle", *IDLE)
+    columns = [Column("", cells=["step", *("of it " * (name in IDLE) + share_word(name) for name in shares)])]
     for kind in ("measured", "predicted"):
-        view = next((view for view in picture.views if view.kind == kind), None)
-        step, breakdown = ("-", None) if view is None else (duration(view.step_seconds), view.breakdown)
-        columns.append(Column(kind, cells=[step, *share_cells(breakdown).values()], number=True))
+        cells = ["-"] * (1 + len(shares))
+        for view in picture.views:
+            if view.kind == kind:
+                shown = in_percent(view.breakdown)
+                cells = [duration(view.step_seconds), *(f"{shown[name]:.1f} %" for name in shares)]
+        columns.append(Column(kind, cells=cells, number=True))
     return to_html(Table("", columns))
 
 

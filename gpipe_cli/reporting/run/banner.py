@@ -7,9 +7,8 @@ from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.description import RunDescription, words_of
 from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.run.task_words import words_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate

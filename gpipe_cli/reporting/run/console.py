@@ -17,9 +17,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.description import RunDescription, scores_of, words_of
 from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reporting.run.task_words import scores_of, words_of
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 

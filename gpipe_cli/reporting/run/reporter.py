@@ -19,7 +19,7 @@ from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
-from gpipe_cli.reporting.run.description import RunDescription, Status
+from gpipe_cli.reporting.run.description import RunDescription, Status, Task, scores_of, words_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.run.measurement import (
     StepMedians,
@@ -33,7 +33,6 @@ from gpipe_cli.reporting.run.measurement import (
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
-from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.training.events import Evaluated, StepDone
 

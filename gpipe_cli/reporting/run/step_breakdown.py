@@ -66,15 +66,6 @@ def share_lines(kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: f
     yield "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): stages are equal and do nothing but compute"
 
 
-def share_cells(breakdown: Mapping[str, float] | None) -> dict[str, str]:
-    """The rows of a table of shares, `idle` and below it the causes, `of it bubble`; `-` where there are none."""
-    shown = None if breakdown is None else in_percent(breakdown)
-    return {
-        "of it " * (name in IDLE) + share_word(name): "-" if shown is None else f"{shown[name]:.1f} %"
-        for name in (*BUSY, "idle", *IDLE)
-    }
-
-
 def share_word(name: str) -> str:
     """`set-up` for `set_up`."""
     return name.replace("_", "-")

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.reporting.run.description import Task, scores_of, words_of
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_lines
-from gpipe_cli.reporting.run.task_words import Task, scores_of, words_of
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
 from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded
 

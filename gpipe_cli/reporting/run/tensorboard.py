@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
-from gpipe_cli.reporting.run.step_breakdown import share_cells
-from gpipe_cli.reporting.run.task_words import scores_of, words_of
+from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of, words_of
 from gpipe_cli.reporting.run.tensorboard_hparams import (
     end_summary,
     experiment_summary,
@@ -28,16 +27,12 @@ from gpipe_cli.reporting.run.tensorboard_hparams import (
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import naming, write_whole
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
-from gpipe_cli.units import duration, size
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
-
-    from gpipe_cli.planner.plan import Plan
-    from gpipe_cli.reporting.run.description import RunDescription, Status
 
 # Tags that other files read. In train/ and test/ stand the scores of a training and of the test set by the names of
 # result.json; in idle/, bubble/ and step/ shares of the stage-time of a step.
@@ -64,7 +59,7 @@ class Dashboard:
     Every method raises OSError where events cannot be written; they are written later, if they can be then.
     """
 
-    def __init__(self, folder: Path, run: "RunDescription") -> None:
+    def __init__(self, folder: Path, run: RunDescription) -> None:
         from torch.utils.tensorboard import summary  # imports torch, which readers of the tags do not need
 
         self._summary = summary
@@ -82,7 +77,7 @@ class Dashboard:
 
     def begin(self) -> None:
         """The settings, in the tab HParams from now on: a run that is killed is there with them. And what measured
-        curves are compared with: level lines beside them, all of it in words, and charts in the tab Custom Scalars."""
+        curves are compared with: level lines beside them, and charts in the tab Custom Scalars."""
         run, text = self._run, words_of(self._run.config.task).text
         forget(self._folder)  # those of a run that is resumed into its own folder
         values = hyperparameters(asdict(run.config))
@@ -96,11 +91,10 @@ class Dashboard:
             self._constants["idle/predicted"] = idle(shares)
             self._constants["bubble/predicted"] = shares["bubble"]
             self._constants["speed/predicted_step_seconds"] = plan.step_seconds
-            self._events.add(self._summary.text("prediction", _prediction_table(plan)), self._run.first_step)
         self._events.add(self._summary.custom_scalars(_layout(text, run.prediction is not None)))
         self._events.flush()
 
-    def end(self, status: "Status", step: int, result: Mapping[str, Any]) -> None:
+    def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
         """What became of the run, beside its settings; ``result`` is that of result.json."""
         self._draw(step, _final(result))
         self._events.add(end_summary(status, time.time()))
@@ -180,20 +174,6 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
             "step": ["Multiline", [f"step/{share}" for share in SHARES]],
         }
     return layout
-
-
-def _prediction_table(plan: "Plan") -> str:
-    """As Markdown: the shares of a step, then the stages."""
-    cells = share_cells(asdict(plan.breakdown))
-    shares = Column("of a step's stage-time", cells=[*cells]), Column("predicted", cells=[*cells.values()], number=True)
-    memory = [size(stage.total_bytes) for stage in plan.memory]
-    stages = (
-        Column("stage", cells=[str(stage) for stage in range(len(memory))]),
-        Column("memory without libraries, predicted", cells=memory, number=True),
-        Column("of it activations", cells=[*map(size, plan.saved_bytes)], number=True),
-    )
-    title = f"Predicted from {plan.costs.source}: {duration(plan.step_seconds)} a step"
-    return f"{title}\n\n{to_markdown(Table(title, shares))}\n{to_markdown(Table(title, stages))}"
 
 
 def _translation_table(translations: Iterable[Translation]) -> str:

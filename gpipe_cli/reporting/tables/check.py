@@ -16,10 +16,9 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import loss, plural, spans
-from gpipe_cli.verify.differences import TOLERANCE, Row
+from gpipe_cli.verify.differences import MODES, TOLERANCE, Row
 
 CHECK = "check.json"
-RECOMPUTE = ("always", "except_last", "never")
 _KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor")))
 
 
@@ -116,13 +115,13 @@ def _outcome(row: Row) -> tuple[object, ...]:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    modes = [mode for mode in RECOMPUTE if any(row.recompute == mode for row in rows)]
+    modes = [mode for mode in reversed(MODES) if any(row.recompute == mode for row in rows)]
     executors = list(dict.fromkeys(row.executor for row in rows))
     result = _result(rows[0]) if len(rows) == 1 else f"{_result(rows[0])} ({len(rows)} of {len(rows)})"
     return (
         ", ".join(spans(sorted({row.partitions for row in rows}), "..")),
         rows[0].schedule,
-        "all three" if len(modes) == len(RECOMPUTE) else ", ".join(modes),
+        "all three" if len(modes) == len(MODES) else ", ".join(modes),
         "both" if len(executors) > 1 else executors[0],
         result,
     )

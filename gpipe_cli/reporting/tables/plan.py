@@ -24,11 +24,10 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
-from gpipe_cli.reporting.run.description import model_name
+from gpipe_cli.reporting.run.description import model_name, words_of
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import share_lines
-from gpipe_cli.reporting.run.task_words import words_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
 

@@ -120,10 +120,6 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("**/*tfevents*"))) == 1  # no run beside the run
     chart = charts(tmp_path)["measured and predicted"]["bubble"]
     assert chart == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
-    table = words(tmp_path, "prediction")
-    assert "Predicted from measured layers: 60.0 ms a step" in table
-    for row in ("| idle | 20.0 % |", "| of it set-up | 4.0 % |", "| 1 | 512.0 MiB | 3.0 MiB |"):
-        assert row in table
 
 
 def test_the_curves_of_text(tmp_path: Path) -> None:
