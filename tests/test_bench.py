@@ -222,9 +222,8 @@ def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp
     assert "auto: 4" in shown(table, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "error", "status"),
-    [
+def test_ends_of_a_cell() -> None:
+    for exit_code, error, status in (
         (0, "", "measured"),
         (2, "hardware.memory_gib=1.0: stage 0 needs more", "impossible"),
         (1, "0F0 failed (stage 0): OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
@@ -232,11 +231,8 @@ def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp
         (1, "stage 1 was killed by signal 11 (SIGSEGV) in 1F0", "failed"),
         (-9, "exit code -9", "out_of_memory"),
         (130, "exit code 130", "interrupted"),
-    ],
-)
-def test_ends_of_a_cell(exit_code: int, error: str, status: str) -> None:
-    run = Run("seed=1", Path("seed=1"), exit_code, 1.0, {}, settings={"seed": 1}, error=error)
-    assert bench_status(run) == status
+    ):
+        assert bench_status(Run("seed=1", Path("seed=1"), exit_code, 1.0, {}, error=error)) == status, error
 
 
 def test_the_peak_is_that_of_what_it_ran_on() -> None:

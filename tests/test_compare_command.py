@@ -70,8 +70,6 @@ def test_a_sweep_is_compared(compare: Compare, tmp_path: Path) -> None:
         result = read_result(Path(f"outputs/sweep/K{k}"))
         assert row["partitions"] == str(k)
         assert float(row["samples_per_second"]) == result["samples_per_second"]
-        assert float(row["test_top1"]) == result["test"]["top1"]
-        assert float(row["memory_bytes_fullest"]) == max(result["memory_bytes"])
         assert float(row["bubble_measured"]) == result["bubble"]["measured"]
 
 

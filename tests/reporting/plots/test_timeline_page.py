@@ -91,12 +91,10 @@ def test_more_bars_than_a_browser_likes_become_an_image(tmp_path: Path, monkeypa
         assert picture.width > 1000
 
 
-@pytest.mark.parametrize("end", [3e-6, 0.0013, 0.9999, 86_400.0])
-def test_axes_have_five_to_eleven_round_times(end: float) -> None:
-    ticks = axis_ticks(end)
-    assert 5 <= len(ticks) <= 11
-    assert ticks[0] == 0
-    assert ticks[-1] <= end * (1 + 1e-6)
-    assert f"{ticks[1]:.0e}"[0] in "125"
-    name, seconds = axis_unit(end)
-    assert (name, seconds) in {("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)}
+def test_axes_have_five_to_eleven_round_times() -> None:
+    for end, unit in ((3e-6, "µs"), (0.0013, "µs"), (0.9999, "ms"), (86_400.0, "s")):
+        ticks = axis_ticks(end)
+        assert 5 <= len(ticks) <= 11
+        assert (ticks[0], ticks[-1] <= end * (1 + 1e-6)) == (0, True)
+        assert f"{ticks[1]:.0e}"[0] in "125"
+        assert axis_unit(end)[0] == unit

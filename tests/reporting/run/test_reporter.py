@@ -124,21 +124,13 @@ def test_what_is_no_number_is_null_in_the_result_of_a_failed_run(tmp_path: Path)
 
 
 DECODED = TranslationScores(
-    bleu=34.06,
-    chrf=55.0,
-    bleu_copy=8.2,
-    chrf_copy=21.1,
-    sentences=2000,
-    of=8123,
-    beam=4,
-    seconds=12.3,
-    bleu_signature="nrefs:1|case:mixed",
-    chrf_signature="nrefs:1|nc:6",
+    bleu=34.06, chrf=55.0, bleu_copy=8.2, chrf_copy=21.1, sentences=2000, of=8123, beam=4, seconds=12.3,
+    bleu_signature="nrefs:1|case:mixed", chrf_signature="nrefs:1|nc:6",
     examples=tuple(
         Translation(f"{language}-en", "Welt\x1b[2J\n!", "World!", "[b]World")
         for language in ("af", "de", "fr", "it", "nl", "sv")
     ),
-)
+)  # fmt: skip
 
 
 def test_an_evaluation_of_a_translation_shows_scores_and_some_examples(tmp_path: Path) -> None:
