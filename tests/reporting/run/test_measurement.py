@@ -1,15 +1,13 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from reporting_runs import placement, plan
+from reporting_runs import placement
 
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
 from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, memory_result, process_seconds
-from gpipe_cli.reporting.run.result import RESULT, read_result, write_result
-from gpipe_cli.reporting.run.step_breakdown import comparison, difference, measured_breakdown
+from gpipe_cli.reporting.run.step_breakdown import difference, measured_breakdown
 
 
 def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_others_over_that() -> None:
@@ -73,26 +71,9 @@ def test_what_is_shown_adds_up() -> None:
     assert set(in_percent(dict.fromkeys(SHARES, 0.0)).values()) == {0}
 
 
-def test_of_many_stages_the_fullest_is_told() -> None:
-    sizes = tuple(2**20 * n for n in (5, 9, 7, 3, 2))
-    lines = list(comparison(plan(), 0.06, sizes, [n - 2**20 for n in sizes]))
-    assert lines == [
-        ("predicted", "60.0 ms a step, measured 60.0 ms (as predicted)"),
-        ("", "the fullest, stage 1: 9.0 MiB of activations, counted 8.0 MiB (11 % less)"),
-    ]
-
-
 def test_differences_in_words() -> None:
     words = {
         (100, 88): "12 % less", (100, 100.4): "as predicted", (1, 21): "21 times as much",
         (3, 1): "0.33 times as much", (0, 5): "nothing was predicted",
     }  # fmt: skip
     assert {numbers: difference(*numbers) for numbers in words} == words
-
-
-def test_round_trip_and_what_is_no_number_becomes_null(tmp_path: Path) -> None:
-    given = {"loss": float("nan"), "deep": [{"x": float("inf")}, (1, -float("inf"), 0.1)], "at": tmp_path, "text": "ä"}
-    write_result(tmp_path, given)
-    expected = {"loss": None, "deep": [{"x": None}, [1, None, 0.1]], "at": str(tmp_path), "text": "ä"}
-    assert read_result(tmp_path) == expected
-    assert "NaN" not in (tmp_path / RESULT).read_text()
