@@ -10,6 +10,11 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
     each of them. `launch/test_machine_timing.py` and the processes that tests start do time it."""

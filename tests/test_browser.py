@@ -32,24 +32,20 @@ pytestmark = [
 ]
 
 
-def write_run(folder: Path, micro_batches: int) -> None:
-    """A training of four steps, as the reporter hears of it."""
-    reporter = Reporter(folder, description(f"micro_batches={micro_batches}", plan=plan()), log()[0])
-    for number in range(1, 5):
-        reporter.step(step(number))
-        reporter.recorded(number, shares(0.1))
-    reporter.evaluated(evaluation(4, top1=TOP1[micro_batches]))
-    reporter.finish("completed")
-
-
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a TensorBoard over two runs of a sweep."""
+    """Of a TensorBoard over two runs of a sweep, each a training of four steps."""
     from tensorboard import program
 
     logs = tmp_path_factory.mktemp("outputs")
-    for micro_batches in TOP1:
-        write_run(logs / "sweep" / f"micro_batches={micro_batches}", micro_batches)
+    for micro_batches, top1 in TOP1.items():
+        name = f"micro_batches={micro_batches}"
+        reporter = Reporter(logs / "sweep" / name, description(name, plan=plan()), log()[0])
+        for number in range(1, 5):
+            reporter.step(step(number))
+            reporter.recorded(number, shares(0.1))
+        reporter.evaluated(evaluation(4, top1=top1))
+        reporter.finish("completed")
     board = program.TensorBoard()
     board.configure(argv=["tensorboard", "--logdir", str(logs), "--host", "127.0.0.1", "--port", "0"])
     address: str = board.launch()  # a thread of this process

@@ -298,22 +298,19 @@ def test_random_steps_are_torchvisions(setting: dict[str, Any], step: v2.Transfo
 def test_cutout_is_a_grey_square_that_may_extend_over_the_border(side: int) -> None:
     image = torch.ones(3, 12, 12)
     sizes = set()
-    for seed in range(300):
-        with seeded(seed):
-            out = Cutout(side)(image)
+    for _ in range(300):
+        out = Cutout(side)(image)
         hole = out[0] == 0
         assert torch.equal(out, torch.where(hole, 0.0, 1.0).expand(3, 12, 12))
         rows, columns = hole.any(dim=1), hole.any(dim=0)
         assert torch.equal(hole, rows[:, None] & columns[None])  # a full rectangle
         assert int(rows.diff().sum()) <= 2  # in one piece
         sizes.add((int(rows.sum()), int(columns.sum())))
-    assert (side, side) in sizes
-    assert max(max(size) for size in sizes) == side
-    assert min(min(size) for size in sizes) == (side + 1) // 2
+    assert min(sizes) == ((side + 1) // 2, (side + 1) // 2)
+    assert max(sizes) == (side, side)
     assert torch.equal(image, torch.ones(3, 12, 12))  # the stored image is not touched
-    with seeded(3):  # 0 is the middle of the range
-        out = build_transform(12, 1.0, replace(PLAIN, cutout=side))(torch.full((3, 12, 12), 255, dtype=torch.uint8))
-    assert set(out.unique().tolist()) == {0.0, 1.0}
+    out = build_transform(12, 1.0, replace(PLAIN, cutout=side))(torch.full((3, 12, 12), 255, dtype=torch.uint8))
+    assert set(out.unique().tolist()) == {0.0, 1.0}  # 0 is the middle of the range
 
 
 @pytest.mark.parametrize("setting", ["cutout", "shift"])

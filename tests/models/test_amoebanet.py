@@ -12,11 +12,6 @@ from gpipe_cli.models.amoebanet import AuxiliaryHead, Classifier
 from gpipe_cli.models.drop_path import set_progress
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def shapes(**settings: Any) -> nn.Sequential:
     with torch.device("meta"):
         return small_amoebanet(**settings)

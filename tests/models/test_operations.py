@@ -17,11 +17,6 @@ from gpipe_cli.models.operations import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def same(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: float = 0.0) -> Tensor:
     """`x` in a frame, from the definition of TensorFlow's SAME rule: of the pixels that the last window lacks, half
     (rounded down) lie before the first."""

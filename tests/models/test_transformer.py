@@ -12,12 +12,6 @@ from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 # The parts.
 
 
