@@ -73,8 +73,7 @@ class CommandLine:
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
     """Reads the arguments without composing anything. `no_sweeps`: why the command has none.
 
-    Raises:
-        ValueError: an option that Hydra does not have, or a setting that is not of the form key=value.
+    Raises ValueError for an option that Hydra does not have, and for a setting that is not of the form key=value.
     """
     arguments, complaint = arranged(given), io.StringIO()
     try:
@@ -135,8 +134,7 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
     """The tree that Hydra composes from `conf/COMMAND.yaml`, which has these `keys` and the command's own; None where
     Hydra has answered by itself (`--help`, `--cfg`, `--info`, completion), or run a sweep.
 
-    Raises:
-        ValueError: the configuration cannot be composed.
+    Raises ValueError if it cannot be composed.
     """
     command, arguments = line.command, line.arguments
     keys = [*keys, *(key for key, whose in OWNERS.items() if whose == command)]

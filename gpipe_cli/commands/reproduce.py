@@ -14,6 +14,7 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import arranged, read
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
+from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.reporting.run.console import following
@@ -21,7 +22,7 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, Scale, load, names
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus_here
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus_here, last_wins
 from gpipe_cli.system.files import LOCK
 
 HELP = """Runs a table, figure or result of the GPipe paper, and prints the paper's numbers beside ours.
@@ -42,6 +43,10 @@ Examples
   gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
   gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
 """
+REFUSED = {
+    **dict.fromkeys(("run_folder", "resume", "hydra.sweep.dir"), "a recipe makes its own folders; give output=FOLDER"),
+    "dry_run": "a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,6 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["-sc"]:  # completion of names; Hydra's is of settings
         return 0
     arguments = arranged(arguments)
-    settings = {argument.partition("=")[0]: argument for argument in arguments if "=" in argument}
     rest = [argument for argument in arguments if "=" not in argument]
     for argument in arguments:
         if argument.startswith("-"):
@@ -69,28 +73,25 @@ def main(arguments: Sequence[str]) -> int:
             )
         if argument.startswith("~"):
             raise ValueError(f"{argument}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
-    given = {key: settings.pop(key) for key in ("scale", "output") if key in settings}
-    own = {key: argument.partition("=")[2].strip("'\"") for key, argument in given.items()}
-    whole = typed(ReproduceSettings, {"scale": "auto", "output": "outputs", **own})
-    for key in ("run_folder", "resume", "hydra.sweep.dir"):
-        if key in settings:
-            raise ValueError(f"{settings[key]}: a recipe makes its own folders; give output=FOLDER")
-    if "dry_run" in settings:
-        raise ValueError(f"{settings['dry_run']}: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true")
-    for key in read("reproduce", list(settings.values())).swept:
-        raise ValueError(f"{settings[key]}: one value for all commands of a recipe; run it once for each")
+    line = read("reproduce", [argument for argument in arguments if "=" in argument])
+    line.refuse(REFUSED)
+    for key in line.swept:
+        raise ValueError(f"{key}={line.overrides[key]}: one value for all commands of a recipe; run it once for each")
+    own = {"scale": "auto", "output": "outputs"}
+    whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in own.items()})
     if torchrun() is not None:
         raise ValueError("torchrun: a recipe starts its own processes; call gpipe reproduce")
     if not rest:
-        if given or settings:
-            raise ValueError(f"{next(iter((given | settings).values()))}: of which recipe? gpipe reproduce lists them")
+        if line.typed:
+            raise ValueError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")
         _list(Console())
         return 0
     if len(rest) > 1:
         raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
     recipe = load(rest[0])
-    recipe.check(tuple(settings.values()))
-    return _reproduce(recipe, whole, tuple(settings.values()))
+    given = tuple(one for one in last_wins(line.typed) if key_of(one) not in own)
+    recipe.check(given)
+    return _reproduce(recipe, whole, given)
 
 
 def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:

@@ -279,11 +279,8 @@ def _refuse_place(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it names none.
-
-    Raises:
-        ValueError: more is given than that, or it is the sweep of another command.
-    """
+    """The sweep that `resume` names; None if it names none. Raises ValueError if more is given than that, or it is the
+    sweep of another command."""
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
         return None

@@ -37,11 +37,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The run that `tree` describes, of which `given` was typed.
-
-    Raises:
-        ValueError: a setting is wrong, or there is no such run to go on with.
-    """
+    """The run that `tree` describes, of which `given` was typed. Raises ValueError for a wrong setting, and where there
+    is no run to go on with."""
     if OmegaConf.select(tree, "resume") is None:
         return RunRequest(*training(tree, given))
     for key in ("init_from", "init_head"):

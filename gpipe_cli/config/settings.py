@@ -69,11 +69,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """The settings of `gpipe train`. `conf/train.yaml` explains every setting.
-
-    Raises:
-        ValueError: a setting is out of range, or two do not fit each other; one line with the remedy.
-    """
+    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises ValueError where two do not fit."""
 
     partitions: Partitions  # K
     micro_batches: MicroBatches  # M
@@ -258,11 +254,7 @@ def replaced_batch(given: Mapping[str, object]) -> str | None:
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:
-    """Turns Hydra's tree into the dataclass `kind`, at every level.
-
-    Raises:
-        ValueError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
-    """
+    """Turns Hydra's tree into the dataclass `kind`, at every level. Raises ValueError, as `typed` and `container`."""
     return typed(kind, container(tree))
 
 
@@ -308,8 +300,7 @@ def check_yaml(file: Path) -> None:
 def load(path: Path) -> TrainConfig:
     """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
 
-    Raises:
-        ValueError: the file is not there, is not YAML, or holds settings that this version does not have.
+    Raises ValueError if the file is not there, is not YAML, or holds settings that this version does not have.
     """
     file = path / CONFIG if path.is_dir() else path
     try:
@@ -338,11 +329,8 @@ def load_hardware(name: str) -> HardwareConfig:
 
 
 def find_run(key: str, run: str, output: str) -> Path:
-    """The folder of a run, given as setting `key`.
-
-    Raises:
-        ValueError: there is no run in that folder; the line names the newest ones below `output`.
-    """
+    """The folder of a run, given as setting `key`. Raises ValueError, which names the newest runs below `output`, if
+    there is none."""
     folder = Path(run)
     if (folder / CONFIG).is_file():
         return folder

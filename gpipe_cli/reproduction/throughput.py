@@ -240,9 +240,7 @@ def _any(speeds: Mapping[str, Sequence[Speed]]) -> bool:
 def _table(model: Model, speeds: Mapping[str, Sequence[Speed]], sizes: str, runner: Runner) -> Table:
     """A row for each of the paper's numbers. Columns without any number are left out.
 
-    Args:
-        speeds: by the heading of their column.
-        sizes: the samples of a mini-batch, in words.
+    `speeds` by the heading of their column; `sizes` of a mini-batch, in words.
     """
     rows, paper, comparable = model.rows, [row.paper for row in model.rows], not runner.changed()
 

@@ -68,12 +68,6 @@ def test_fine_tuning_is_the_mean_of_its_runs(given: tuple[str, ...], tmp_path: P
     assert FIRST in commands[0]
 
 
-def test_the_run_to_begin_with_may_be_given(tmp_path: Path) -> None:
-    given = answering(tmp_path, trained, "init_from=run", desk=False)
-    TUNED.reproduce(given)
-    assert ["init_from=run" in shlex.split(one) for one in given.commands] == [True, True]
-
-
 def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
         TUNED.reproduce(answering(tmp_path, trained, "seed=3"))
@@ -91,9 +85,11 @@ def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
         (TUNED, ("init_from=run", "recompute=never"), "+1.00"),
         (TUNED, ("init_from=run", "dataset=digits"), ""),
     ):
-        found = what.reproduce(answering(tmp_path, trained, *given, desk=False))
+        runner = answering(tmp_path, trained, *given, desk=False)
+        found = what.reproduce(runner)
         assert column(found.tables[0], "", "difference")[0] == (compared or "-")
         assert found.comparable == bool(compared)
+        assert all(given[0] in shlex.split(one) for one in runner.commands)
 
 
 def test_a_translation(tmp_path: Path) -> None:
