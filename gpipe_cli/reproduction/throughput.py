@@ -84,17 +84,15 @@ class Throughput:
             own = model.desk if runner.desk else model.settings
             here = runner.with_settings(*own) if own else runner
             paper_size = runner.with_settings(*model.settings, *model.figures)
-            came = _measured(model, here, stages, folder, self.slow_links)
-            speeds = {"here": _speeds(model, came)}
-            layers = _simulated(model, here, f"{folder}layers", _of_layers(here), not tables and not _any(speeds))
-            speeds["layers"] = _speeds(model, layers)
-            figures = ("cost=figures",)
-            full_size = _simulated(model, paper_size, f"{folder}figures", figures, not tables and not _any(speeds))
-            speeds["full size"] = _speeds(model, full_size)
+            measured = _measured(model, here, stages, folder, self.slow_links)
+            layers = _simulated(model, here, f"{folder}layers", _of_layers(here), not tables and not measured)
+            full_size = _simulated(model, paper_size, f"{folder}figures", ("cost=figures",))
+            came = {"here": measured, "layers": layers, "full size": full_size}
+            speeds = {heading: _speeds(model, rows) for heading, rows in came.items()}
             sizes = f"N = {_samples(layers)} here, N = {_samples(full_size)} at the paper's size"
             tables.append(_table(model, speeds, sizes, runner))
             notes += _found(model, speeds, runner)
-            for kind in sorted({row["kind"] for row in came.values() if row["kind"]} - {MEASURED}):
+            for kind in sorted({row["kind"] for row in measured.values() if row["kind"]} - {MEASURED}):
                 notes.append((MEASURED, f"{model.name}: {speed_kind(kind)}; not the speed of a pipeline"))
         return Findings(tuple(tables), tuple(notes), comparable=not runner.changed())
 
@@ -188,10 +186,9 @@ def _of_layers(runner: Runner) -> tuple[str, ...]:
 
 
 def _simulated(
-    model: Model, runner: Runner, folder: str, settings: tuple[str, ...], nothing: bool
+    model: Model, runner: Runner, folder: str, settings: tuple[str, ...], first: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """Of all rows. Raises ValueError if not even the first is possible, and ``nothing`` has been found that would be
-    lost."""
+    """Of all rows. Raises ValueError if not even the first is possible, and this is the ``first`` that is found."""
     runner = runner.without("cost", "executor")  # the user's are for what is measured
     came: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(model.rows):
@@ -203,7 +200,7 @@ def _simulated(
         except NothingFitsError:
             came[at] = {"status": "no_fit", "relative": None, "sweep": folder}
         except ValueError as error:
-            if at == 0 and nothing:
+            if at == 0 and first:
                 raise
             came[at] = {"status": IMPOSSIBLE, "reason": str(error), "relative": None, "sweep": folder}
     return came
@@ -228,10 +225,6 @@ def _speeds(model: Model, came: Mapping[int, Mapping[str, Any]]) -> list[Speed]:
         return Speed(one[key] / first[key] if first[key] else None)
 
     return [speed(at) for at in range(len(model.rows))]
-
-
-def _any(speeds: Mapping[str, Sequence[Speed]]) -> bool:
-    return any(speed.relative is not None for column in speeds.values() for speed in column)
 
 
 # --- the table and what it shows
