@@ -114,13 +114,17 @@ SAMPLES = {
 
 
 def measure(
-    sample: Sample, costs: Sequence[LayerCost], order: schedule.Schedule, samples: int, micro_batches: int
+    sample: Sample,
+    costs: Sequence[LayerCost],
+    order: schedule.Schedule,
+    samples: int,
+    micro_batches: int,
+    balance: Sequence[int],
 ) -> tuple[int, ...]:
     """The most bytes that each stage holds in one training step on real stages, one after the other in this process."""
     torch.manual_seed(0)
-    model, partitions = sample.model(), len(order)
-    cut = micro_batch_sizes(len(model), partitions)
-    stages = build_stages(model, costs, cut, here=range(partitions), memory_format=sample.memory_format)
+    partitions = len(order)
+    stages = build_stages(sample.model(), costs, balance, here=range(partitions), memory_format=sample.memory_format)
     for stage in stages.values():
         stage.count_saved(True)
     sizes = micro_batch_sizes(samples, micro_batches)
@@ -130,11 +134,16 @@ def measure(
 
 
 def predict(
-    sample: Sample, costs: Sequence[LayerCost], order: schedule.Schedule, samples: int, micro_batches: int
+    sample: Sample,
+    costs: Sequence[LayerCost],
+    order: schedule.Schedule,
+    samples: int,
+    micro_batches: int,
+    balance: Sequence[int],
 ) -> tuple[int, ...]:
     sizes = micro_batch_sizes(samples, micro_batches)
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
-    spans = list(pairwise([0, *accumulate(micro_batch_sizes(len(costs), len(order)))]))
+    spans = list(pairwise([0, *accumulate(balance)]))
     return peak_bytes(
         order,
         [[memory.graph_bytes(first, end) for memory in memories] for first, end in spans],

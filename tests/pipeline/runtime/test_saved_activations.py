@@ -1,6 +1,7 @@
 """What real stages hold, and that it was known before."""
 
 from collections import OrderedDict
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from engine_runs import covering
 from memory_runs import SAMPLES, measure, predict
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost, Saved, Work
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule import schedules as schedule
@@ -30,9 +33,21 @@ def test_what_stages_hold_is_what_was_predicted(name: str) -> None:
     for way in WAYS:
         samples, micro_batches = way["sizes"]
         order = schedule.build(way["kind"], way["partitions"], micro_batches, way["recompute"])
-        measured = measure(sample, costs, order, samples, micro_batches)
-        assert measured == predict(sample, costs, order, samples, micro_batches), way
+        balance = micro_batch_sizes(len(costs), way["partitions"])
+        measured = measure(sample, costs, order, samples, micro_batches, balance)
+        assert measured == predict(sample, costs, order, samples, micro_batches, balance), way
         assert min(measured) > 0
+
+
+@pytest.mark.parametrize("name", ["amoebanet", "flattening", "translation"])
+def test_every_cut_holds_what_was_predicted(name: str) -> None:
+    """Of tensors that are passed on, handed over twice, or saved by several layers."""
+    sample = SAMPLES[name]
+    costs = sample.costs()
+    order = schedule.build("gpipe", 3, 2, "never")
+    for cuts in combinations(range(1, len(costs)), 2):
+        balance = [b - a for a, b in pairwise((0, *cuts, len(costs)))]
+        assert measure(sample, costs, order, 4, 2, balance) == predict(sample, costs, order, 4, 2, balance), balance
 
 
 def stage() -> Stage:
@@ -83,3 +98,32 @@ def test_views_of_one_memory_count_once_and_as_far_as_they_reach(device: str) ->
     counted.add([x, torch.zeros(3, 0)])
     assert counted.bytes == 10 * 4 * 4
     assert byte_range(torch.zeros(3, 1, device=device).expand(3, 100)).bytes == 3 * 4
+
+
+def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
+    return BoundaryTensor((0, width), (1, 0), torch.float32, has_gradient)
+
+
+def layer(outputs: Boundary, saved: Saved, trained: int = 1) -> LayerCost:
+    return LayerCost("layer", 1, Work(), Work(), outputs, trained=trained, saved=saved)
+
+
+def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twice() -> None:
+    costs = [
+        layer((tensor(5), tensor(5)), Saved(same_memory=(None, 1))),
+        layer((tensor(1),), Saved((0, 1), same_memory=(None,))),
+    ]
+    memory = ActivationMemory(costs, (tensor(2),), 1)
+    assert memory.graph_bytes(0, 1) == 4 * (2 + 5)
+    assert memory.graph_bytes(1, 2) == 4 * (5 + 5)
+    assert memory.graph_bytes(0, 2) == 4 * (2 + 5)
+
+
+def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
+    frozen = [layer((tensor(5, False),), Saved(same_memory=(None,)), trained=0) for _ in range(2)]
+    last = layer((tensor(1),), Saved(same_memory=(None,)))
+    costs = [*frozen, layer((tensor(3),), Saved((0,), 0, 1, (None,))), last]
+    memory = ActivationMemory(costs, (tensor(2, False),), 1)
+    assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
+    assert memory.input_bytes(0) == memory.input_bytes(0, 3) == 4 * 2
+    assert memory.graph_bytes(1, 3) == 4 * 5 + 4 * 5 + 1 + 4 * 3
