@@ -1,13 +1,19 @@
-"""Seconds of layers: by a data sheet, measured, or shared out as a user says."""
+"""Seconds of layers: by a data sheet, by fitted rates, measured, or shared out as a user says."""
 
+import random
 from dataclasses import replace
 
 import pytest
+import torch
 from plan_runs import CUSTOM, EVEN, traced
 from training_runs import configure
 
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
+from gpipe_cli.launch import reference_layers
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner import cost_model
 from gpipe_cli.planner.cost_model import (
@@ -18,7 +24,7 @@ from gpipe_cli.planner.cost_model import (
     predicted_costs,
     slowdowns,
 )
-from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Rates, fit_rates, rates_of_sheet
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.plan import make_plan
 
@@ -114,3 +120,26 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
 def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         predicted_costs(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))
+
+
+def test_the_reference_layers_tell_all_rates_of_a_device() -> None:
+    """Seconds made of known rates lead back to these rates: no two of them stand for each other in all layers."""
+    with torch.device("meta"):
+        model = reference_layers.layers()
+    image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
+    works = [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
+    draw = random.Random(1)
+    for _ in range(5):
+        byte = {kind: draw.uniform(0.5, 2.0) * 1e-10 for kind in OperationKind}
+        known = Rates(
+            draw.uniform(0.5, 2.0) * 1e-5,
+            {kind: draw.uniform(0.5, 2.0) * 1e-5 for kind in OperationKind},
+            {kind: draw.uniform(0.5, 2.0) * 1e-11 for kind in COMPUTING},
+            byte,
+            dict.fromkeys(CONVOLUTIONS, 3e-10) | {OperationKind.PRODUCT: 5e-11},
+        )
+        seconds = [known.seconds(work, reference_layers.SAMPLES) for work in works]
+        found = fit_rates(works, seconds, reference_layers.SAMPLES)
+        assert found.layer == pytest.approx(known.layer, rel=0.05)
+        for table in ("operation", "flop", "byte", "weight_byte"):
+            assert getattr(found, table) == pytest.approx(getattr(known, table), rel=0.05), table

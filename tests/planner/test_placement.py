@@ -7,7 +7,6 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.launch import prepare
 from gpipe_cli.planner import devices, placement
 from gpipe_cli.planner.devices import memory_limit, place
@@ -17,28 +16,6 @@ from gpipe_cli.reporting.run.result import read_result
 
 def placed(*settings: str) -> Placement:
     return make_placement(configure(*TINY, *settings), traced(*TINY))
-
-
-def test_every_layer_is_somewhere_and_nothing_is_counted_twice() -> None:
-    cut, whole = placed("partitions=3"), placed("partitions=1")
-    model = build_model(configure(*TINY))
-    assert [name for names in cut.layer_names for name in names] == [name for name, _ in model.named_children()]
-    assert sum(cut.parameters) == whole.parameters[0] == sum(p.numel() for p in model.parameters())
-    assert sum(cut.parameter_tensors) == whole.parameter_tensors[0] == len(list(model.parameters()))
-    assert sum(cut.cost) == pytest.approx(whole.cost[0])
-    assert max(cut.cost) < whole.cost[0] / 2
-    assert cut.first_layers == (0, len(cut.layer_names[0]), len(cut.layer_names[0] + cut.layer_names[1]))
-    assert len(cut.training_boundaries) == len(cut.evaluation_boundaries) == 2
-    assert placed("partitions=3", "partition.balance=[1,5,1]").first_layers == (0, 1, 6)
-
-
-def test_processes_follow_the_executor() -> None:
-    turns, spread = (placed("partitions=3", f"executor={executor}") for executor in ("in_process", "distributed"))
-    assert (turns.distributed, turns.processes, turns.stages_of(0)) == (False, 1, range(3))
-    assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
-    assert (spread.distributed, spread.processes) == (True, 3)
-    assert [spread.stages_of(process) for process in range(3)] == [range(0, 1), range(1, 2), range(2, 3)]
-    assert spread.most_parameter_tensors == max(spread.parameter_tensors)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from training_runs import (
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import classifier_of, find_frozen
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import StepDone, TrainingReady
 from gpipe_cli.training.fine_tuning import find_weights, fine_tune
@@ -191,37 +190,6 @@ def test_patterns_name_layers_modules_and_parameters() -> None:
     )
     head = frozen("freeze=[taken]", "init_from=x", *TINY[2:], "model=timm", "model.name=test_efficientnet")[0]
     assert {name for name in head if name.startswith("head")} == {"head.conv_head", "head.bn2"}
-
-
-@pytest.mark.parametrize(
-    ("setting", "line"),
-    [
-        ("[stemm]", "freeze=[stemm]: no layer, module or parameter is called stemm; did you mean stem?"),
-        ("['cel_*']", "freeze=[cel_*]: no layer, module or parameter is called cel_*; the layers are stem, cell_00"),
-        ("['*']", "freeze=[*]: nothing is left to train; leave some layers out, at least classifier, the last"),
-        ("['*.weight','*.bias']", "freeze=[*.weight,*.bias]: nothing is left to train"),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused(setting: str, line: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (compared below)
-        make_placement(configure(*TINY, f"freeze={setting}"))
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_frozen_prefix_sends_nothing_back_and_has_no_optimizer() -> None:
-    settings = [*TINY, "partitions=3", "partition.balance=[2,2,3]"]
-    placement = make_placement(configure(*settings, "freeze=[stem,cell_00,cell_01]"))
-    assert [[tensor.has_gradient for tensor in edge] for edge in placement.training_boundaries] == [
-        [False, False],
-        [True, True],
-    ]
-    assert placement.trained[0] == 0 < placement.trained[1] < placement.parameters[1]
-    engine, state, notes = begun(*settings, "freeze=[stem,cell_00,cell_01]", "ema_decay=0.9")
-    assert [optimizer is None for optimizer in engine.optimizers.values()] == [True, False, False]
-    assert any(name.startswith("ema/stem.") for name in state)
-    assert notes["frozen"].startswith("3 of 7 layers, ")
-    assert notes["frozen"].endswith(" parameters; stage 0 has nothing to train")
 
 
 def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:

@@ -51,34 +51,27 @@ def test_layers_that_differ_in_an_attribute_are_not_equal(one: Any, other: Any) 
     assert not same(Layer(one), Layer(other))
 
 
-def test_parameters_and_buffers_count_by_shape_type_and_whether_they_are_trained() -> None:
-    plain = nn.Linear(4, 4)
+def test_parameters_modules_hooks_and_modes_count() -> None:
+    """By shape, type and whether they are trained; by order and which are one; and functions of an instance."""
+    plain, frozen, hooked, marked = (nn.Linear(4, 4) for _ in range(4))
     assert same(plain, nn.Linear(4, 4))
-    frozen = nn.Linear(4, 4)
     frozen.weight.requires_grad_(False)
-    hooked = nn.Linear(4, 4)
     hooked.weight.register_hook(lambda gradient: gradient)
-    marked = nn.Linear(4, 4)
     marked.weight.mark = 1  # type: ignore[attr-defined]
     others = [frozen, hooked, marked, nn.Linear(4, 4).double(), nn.Linear(4, 5), nn.Linear(4, 4, bias=False)]
     assert not any(same(plain, other) for other in others)
     assert not same(nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
 
-
-def test_modules_count_by_type_order_and_which_are_one() -> None:
-    twice = nn.Linear(4, 4)
-    assert same(nn.Sequential(twice, twice), nn.Sequential(*[nn.Linear(4, 4)] * 2))
-    assert not same(nn.Sequential(twice, twice), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    two, tied = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    twice = nn.Sequential(*[plain] * 2)
+    assert same(twice, nn.Sequential(*[nn.Linear(4, 4)] * 2))
+    assert same(two, tied)
+    tied[1].weight = tied[0].weight
+    assert not any(same(two, other) for other in (tied, twice))
     assert not same(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU()))
-    one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    assert same(one, other)
-    other[1].weight = other[0].weight
-    assert not same(one, other)
 
-
-def test_hooks_modes_and_functions_of_an_instance_count() -> None:
-    plain, hooked, evaluated, replaced = (Layer(0) for _ in range(4))
-    hooked.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+    layer, hooked_layer, evaluated, replaced = (Layer(0) for _ in range(4))
+    hooked_layer.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
     evaluated.inner.eval()
     replaced.forward = lambda x: x  # type: ignore[method-assign]
-    assert not any(same(plain, other) for other in (hooked, evaluated, replaced))
+    assert not any(same(layer, other) for other in (hooked_layer, evaluated, replaced))
