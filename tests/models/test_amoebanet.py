@@ -1,5 +1,7 @@
-"""The whole network: the paper's sizes, the reference's layout, and its ends."""
+"""AmoebaNet: operations that behave and start as TensorFlow's, cells wired as the TPU reference's tables say, and the
+whole network with the paper's sizes, the reference's layout, and its ends."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +11,254 @@ from networks import small_amoebanet
 from torch import Tensor, nn
 
 from gpipe_cli.models.amoebanet import AuxiliaryHead, Classifier
-from gpipe_cli.models.drop_path import set_progress
+from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, CellGenotype, FeatureMap, Variant
+from gpipe_cli.models.drop_path import ScheduledDropPath, set_progress
+from gpipe_cli.models.operations import AfterRelu, Convolution, FactorizedReduction, Linear, SameConvolution, operation
+
+# --- operations
+
+
+def same(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: float = 0.0) -> Tensor:
+    """`x` in a frame, from the definition of TensorFlow's SAME rule: of the pixels that the last window lacks, half
+    (rounded down) lie before the first."""
+    lacks = [
+        max((math.ceil(length / step) - 1) * step + size - length, 0)
+        for length, size, step in zip(x.shape[2:], kernel, stride, strict=True)
+    ]
+    (top, bottom), (left, right) = ((lack // 2, lack - lack // 2) for lack in lacks)
+    return F.pad(x, (left, right, top, bottom), value=value)
+
+
+def fill_with_ones(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("name", ["max_pool_2x2", "max_pool_3x3", "avg_pool_3x3"])
+def test_pool(name: str, stride: int) -> None:
+    """An even kernel is used with stride 2 only."""
+    kernel = int(name[-1])
+    for size in ((1, 2), (4, 4), (6, 7)) if kernel == 3 or stride == 2 else ():
+        # Negative almost everywhere: a zero taken from the padding would be the maximum.
+        x = torch.randn(2, 8, *size) - 3
+        frame = (kernel, kernel), (stride, stride)
+        if name.startswith("max"):
+            expected = F.max_pool2d(same(x, *frame, value=-math.inf), kernel, stride)
+        else:  # of the real pixels
+            sums, counts = (F.avg_pool2d(same(each, *frame), kernel, stride) for each in (x, torch.ones_like(x)))
+            expected = sums / counts
+        torch.testing.assert_close(operation(name, 8, 8, stride, nn.BatchNorm2d)(x), expected)
+
+
+def test_pool_that_changes_channels_projects_without_relu() -> None:
+    apply = operation("max_pool_3x3", 1, 4, 1, nn.Identity)
+    fill_with_ones(apply)
+    x = torch.full((1, 1, 3, 3), -2.0)
+    assert not isinstance(apply, AfterRelu)
+    assert torch.equal(apply(x), torch.full((1, 4, 3, 3), -2.0))
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride"),
+    [((6, 7), (3, 3), (2, 2)), ((7, 6), (1, 7), (1, 2)), ((6, 7), (7, 1), (2, 1)), ((7, 6), (3, 3), (1, 1))],
+)
+def test_same_convolution(size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int]) -> None:
+    apply = SameConvolution(2, 3, kernel, stride)
+    x = torch.randn(2, 2, *size)
+    torch.testing.assert_close(apply(x), F.conv2d(same(x, kernel, stride), apply.weight, stride=stride))
+
+
+@pytest.mark.parametrize(("name", "channels"), [("identity", 4), ("1x1", 8)])
+def test_pointwise_convolution(name: str, channels: int) -> None:
+    apply = operation(name, channels, 8, 1, nn.Identity)
+    assert isinstance(apply, AfterRelu)
+    (weight,) = apply.parameters()
+    x = torch.randn(2, channels, 5, 5)
+    expected = torch.einsum("oc,nchw->nohw", weight[:, :, 0, 0], x)
+    torch.testing.assert_close(apply(x), expected)
+
+
+def test_separable_is_depthwise_then_pointwise() -> None:
+    apply = operation("separable_3x3_2", 6, 8, 2, nn.Identity)
+    depthwise, pointwise, depthwise_2, pointwise_2 = apply.parameters()
+    assert next(operation("separable_5x5_2", 6, 8, 2, nn.Identity).parameters()).shape == (6, 1, 5, 5)
+    assert [tuple(p.shape) for p in apply.parameters()] == [(6, 1, 3, 3), (8, 6, 1, 1), (8, 1, 3, 3), (8, 8, 1, 1)]
+    x = torch.rand(2, 6, 8, 8)
+    y = F.conv2d(same(x, (3, 3), (2, 2)), depthwise, stride=2, groups=6)
+    y = F.relu(torch.einsum("oc,nchw->nohw", pointwise[:, :, 0, 0], y))
+    y = F.conv2d(y, depthwise_2, padding=1, groups=8)
+    torch.testing.assert_close(apply(x), torch.einsum("oc,nchw->nohw", pointwise_2[:, :, 0, 0], y))
+
+
+@pytest.mark.parametrize("size", [6, 7])
+def test_factorized_reduction_reads_both_lattices(size: int) -> None:
+    apply = FactorizedReduction(1, 2, nn.Identity)
+    fill_with_ones(apply)
+    x = torch.arange(1.0, size * size + 1).reshape(1, 1, size, size)
+    even, odd = apply(x)[0]
+    assert torch.equal(even, x[0, 0, ::2, ::2])
+    expected = torch.zeros_like(even)
+    lattice = x[0, 0, 1::2, 1::2]
+    expected[: lattice.shape[0], : lattice.shape[1]] = lattice  # zeros where an odd size leaves no pixel
+    assert torch.equal(odd, expected)
+    assert torch.equal(apply(-x), torch.zeros_like(apply(x))), "ReLU comes first"
+
+
+@pytest.mark.parametrize(
+    ("module", "fan_out"),
+    [
+        (Convolution(64, 256), 256),
+        (SameConvolution(64, 64, (3, 3)), 9 * 64),
+        (SameConvolution(64, 64, (1, 7)), 7 * 64),
+        (SameConvolution(4096, 4096, (3, 3), groups=4096), 9),  # depth-wise: TensorFlow's kernel is (3, 3, channels, 1)
+        (Linear(300, 100), 100),
+    ],
+)
+def test_initial_weights(module: Convolution | Linear, fan_out: int) -> None:
+    """As TensorFlow's variance scaling draws them: variance 2 / fan-out, cut at two standard deviations."""
+    module.reset_parameters()
+    assert module.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.02)
+    assert module.weight.mean().item() == pytest.approx(0, abs=0.02 * math.sqrt(2 / fan_out))
+    # The largest of so many normal values would be beyond 3.5 deviations if nothing cut them off.
+    assert module.weight.abs().max().item() <= 2 * math.sqrt(2.6 / fan_out)
+    assert module.bias is None or not module.bias.any()
+
+
+def test_pointwise_convolution_is_an_ordinary_one() -> None:
+    """The faster routine on CPU changes neither result nor gradients beyond rounding."""
+    module = Convolution(8, 16, stride=(2, 2))
+    x = torch.randn(2, 8, 5, 5, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    weight = module.weight.detach().clone().requires_grad_()
+    ours, expected = module(x), F.conv2d(y, weight, stride=2)
+    torch.testing.assert_close(ours, expected)
+    ours.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(module.weight.grad, weight.grad, rtol=1e-4, atol=1e-4)
+
+
+# --- cells
+
+
+CURRENT = FeatureMap(12, 7)
+PREVIOUS = FeatureMap(8, 7)  # as many channels as a state, so it is state 1 as it is
+
+
+def cell_of(kind: CellGenotype, stride: int, previous: FeatureMap | None = PREVIOUS, drop_path: float = 0.0) -> Cell:
+    shapes = {"current": CURRENT, "previous": previous}
+    return Cell(kind, filters=8, stride=stride, norm=nn.BatchNorm2d, drop_path=drop_path, **shapes)  # type: ignore[arg-type]
+
+
+def inputs(previous: FeatureMap) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, *CURRENT, CURRENT.size), torch.randn(2, *previous, previous.size)
+
+
+def by_hand(cell: Cell, current: Tensor, previous: Tensor) -> Tensor:
+    """The cell once more, every ReLU on its own."""
+    states = [cell.current(F.relu(current)), cell.previous(previous)]
+    operations = iter(cell.operations)
+    for pair in cell.genotype.pairs:
+        terms = []
+        for (_, state), apply in zip(pair, operations, strict=False):
+            terms.append(apply(F.relu(states[state]) if isinstance(apply, AfterRelu) else states[state]))
+        states.append(terms[0] + terms[1])
+    return torch.cat([states[index] for index in cell.genotype.output], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "stride", "wiring", "output", "previous"),
+    [
+        ("b", 1, [(1, 1), (1, 0), (1, 0), (2, 2), (1, 5)], [0, 3, 4, 6], PREVIOUS),
+        ("d", 1, [(1, 1), (1, 0), (0, 0), (2, 2), (1, 5)], [0, 3, 4, 6], FeatureMap(12, 7)),
+        ("b", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (4, 3)], [5, 6], FeatureMap(4, 14)),
+        ("d", 2, [(0, 0), (2, 1), (2, 2), (3, 1), (2, 3)], [4, 5, 6], FeatureMap(4, 13)),
+    ],
+)
+def test_wiring(
+    variant: Variant, stride: int, wiring: list[tuple[int, int]], output: list[int], previous: FeatureMap
+) -> None:
+    genotype = (NORMAL if stride == 1 else REDUCTION)[variant]
+    assert [tuple(state for _, state in pair) for pair in genotype.pairs] == wiring
+    assert list(genotype.output) == output
+    cell = cell_of(genotype, stride, previous)
+    x, skip = inputs(previous)
+    logits = torch.randn(2, 10)  # of the auxiliary head
+    result, current, passed_on = cell((x, skip, logits))
+    assert current is x
+    assert passed_on is logits
+    assert result.shape == (2, cell.output.channels, cell.output.size, cell.output.size)
+    assert cell.output == (8 * len(output), 7 if stride == 1 else 4)
+    torch.testing.assert_close(result, by_hand(cell, x, skip))
+
+
+def test_one_state_is_rectified_once() -> None:
+    """D reads the rectified state 0 in three operations; autograd keeps one tensor for them."""
+    cell = cell_of(NORMAL["d"], 1)
+    seen: list[int] = []
+    for apply in cell.operations:
+        if isinstance(apply, AfterRelu):
+            apply.register_forward_pre_hook(lambda _, args: seen.append(args[0].data_ptr()))
+    # Keep the graph alive, so that no address is used twice.
+    result = cell(inputs(PREVIOUS))
+    assert result[0].requires_grad
+    # Readers of states 1, 0, 0, 0, 5: three states, so three tensors.
+    assert len(seen) == 5
+    assert len(set(seen)) == 3
+
+
+def test_predecessor() -> None:
+    kind = NORMAL["d"]
+    assert isinstance(cell_of(kind, 1, PREVIOUS).previous, nn.Identity)
+    assert isinstance(cell_of(kind, 1, FeatureMap(8, 14)).previous, FactorizedReduction)
+    projection = cell_of(kind, 1, FeatureMap(6, 7)).previous
+    x = torch.randn(2, 6, 7, 7)
+    torch.testing.assert_close(projection(x), projection(F.relu(x)), rtol=0, atol=0)
+
+
+def test_first_cell_reads_the_stem_unprojected() -> None:
+    cell = cell_of(REDUCTION["d"], 2, previous=None)
+    x = torch.randn(2, 12, 7, 7)
+    result, current = cell(x)
+    assert current is x
+    assert isinstance(cell.previous, nn.Identity)
+    torch.testing.assert_close(result, by_hand(cell, x, x), rtol=0, atol=0)
+
+
+def test_drop_path_spares_identities_only() -> None:
+    kind = NORMAL["b"]
+    cell = cell_of(kind, 1, drop_path=0.5)
+    set_progress(cell, 1.0)
+    dropped: list[Tensor] = []
+    cell.drop_path.register_forward_pre_hook(lambda _, args: dropped.append(args[0]))
+    results: list[Tensor] = []
+    names = [name for pair in kind.pairs for name, _ in pair]
+    for name, apply in zip(names, cell.operations, strict=True):
+        if name != "identity":
+            apply.register_forward_hook(lambda _, args, result: results.append(result))
+    cell(inputs(PREVIOUS))
+    assert len(dropped) == len(names) - 2  # the cell has two identities
+    assert all(a is b for a, b in zip(dropped, results, strict=True))
+
+
+def test_drop_path_removes_whole_examples_and_scales_the_rest() -> None:
+    drop_path = ScheduledDropPath(0.4)
+    drop_path.progress = 0.5  # keep = 1 - 0.5 * 0.4 = 0.8
+    x = torch.ones(4000, 3, 2, 2, requires_grad=True)
+    whole = drop_path(x)
+    whole.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, whole.detach())  # the gradient has the same mask
+    y = whole.detach().flatten(1)
+    assert torch.equal(y, y[:, :1].expand(-1, 12)), "all channels and pixels of an example share one fate"
+    dropped = y[:, 0] == 0
+    torch.testing.assert_close(y[~dropped], torch.full_like(y[~dropped], 1 / 0.8))
+    # Standard deviation of the mean: sqrt(0.8 * 0.2 / 4000) = 0.0063.
+    assert dropped.float().mean().item() == pytest.approx(0.2, abs=0.03)
+
+
+# --- the network
 
 
 def shapes(**settings: Any) -> nn.Sequential:
