@@ -99,19 +99,11 @@ class Noise(nn.Module):
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        self.source = source
-        self.generator = np.random.default_rng(0)
+        generator = np.random.default_rng(0)
+        self.draw = {"random": random.random, "numpy": np.random.rand, "generator": generator.random}[source]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_meta:
-            return x + 0
-        match self.source:
-            case "random":
-                return x + random.random()
-            case "numpy":
-                return x + float(np.random.rand())
-            case _:
-                return x + float(self.generator.random())
+        return x + 0 if x.is_meta else x + float(self.draw())
 
 
 def halves_in_place(x: torch.Tensor) -> torch.Tensor:
@@ -203,26 +195,17 @@ class Wrapped(nn.Module):
         return (self.conv(inputs[0]),)
 
 
-class Wrap(nn.Module):
-    """Returns a tuple of one in training, a tensor in evaluation."""
+class Tuples(nn.Module):
+    """Makes a tuple of one of a tensor, or takes it out again; in training only, or always."""
 
-    def __init__(self, also_in_evaluation: bool) -> None:
+    def __init__(self, wraps: bool, always: bool) -> None:
         super().__init__()
-        self.also_in_evaluation = also_in_evaluation
+        self.wraps, self.always = wraps, always
 
-    def forward(self, x: torch.Tensor) -> object:
-        return (x,) if self.training or self.also_in_evaluation else x
-
-
-class Unwrap(nn.Module):
-    def __init__(self, also_in_evaluation: bool) -> None:
-        super().__init__()
-        self.also_in_evaluation = also_in_evaluation
-
-    def forward(self, inputs: object) -> torch.Tensor:
-        in_tuple = self.training or self.also_in_evaluation
-        assert isinstance(inputs, tuple) == in_tuple, type(inputs)
-        return inputs[0] if isinstance(inputs, tuple) else inputs
+    def forward(self, x: Any) -> object:
+        works = self.training or self.always
+        assert isinstance(x, tuple) == (works and not self.wraps), type(x)
+        return x if not works else (x,) if self.wraps else x[0]
 
 
 class Twice(nn.Module):
@@ -237,54 +220,41 @@ class Twice(nn.Module):
         return self.other(self.norm(self.conv(self.norm(x))))
 
 
+def with_layers(*layers: nn.Module) -> nn.Sequential:
+    """A small network with these layers between a convolution and a classifier."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
+
+
 def odd() -> nn.Sequential:
     """What is unusual and allowed, a layer each."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2),
-        Wrap(True),
+    return with_layers(
+        Tuples(wraps=True, always=True),
         Wrapped(),
-        Unwrap(True),
+        Tuples(wraps=False, always=True),
         Twice(),
-        Wrap(False),
-        Unwrap(False),
+        Tuples(wraps=True, always=False),
+        Tuples(wraps=False, always=False),
         Does(marks),
         Halves(inplace=False),
         Does(lambda inputs: inputs[0]),
         nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
         nn.Dropout(0.2),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16, 4),
     )
 
 
 def changes_a_mask() -> nn.Sequential:
     """Its third layer changes a mask in place, but not where shapes are found out."""
-    layers = [
-        Does(marks),
-        Halves(inplace=True),
-        Does(lambda inputs: inputs[0]),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16, 4),
-    ]
-    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers)
+    return with_layers(Does(marks), Halves(inplace=True), Does(lambda inputs: inputs[0]))
 
 
 def looks_at_strides() -> nn.Sequential:
     """Gives what depends on where its input lies in memory."""
-    turns, looks = Does(lambda x: x.transpose(2, 3)), Does(lambda x: x * (1 + x.stride(2) / 100))
-    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), turns, *list(with_layer(looks))[1:])
-
-
-def with_layer(layer: nn.Module) -> nn.Sequential:
-    """A small network whose second layer is `layer`."""
-    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), layer, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
+    return with_layers(Does(lambda x: x.transpose(2, 3)), Does(lambda x: x * (1 + x.stride(2) / 100)))
 
 
 def network_with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     """A function that builds the small network with such a layer."""
-    return lambda: with_layer(layer())
+    return lambda: with_layers(layer())
 
 
 works_in_place = network_with(lambda: nn.ReLU(inplace=True))
@@ -297,7 +267,7 @@ tracks = network_with(Tracking)
 
 
 def draws_elsewhere(source: str) -> nn.Sequential:
-    return with_layer(Noise(source))
+    return with_layers(Noise(source))
 
 
 def shares() -> nn.Sequential:
@@ -320,8 +290,7 @@ class Holds(nn.Module):
 
 def holds_another() -> nn.Sequential:
     conv = nn.Conv2d(4, 4, 1)
-    layers = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
-    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), conv, Holds(conv), *layers)
+    return with_layers(conv, Holds(conv))
 
 
 def repeats_a_module() -> nn.Sequential:

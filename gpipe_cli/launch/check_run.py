@@ -31,7 +31,7 @@ from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_chec
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
-from gpipe_cli.verify.differences import (
+from gpipe_cli.verify.variants import (
     EXECUTORS,
     MODES,
     SCHEDULES,
@@ -41,8 +41,8 @@ from gpipe_cli.verify.differences import (
     Row,
     Variant,
     Verdict,
+    check,
 )
-from gpipe_cli.verify.variants import check
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -108,8 +108,7 @@ class _Checked:
             profile = profile_model(config)
         except ChangedInputError as error:
             self._findings.append(Finding("in_place", error.layer, str(error)))
-            for variant in self._ways(config.partitions, "in_process"):
-                self._add(variant, "fails", str(error), error.layer)
+            self._add(self._ways(config.partitions, "in_process"), "fails", str(error), error.layer)
         else:
             self._shared = tuple(shared.text for shared in profile.shared)
             self._place(profile)
@@ -125,17 +124,15 @@ class _Checked:
             try:
                 self._together[partitions] = make_placement(replace(config, executor="in_process"), profile)
             except SeparatedError as error:
-                for variant in self._ways(partitions, "in_process"):
-                    self._add(variant, "fails", str(error))
+                self._add(self._ways(partitions, "in_process"), "fails", str(error))
                 continue
             if partitions > 1 and config.executor != "in_process":
                 placement = make_placement(config, profile)
                 if placement.distributed:
                     apart[partitions] = placement
                 else:
-                    for variant in self._ways(partitions, "distributed"):
-                        text = f"executor=distributed: {partitions} processes would need a GPU each"
-                        self._add(variant, "left out", text)
+                    text = f"executor=distributed: {partitions} processes would need a GPU each"
+                    self._add(self._ways(partitions, "distributed"), "left out", text)
         whole = self._config.micro_batches
         together = [
             Variant(partitions, whole, schedule, mode, "in_process")
@@ -146,8 +143,7 @@ class _Checked:
         if whole > 1:
             together.append(together[0]._replace(micro_batches=1))
         self.runs.append((self._together, together))
-        for partitions in sorted(apart):
-            self.runs.append(({partitions: apart[partitions]}, self._ways(partitions, "distributed")))
+        self.runs += [({k: apart[k]}, self._ways(k, "distributed")) for k in sorted(apart)]
 
     def _ways(self, partitions: int, executor: Executor) -> list[Variant]:
         """Every schedule and recomputation."""
@@ -167,13 +163,9 @@ class _Checked:
 
     def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
         """Leaves out what has failed in one process already, or could not be compared there with anything."""
-        for variant in variants:
-            alone = self.rows.get(variant._replace(executor="in_process"))
-            if alone is not None and alone.verdict in ("fails", "left out"):
-                self._add(variant, "left out", "what has no result in one process is not run in several")
-        return self._missing(variants)
-
-    def _missing(self, variants: Sequence[Variant]) -> list[Variant]:
+        in_process = {variant: self.rows.get(variant._replace(executor="in_process")) for variant in variants}
+        without = [v for v, alone in in_process.items() if alone is not None and alone.verdict in ("fails", "left out")]
+        self._add(without, "left out", "what has no result in one process is not run in several")
         return [variant for variant in variants if variant not in self.rows]
 
     def end(self, variants: Sequence[Variant], failure: Failure | None, *, alone: bool) -> None:
@@ -185,15 +177,14 @@ class _Checked:
             return
         if failure.reason is Reason.USER and not self.rows:
             raise ValueError(failure.text)
-        missing = self._missing(variants)
+        missing = [variant for variant in variants if variant not in self.rows]
         told = any(self.rows[variant].verdict == "fails" for variant in variants if variant in self.rows)
         if missing and (alone or not told):
-            self._add(missing.pop(0), "fails", failure.text)  # it was killed, or could not report it itself
-        for variant in missing:
-            self._add(variant, "left out", "not run: processes that work together ended with the failure before")
+            self._add([missing.pop(0)], "fails", failure.text)  # it was killed, or could not report it itself
+        self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
-    def _add(self, variant: Variant, verdict: Verdict, text: str, layer: str | None = None) -> None:
-        self.rows[variant] = Row(*variant, verdict, layer=layer, text=text)
+    def _add(self, variants: Sequence[Variant], verdict: Verdict, text: str, layer: str | None = None) -> None:
+        self.rows |= {variant: Row(*variant, verdict, layer=layer, text=text) for variant in variants}
 
     def facts(self, found: LayersWatched) -> list[tuple[str, str]]:
         """What is checked, in labelled lines."""

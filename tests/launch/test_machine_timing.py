@@ -36,7 +36,7 @@ def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[s
     return step_costs(config, profile, lines.append), lines
 
 
-def test_every_layer_has_seconds(cache: Path) -> None:
+def test_every_layer_is_timed_and_remembered_until_something_changes(cache: Path) -> None:
     """8 samples in 3 micro-batches: the largest has 3 and is what is timed; a plan takes their mean."""
     settings = [*TINY, "ema_decay=0.9", "freeze=[stem]"]
     config, profile = configure(*settings, "cost=measured", "partitions=2"), traced(*settings)
@@ -53,24 +53,18 @@ def test_every_layer_has_seconds(cache: Path) -> None:
     (file,) = cache.iterdir()
     raw = json.loads(file.read_text(encoding="utf-8"))[0]["found"]
     assert costs.layers[1].backward == pytest.approx(raw["alone"][1][2] * 8 / 9)
-
-
-def test_what_was_measured_is_remembered_until_something_changes(cache: Path) -> None:
-    config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
-    first, _ = timed(config, profile)
-    assert max(edge.forward_seconds for edge in first.edges) == 0
-    (file,) = cache.iterdir()
-    assert timed(config, profile) == (first, [])
     # what layers do not depend on changes nothing; neither does a number of epochs
-    assert timed(replace(config, epochs=99, recompute="never"), profile)[1] == []
+    assert timed(replace(config, epochs=99, recompute="never"), profile) == (costs, [])
     # a file that was damaged is measured again
     whole = file.read_text(encoding="utf-8")
     assert whole.count("0.0")
     for damaged in ("{", whole.replace("0.0", "0.1", 1)):
         file.write_text(damaged, encoding="utf-8")
         assert timing._remembered(file) is None
-    # other micro-batches, and being told to
-    assert len(timed(replace(config, micro_batches=1), profile)[1]) == 1
+    # other micro-batches or partitions, and being told to
+    alone, lines = timed(replace(config, micro_batches=1, partitions=1), profile)
+    assert max(edge.forward_seconds for edge in alone.edges) == 0
+    assert len(lines) == 1
     assert len(timed(replace(config, cost="measured_anew"), profile)[1]) == 1
     assert len(list(cache.iterdir())) == 2
 

@@ -30,7 +30,6 @@ VERSION_1 = "5:cpu,cpuacct:/job\n4:memory:/job/step\n1:name=systemd:/"
 @pytest.mark.parametrize(
     ("groups", "files", "cores", "memory"),
     [
-        ("0::/", {}, 8, MACHINE_BYTES),
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 8, MACHINE_BYTES),
         ("0::/", {"cpu.max": "250000 100000", "memory.max": "268435456"}, 2, GIB // 4),
         ("0::/", {"cpu.max": "50000 100000"}, 1, MACHINE_BYTES),

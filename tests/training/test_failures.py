@@ -115,7 +115,7 @@ def test_a_stopped_stage_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: 
     [
         (
             signal.SIGSTOP,
-            r"stage 0 has been silent for [5-9] s waiting for a mini-batch, longer than timeout_seconds=5;",
+            r"stage 0 has been silent for [5-9] s waiting for a mini-batch, longer than timeout_seconds=5",
         ),
         (signal.SIGKILL, r"RuntimeError: a data loading process died;"),
     ],

@@ -16,7 +16,7 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import loss, plural, spans
-from gpipe_cli.verify.differences import MODES, TOLERANCE, Row
+from gpipe_cli.verify.variants import MODES, TOLERANCE, Row
 
 CHECK = "check.json"
 _KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor")))
