@@ -31,10 +31,10 @@ def perform(arguments: Sequence[str], log: IO[str]) -> None:
         raise CommandFailedError(f"exit code {code}")
 
 
-def real_runner(name: str, folder: Path, *settings: str, desk: bool = True) -> Runner:
-    """Of the recipe ``name``, with these settings for every command."""
+def real_runner(name: str, folder: Path, *settings: str) -> Runner:
+    """Of the recipe ``name`` at desk scale, with these settings for every command."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Runner(name, folder, settings, perform, lambda line: None, desk)
+    return Runner(name, folder, settings, perform, lambda line: None, True)
 
 
 def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, settings: tuple[str, ...] = ()) -> Runner:

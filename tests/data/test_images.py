@@ -23,11 +23,6 @@ from gpipe_cli.data.seeds import seeded
 Splits = tuple[ImageSplit, ImageSplit]
 
 
-def pixels_of(split: ImageSplit) -> torch.Tensor:
-    assert isinstance(split.samples.pixels, torch.Tensor)
-    return split.samples.pixels
-
-
 # --- digits
 
 
@@ -45,7 +40,7 @@ def test_digits_are_split_once_and_for_all(digits: Splits) -> None:
     train, test = digits
     whole = load_digits()
     assert (len(train), len(test)) == (1437, 360)
-    grey = {split: rows((pixels_of(split)[:, 0] * 16).numpy()) for split in digits}
+    grey = {split: rows(split.samples.pixels[:, 0] * 16) for split in digits}
     # Disjoint and complete: as multisets, the two splits together are the data set.
     assert sorted(grey[train] + grey[test]) == sorted(rows(whole.images))
     # Images belong to their targets, and those to the test in equal shares.
@@ -203,6 +198,7 @@ def write_cifar(root: Path, reader: type[CIFAR10]) -> type[CIFAR10]:
     folder = root / reader.base_folder
     folder.mkdir(parents=True)
     label_key, classes = ("fine_labels", 100) if issubclass(reader, CIFAR100) else ("labels", 10)
+    names = {reader.meta["key"]: [f"name {number}" for number in range(classes)]}
     rng = np.random.default_rng(0)
 
     def write(name: str, content: dict[str, object]) -> str:
@@ -216,13 +212,9 @@ def write_cifar(root: Path, reader: type[CIFAR10]) -> type[CIFAR10]:
     class Tiny(reader):
         train_list = [batch(name) for name, _ in reader.train_list]  # noqa: RUF012
         test_list = [batch(name) for name, _ in reader.test_list]  # noqa: RUF012
-        meta = {**reader.meta, "md5": write(reader.meta["filename"], {reader.meta["key"]: _names(classes)})}  # noqa: RUF012
+        meta = {**reader.meta, "md5": write(reader.meta["filename"], names)}  # noqa: RUF012
 
     return Tiny
-
-
-def _names(classes: int) -> list[str]:
-    return [f"name {number}" for number in range(classes)]
 
 
 @pytest.mark.parametrize(("reader", "train_size", "classes"), [(CIFAR10, 20, 10), (CIFAR100, 4, 100)])
@@ -230,7 +222,7 @@ def test_cifar_files_are_read(tmp_path: Path, reader: type[CIFAR10], train_size:
     tiny = write_cifar(tmp_path, reader)
     train, test = read_cifar(tiny, tmp_path, download=False)
     assert (len(train.targets), len(test.targets)) == (train_size, 4)
-    assert train.class_names == test.class_names == tuple(_names(classes))
+    assert train.class_names == test.class_names == tuple(f"name {number}" for number in range(classes))
     # A row holds the red plane, then green, then blue, each row by row.
     with (tmp_path / reader.base_folder / tiny.test_list[0][0]).open("rb") as file:
         content = pickle.load(file)

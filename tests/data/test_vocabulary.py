@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,11 @@ LINES = [
     f"    for {name} in range({number}): print('{name} is {number * 7}')" for number in range(40) for name in "abxy"
 ]
 
-WORDS = ["north", "south", "island", "sea", "river"]
-
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    return make_vocabulary(
-        LINES, 310, symbols=["<2en>", "<2de>"], word_prefix=False, cache=tmp_path_factory.mktemp("cache")
-    )
+    cache = tmp_path_factory.mktemp("cache")
+    return make_vocabulary(LINES, 310, symbols=["<2en>", "<2de>"], word_prefix=False, cache=cache)
 
 
 def test_special_ids(vocabulary: Vocabulary) -> None:
@@ -31,31 +29,25 @@ def test_special_ids(vocabulary: Vocabulary) -> None:
     assert vocabulary.decode([4, BEGIN, *ids, END, PAD, PAD]) == LINES[3]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_every_text_comes_back_and_nothing_is_unknown(vocabulary: Vocabulary) -> None:
+    texts = [
         LINES[0],
         "    indented\n\n\ttwo lines  with  spaces \n",
         "new characters: Ω 漢字 😀 é e\N{COMBINING ACUTE ACCENT} ﬁ",
         "<2en> <s> </s> <unk> <0x41>",
-        " ",
-        "a\0b",
-        "",
-    ],
-)
-def test_every_text_comes_back_and_nothing_is_unknown(vocabulary: Vocabulary, text: str) -> None:
-    ids = vocabulary.encode([text])[0]
-    assert all(UNKNOWN + 2 < number < vocabulary.size for number in ids)  # neither special nor a symbol
-    assert vocabulary.decode(ids) == text
+        *(" ", "a\0b", ""),
+    ]
+    encoded = vocabulary.encode(texts)
+    assert all(UNKNOWN + 2 < number < vocabulary.size for ids in encoded for number in ids)  # not special, no symbol
+    assert [vocabulary.decode(ids) for ids in encoded] == texts
 
 
 def test_a_word_prefix_makes_the_first_word_a_word_like_others(tmp_path: Path) -> None:
-    texts = [f"{first} {second}" for first in WORDS for second in WORDS]
-    with_prefix = make_vocabulary(texts, 275, word_prefix=True, cache=tmp_path)
-    without = make_vocabulary(texts, 275, word_prefix=False, cache=tmp_path)
-    for vocabulary, alike in ((with_prefix, True), (without, False)):
+    texts = [" ".join(words) for words in product(["north", "south", "island", "sea", "river"], repeat=2)]
+    for word_prefix in (True, False):
+        vocabulary = make_vocabulary(texts, 275, word_prefix=word_prefix, cache=tmp_path)
         north, sea, both = vocabulary.encode(["north", "sea", "sea north"])
-        assert (both == sea + north) is alike
+        assert (both == sea + north) is word_prefix
         assert vocabulary.decode(both) == "sea north"
 
 

@@ -22,12 +22,6 @@ def build(width, depth=2):
 def unnamed():
     return nn.Sequential(nn.Linear(2, 3), nn.ReLU())
 
-def one_layer():
-    return nn.Linear(2, 3)
-
-def empty():
-    return nn.Sequential()
-
 def faulty():
     return len(3)
 
@@ -97,13 +91,17 @@ def test_the_own_directory_comes_first(folder: Path, tmp_path: Path, monkeypatch
         ("zoo_for_tests.nets:NUMBER", {}, "has no function NUMBER; name one that returns"),
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
         ("zoo_for_tests.nets:build", {"width": 3, "dept": 1}, "unexpected keyword argument 'dept'; it takes"),
-        ("zoo_for_tests.nets:one_layer", {}, "returned an object of type Linear; return an nn.Sequential"),
+        (
+            "torch.nn:Linear",
+            {"in_features": 2, "out_features": 3},
+            "returned an object of type Linear; return an nn.Sequential",
+        ),
         # only the layers of what is returned are run: once these were trained without the rest, and nothing said so
         ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles that it returns has a forward of its own"),
         ("zoo_for_tests.nets:Scales", {"width": 3}, "the Scales that it returns has scale of its own"),
         ("zoo_for_tests.nets:hooked", {}, "has hooks of its own, .*; put that into one of the layers"),
         ("zoo_for_tests.nets:lazy", {}, r"layer 1\.1 \(LazyLinear\) has no shapes before its first forward"),
-        ("zoo_for_tests.nets:empty", {}, "its layers have no parameters, there is nothing to train"),
+        ("torch.nn:Sequential", {}, "its layers have no parameters, there is nothing to train"),
     ],
 )
 def test_refused(target: str, arguments: dict[str, object], message: str) -> None:
