@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import yaml
 from gpipe_cli.cli import COMMANDS, LEADER_SECONDS, main
 from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.reproduction.runner import FOLDER
-from gpipe_cli.system.interrupts import interruptible
 
 NO_TORCH = """
 import sys
@@ -135,18 +133,6 @@ def test_interrupted_before_it_has_begun_it_says_so(module: str, arguments: list
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module, *arguments], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr, ended.stdout) == (130, f"{name}: interrupted\n", "")
     assert list(Path().iterdir()) == [], "nothing is left behind"
-
-
-def test_an_interrupt_is_one_whatever_a_library_makes_of_it() -> None:
-    @interruptible()
-    def import_numpy() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        except KeyboardInterrupt as error:
-            raise ImportError from error
-
-    with pytest.raises(KeyboardInterrupt):
-        import_numpy()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ Three times the same shares of stage-time: measured by `gpipe bench`, simulated 
 and the paper's, which are those of TPUs and of a model that it does not name.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_word
@@ -53,23 +51,21 @@ class Breakdown:
         picture = runner.folder / "breakdown.png"
         drawn = [("paper (TPU)", paper), ("measured here", measured), ("simulated, layers timed here", simulated)]
         write_picture(picture, draw_shares(drawn))
-        notes = tuple(_notes(row, planned, paper))
-        return Findings((table,), notes, (("picture", str(picture)),), comparable)
-
-
-def _notes(row: Mapping[str, Any], planned: Mapping[str, Any], paper: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    shares = row["breakdown"]
-    yield "paper", "no slice for transfers, which its TPUs hide; model and M are not named: K and the shares are"
-    yield "simulated", f"from {planned['hardware']['source']}"
-    yield (
-        "found",
-        f"recompute / compute is {shares['recompute'] / shares['compute']:.2f} measured, "
-        f"{paper['recompute'] / paper['compute']:.2f} in the paper, 0.33 where a backward is two forwards",
-    )
-    yield (
-        "found",
-        f"idle {percent(idle(shares))} measured, {percent(idle(planned['breakdown']))} simulated; of equal stages that "
-        f"do nothing but compute {percent(row['ideal_bubble'])}, (K-1)/(M+K-1)",
-    )
-    if row["kind"] != "measured":
-        yield "measured", f"{speed_kind(row['kind'])}; not the shares of a pipeline"
+        recomputed, theirs = (shares["recompute"] / shares["compute"] for shares in (measured, paper))
+        notes = [
+            ("paper", "no slice for transfers, which its TPUs hide; model and M are not named: K and the shares are"),
+            ("simulated", f"from {planned['hardware']['source']}"),
+            (
+                "found",
+                f"recompute / compute is {recomputed:.2f} measured, {theirs:.2f} in the paper, 0.33 where a backward "
+                "is two forwards",
+            ),
+            (
+                "found",
+                f"idle {percent(idle(measured))} measured, {percent(idle(simulated))} simulated; of equal stages that "
+                f"do nothing but compute {percent(row['ideal_bubble'])}, (K-1)/(M+K-1)",
+            ),
+        ]
+        if row["kind"] != "measured":
+            notes.append(("measured", f"{speed_kind(row['kind'])}; not the shares of a pipeline"))
+        return Findings((table,), tuple(notes), (("picture", str(picture)),), comparable)

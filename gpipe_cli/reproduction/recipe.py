@@ -187,13 +187,8 @@ def load(name: str) -> Recipe:
 
 
 def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:
-    """The refusal of a setting, and whose setting it is if the user has not given it.
-
-    Args:
-        users: settings of the user.
-        desk: those of the recipe at desk scale, if that is its scale.
-        own: keys of all others that the command had: of the recipe's file, and of a row of its table.
-    """
+    """The refusal of a setting, and whose it is if it is not the user's: ``desk`` are settings of the recipe, ``own``
+    keys of its file and of a row of its table."""
     key, at_desk = error.key, error.key in map(key_of, desk)
     if key in map(key_of, users) or not (at_desk or key in own):
         return str(error)

@@ -127,7 +127,7 @@ class Runner:
         """
         folder = self.folder / name
         try:
-            self._run(["bench", "-m"], folder, *settings, f"hydra.sweep.dir={quoted(folder)}")
+            return self._run(["bench", "-m"], folder, "bench.json", *settings)
         except CommandFailedError:
             rows = read_result(folder, "bench.json")["rows"] if (folder / "bench.json").is_file() else []
             statuses = {row["status"] for row in rows}
@@ -137,19 +137,14 @@ class Runner:
                 raise
             shutil.rmtree(folder)  # nothing ran
             raise ValueError(rows[0]["reason"]) from None
-        return read_result(folder, "bench.json")
 
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe plan`; returns plan.json."""
-        folder = self.folder / name
-        self._run(["plan"], folder, *settings, f"run_folder={quoted(folder)}")
-        return read_result(folder, "plan.json")
+        return self._run(["plan"], self.folder / name, "plan.json", *settings)
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe train`; returns result.json. The run lies in ``folder / name``."""
-        folder = self.folder / name
-        self._run(["train"], folder, *settings, f"run_folder={quoted(folder)}")
-        return read_result(folder, RESULT)
+        return self._run(["train"], self.folder / name, RESULT, *settings)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe evaluate` of a run of this recipe; returns evaluate.json. It takes no setting of a training."""
@@ -157,12 +152,13 @@ class Runner:
         self._perform(["evaluate", f"run={quoted(folder)}", *settings], folder)
         return read_result(folder, "evaluate.json")
 
-    def _run(self, command: Sequence[str], folder: Path, *settings: str) -> None:
+    def _run(self, command: Sequence[str], folder: Path, file: str, *settings: str) -> dict[str, Any]:
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
-        places = ("run_folder=", "hydra.sweep.dir=")
-        # what differs from command to command; the log has all of it
-        shown = [one for one in given if one not in self.settings and not one.startswith(places)]
-        self._perform([*command, "-cd", str(FOLDER), "-cn", self.name, *given], folder, [*command, *shown])
+        place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quoted(folder)}"
+        shown = [one for one in given if one not in self.settings]  # what differs; the log has all of it
+        arguments = [*command, "-cd", str(FOLDER), "-cn", self.name, *given, place]
+        self._perform(arguments, folder, [*command, *shown])
+        return read_result(folder, file)
 
     def _perform(self, arguments: Sequence[str], folder: Path, shown: Sequence[str] = ()) -> None:
         """``folder``: where the command writes what became of it; ``shown``: in place of all arguments."""
