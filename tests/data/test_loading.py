@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +22,33 @@ from gpipe_cli.training.data_feed import workers_of
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Two classes, 5 + 6 training images and one test image each."""
+def train(tmp_path: Path) -> ImageSplit:
+    """Two classes with 5 + 6 images."""
     training = [*(f"train/a/{n}.png" for n in range(5)), *(f"train/b/{n}.jpg" for n in range(6))]
     write_images(tmp_path, *training, "test/a/0.png", "test/b/0.png")
-    return tmp_path
+    return opened("image_folder", tmp_path, seed=3, image_size=12, num_classes=2, augmentation=EVERYTHING)[0]
 
 
-def open_training(root: Path) -> ImageSplit:
-    return opened("image_folder", root, seed=3, image_size=12, num_classes=2, augmentation=EVERYTHING)[0]
+def assert_same(found: Iterable[tuple[torch.Tensor]], expected: list[tuple[torch.Tensor]]) -> None:
+    torch.testing.assert_close(list(found), expected, rtol=0, atol=0)
 
 
-def mini_batches_of(split: ImageSplit, batch_size: int, shuffle: bool = True) -> MiniBatches:
-    return MiniBatches(split.catalogue, batch_size=batch_size, seed=1, shuffle=shuffle)
-
-
-def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ...]]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for (a,), (b,) in zip(one, other, strict=True))
-
-
-def test_batches_are_the_samples_of_the_mini_batches(folder: Path) -> None:
-    train = open_training(folder)
-    mini_batches = mini_batches_of(train, 4)
-    loaded = list(LoadedBatches(train, mini_batches, 0, 0, 2, workers=0))
-    assert [tuple(images.shape) for (images,) in loaded] == [
-        (n, 3, 12, 12) for n in (4, 4, 3, 4, 4, 3)
-    ]  # short last ones
-    for (images,), (epoch, position) in zip(loaded, mini_batches.stream(0, 0, 2), strict=True):
-        for image, index in zip(images, mini_batches.indices(epoch, position).tolist(), strict=True):
-            assert torch.equal(image, train[epoch, index])
-
-
-def test_workers_change_nothing_and_end_with_the_run_or_before(folder: Path) -> None:
-    train = open_training(folder)
-    mini_batches = mini_batches_of(train, 4)
+def test_workers_change_nothing_and_end_with_the_run_or_before(train: ImageSplit) -> None:
+    mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True)
     state = torch.get_rng_state()
     whole = list(LoadedBatches(train, mini_batches, 0, 0, 3, workers=0))
+    assert [tuple(images.shape) for (images,) in whole[:3]] == [(n, 3, 12, 12) for n in (4, 4, 3)]
+    for (images,), (epoch, position) in zip(whole, mini_batches.stream(0, 0, 3), strict=True):
+        indices = mini_batches.indices(epoch, position).tolist()
+        assert torch.equal(images, torch.stack([train[epoch, index] for index in indices]))
     batches = LoadedBatches(train, mini_batches, 0, 0, 3, workers=2)
     assert len(multiprocessing.active_children()) == 2
-    assert same(list(batches), whole)
+    assert_same(batches, whole)
     assert multiprocessing.active_children() == []
     assert next(batches, None) is None
     assert torch.equal(torch.get_rng_state(), state)
     for workers in (0, 1):  # a resumed stream is the tail of the whole
-        assert same(list(LoadedBatches(train, mini_batches, 1, 2, 3, workers=workers)), whole[5:])
+        assert_same(LoadedBatches(train, mini_batches, 1, 2, 3, workers=workers), whole[5:])
     early = LoadedBatches(train, mini_batches, 0, 0, 1000, workers=2)
     next(early)
     for _ in range(2):
@@ -74,11 +58,10 @@ def test_workers_change_nothing_and_end_with_the_run_or_before(folder: Path) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_broken_image_reaches_the_consumer_as_one_line(folder: Path, workers: int) -> None:
-    path = folder / "train/b/3.jpg"
+def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "train/b/3.jpg"
     path.write_bytes(path.read_bytes()[:200])
-    train = open_training(folder)
-    mini_batches = mini_batches_of(train, 2, shuffle=False)  # the file is sample 8, so in batch 4
+    mini_batches = MiniBatches(train.catalogue, batch_size=2, seed=1, shuffle=False)  # it is sample 8, so in batch 4
     batches = LoadedBatches(train, mini_batches, 0, 0, 1, workers=workers)
     for _ in range(4):
         (images,) = next(batches)

@@ -1,31 +1,26 @@
 """What a pipeline asks of every network: layers that train, leave their inputs alone, and initialise themselves."""
 
-from functools import partial
-
 import pytest
 import torch
 from networks import KINDS, sentences, small_amoebanet, small_transformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.pipeline.runtime.randomness import materialize
 
 IMAGES = {"b 15": ("b", 15), "b 32": ("b", 32), "d 97": ("d", 97)}
-NETWORKS = {
-    **{
-        name: (
-            partial(small_amoebanet, variant=variant, image_size=size, auxiliary_head=True),
-            lambda size=size: (torch.randn(3, 3, size, size),),
-        )
-        for name, (variant, size) in IMAGES.items()
-    },
-    **{kind: (partial(small_transformer, kind, dropout=0.3), partial(sentences, kind)) for kind in KINDS},
-}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+def build(name: str) -> nn.Sequential:
+    if name in KINDS:
+        return small_transformer(name, dropout=0.3)
+    variant, size = IMAGES[name]
+    return small_amoebanet(variant=variant, image_size=size, auxiliary_head=True)
+
+
+@pytest.mark.parametrize("name", [*IMAGES, *KINDS])
 def test_gradients_reach_every_parameter_and_layers_leave_their_inputs_alone(name: str) -> None:
-    build, inputs = NETWORKS[name]
-    model, values = build(), inputs()
+    model = build(name)
+    values = sentences(name) if name in KINDS else (torch.randn(3, 3, IMAGES[name][1], IMAGES[name][1]),)
     for path, layer in model.named_children():
         copies = [tensor.detach().clone() for tensor in values]
         result = layer(values if len(values) > 1 else values[0])
@@ -45,7 +40,7 @@ def test_layers_initialise_themselves(name: str) -> None:
 
     def real(first: int) -> dict[str, Tensor]:
         with torch.device("meta"):
-            model = NETWORKS[name][0]()
+            model = build(name)
         layers = materialize(model, first, len(model) - first, run_seed=3, device=torch.device("cpu"))
         return layers.state_dict()
 
