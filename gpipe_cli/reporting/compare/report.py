@@ -23,7 +23,6 @@ from gpipe_cli.units import plural
 
 TRAINED = "completed"
 CSV, PAGE, CURVES, BARS = "comparison.csv", "comparison.html", "curves.png", "bars.png"
-MOST_ERRORS = 5  # failures that get a line of their own
 MOST_SETTINGS = 16  # in the console; the page has all
 
 # What this page has beyond the look of timeline.html.
@@ -139,10 +138,8 @@ def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
 def _unfinished(comparison: Comparison) -> Iterator[str]:
     runs = comparison.runs
     failed = [position for position, run in enumerate(runs) if run.result["status"] == "failed"]
-    for position in failed[:MOST_ERRORS]:
+    for position in failed:
         yield f"{comparison.referred([position])} failed: {runs[position].error}"
-    if failed[MOST_ERRORS:]:
-        yield f"{len(failed) - MOST_ERRORS:,} more failed; comparison.html and comparison.csv have their errors"
     for status, meaning in (
         ("interrupted", "interrupted, so not trained to the end"),
         ("running", "running: still at work, or killed; numbers are those of its last evaluation"),

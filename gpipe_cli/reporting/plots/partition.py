@@ -1,15 +1,13 @@
 """The partitions as a picture: Figure 2(a) of the paper, a model of L layers cut into K contiguous parts.
 
 A bar per stage, made of its layers, each as long as its forward and its backward are predicted to take for one
-micro-batch: how even the cut is, and which layer makes it uneven, is seen at a glance. The slowest stage sets the pace
-of all (section 2.2), so the mean of the stages is drawn as what no cut can beat.
+micro-batch. The slowest stage sets the pace of all (section 2.2), so the mean is drawn as what no cut can beat.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gpipe_cli.reporting.plots import palette
@@ -51,35 +49,39 @@ def known(run: RunDescription) -> bool:
 
 def draw(run: RunDescription) -> Picture:
     """The cut as an image of shape (height, width, 3)."""
-    assert known(run), "nothing is known of the layers"
     stages = _seconds(run)
+    slowest, mean = max(stages), sum(stages) / len(stages)
     panel = min(ROW_INCHES * len(stages), PANEL_INCHES)
     width = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
     figure = new_figure(TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES)
     axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES + LEGEND_INCHES, width, panel)
-    # Without figures of this device seconds mean nothing; the shares of all stages do.
-    scale = 1.0 if run.prediction is not None else 1 / sum(stages)
-    end = scale * max(stages)
-    shown = _frame(axes, run, end, scale * sum(stages) / len(stages))
-    _layers(axes, run, scale, width / (end * MARGIN), panel / len(stages))
-    _numbers(axes, run, shown, width, panel)
-    _legend(figure, run)
-    _title(axes, run, width, panel)
-    return pixels(figure)
-
-
-def _frame(axes: Axes, run: RunDescription, end: float, mean: float) -> range:
-    """Everything around the bars: stages, the axis, the mean; returns the stages that are named."""
-    shown = name_stages(axes, run.placement.partitions)
+    shown = name_stages(axes, len(stages))
     if run.prediction is not None:
-        name, unit = axis_unit(end)
+        scale, (name, unit) = 1.0, axis_unit(slowest)
         words = f"predicted time of one micro-batch, {name} (from {run.prediction.costs.source})"
-    else:
-        unit, words = 0.01, "share of the model's computation, %"
-    show_axis(axes, end, unit, words)
-    if run.placement.partitions > 1:
-        axes.axvline(mean, zorder=3, **MEAN_LINE)
-    return shown
+        longest = duration(slowest)
+    else:  # without figures of this device seconds mean nothing; the shares of all stages do
+        scale, unit, words = 1 / sum(stages), 0.01, "share of the model's computation, %"
+        longest = percent(slowest / sum(stages))
+    show_axis(axes, scale * slowest, unit, words)
+    _layers(axes, run, scale, width / (scale * slowest * MARGIN), panel / len(stages))
+    _numbers(axes, run, shown, width, panel)
+    if len(stages) > 1:
+        longest = f"slowest stage {longest} ({percent(slowest / mean - 1)} over the mean)"
+        axes.axvline(scale * mean, zorder=3, **MEAN_LINE)
+        line = Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE)
+        add_legend(figure, [line], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
+    title = f"{run.model_name}  ·  {run.layers:,} layers on {plural(len(stages), 'stage')}"
+    look: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
+    y = 1 + (TITLE_INCHES - 0.27 + HEADING_INCHES) / panel
+    axes.text(0, y, title, fontweight="bold", **look)
+    axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **look)
+    layers = min(64, run.layers)
+    rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
+    table = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
+    beside: dict[str, Any] = {"transform": table.transAxes, "va": "center_baseline", "fontsize": FONT, "color": INK}
+    table.text(1.06, 0.5, "first to last layer", **beside)
+    return pixels(figure)
 
 
 def _layers(axes: Axes, run: RunDescription, scale: float, inches: float, row: float) -> None:
@@ -129,30 +131,6 @@ def _numbers(axes: Axes, run: RunDescription, shown: Sequence[int], width: float
         axes.text(x, above, heading, fontsize=FONT, color=PALE_INK, **place)
         for stage in shown:
             axes.text(x, stage, numbers[stage], va="center_baseline", fontsize=9, color=INK, **place)
-
-
-def _title(axes: Axes, run: RunDescription, width: float, panel: float) -> None:
-    stages = _seconds(run)
-    longest = duration(max(stages)) if run.prediction is not None else percent(max(stages) / sum(stages))
-    if len(stages) > 1:
-        over = max(stages) * len(stages) / sum(stages) - 1
-        longest = f"slowest stage {longest} ({percent(over)} over the mean)"
-    title = f"{run.model_name}  ·  {run.layers:,} layers on {plural(len(stages), 'stage')}"
-    words: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
-    y = 1 + (TITLE_INCHES - 0.27 + HEADING_INCHES) / panel
-    axes.text(0, y, title, fontweight="bold", **words)
-    axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **words)
-
-
-def _legend(figure: Figure, run: RunDescription) -> None:
-    layers = min(64, run.layers)
-    rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
-    axes = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
-    beside: dict[str, Any] = {"transform": axes.transAxes, "va": "center_baseline", "fontsize": FONT, "color": INK}
-    axes.text(1.06, 0.5, "first to last layer", **beside)
-    if run.placement.partitions > 1:
-        mean = Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE)
-        add_legend(figure, [mean], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
 
 
 def _seconds(run: RunDescription) -> list[float]:

@@ -35,6 +35,7 @@ TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 CHARACTER_INCHES = 0.068  # of a bar's name
+TITLE: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0, "pad": 7}
 
 
 def draw(views: Sequence[TimelineView]) -> Picture:
@@ -44,30 +45,25 @@ def draw(views: Sequence[TimelineView]) -> Picture:
     top = sum(heights) + TITLE_INCHES * len(views) + AXIS_INCHES + LEGEND_INCHES
     figure = new_figure(top)
     end = max(view.end_seconds for view in views) or 1.0
+    name, unit = axis_unit(end)
     micro_batches = max(view.micro_batches for view in views)
     single = sum(len(bars) for view in views for bars in view.stages) <= MOST_BARS
     width = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
     for view, height in zip(views, heights, strict=True):
         top -= TITLE_INCHES + height
         axes = add_axes(figure, LEFT_INCHES, top, width, height)
-        _frame(axes, view, end, last=view is views[-1])
+        name_stages(axes, len(view.stages))
+        show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
+        shares = in_percent(view.breakdown)
+        idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
+        axes.set_title(f"{view.kind}  ·  {view.title}", loc="left", fontweight="bold", **TITLE)
+        axes.set_title(f"step {duration(view.step_seconds)}   {idle}", loc="right", **TITLE)
         if single:
             _bars(axes, view, micro_batches, width / (end * MARGIN), height / len(view.stages))
         else:
             _many_bars(axes, view, micro_batches)
     _legend(figure, micro_batches, {bar.what for view in views for bars in view.stages for bar in bars}, single)
     return pixels(figure)
-
-
-def _frame(axes: Axes, view: TimelineView, end: float, last: bool) -> None:
-    name_stages(axes, len(view.stages))
-    name, seconds = axis_unit(end)
-    show_axis(axes, end, seconds, f"time since the step began, {name}" if last else "")
-    title: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0, "pad": 7}
-    axes.set_title(f"{view.kind}  ·  {view.title}", loc="left", fontweight="bold", **title)
-    shares = in_percent(view.breakdown)
-    idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
-    axes.set_title(f"step {duration(view.step_seconds)}   {idle}", loc="right", **title)
 
 
 def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:

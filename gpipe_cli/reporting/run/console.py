@@ -76,7 +76,15 @@ class RunConsole:
         self._speed, self._learning_rate = speed, message.learning_rate
         self._line_waits = message.position == self._run.steps_per_epoch
         if self._bar is not None:
-            self._advance(self._bar, message.step)
+            mean_loss, accuracy = self._means()
+            state = (
+                f"loss {mean_loss}",
+                f"{self._words.accuracy} {accuracy}",
+                f"{rate(speed)} {self._words.speed}",
+                f"lr {learning_rate(message.learning_rate)}",
+            )
+            epoch = self._of_epochs(self._epoch)
+            self._bar.update(self._bar.task_ids[0], completed=message.step, epoch=epoch, state=state)
         elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
             share = 100 * message.position // (self._run.steps_per_epoch or 1)
             self._line(f"{self._of_epochs(self._epoch)} {share}%")
@@ -120,33 +128,17 @@ class RunConsole:
         counted, losses, right = self._sums
         return (loss(losses / counted), percent(right / counted)) if counted else (loss(None), percent(None))
 
-    def _advance(self, bar: Progress, step: int) -> None:
-        mean_loss, accuracy = self._means()
-        state = (
-            f"loss {mean_loss}",
-            f"{self._words.accuracy} {accuracy}",
-            f"{rate(self._speed)} {self._words.speed}",
-            f"lr {learning_rate(self._learning_rate)}",
-        )
-        bar.update(bar.task_ids[0], completed=step, epoch=self._of_epochs(self._epoch), state=state)
-
     def _line(self, epoch: str, test: Evaluated | None = None) -> None:
         if not self._header_shown:
             show_line(self.console, self._columns(*self._words.headings), "bold")
             self._header_shown = True
-        line = self._columns(
-            epoch,
-            *self._means(),
-            *(("", "", "") if test is None else self._tested(test)),
-            rate(self._speed),
-            learning_rate(self._learning_rate),
-        )
+        tested = "", "", ""
+        if test is not None:
+            test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
+            tested = loss(test_loss), perplexity(second) if self._words.text else percent(second), percent(third)
+        line = self._columns(epoch, *self._means(), *tested, rate(self._speed), learning_rate(self._learning_rate))
         show_line(self.console, f"{line} best" if test is not None and test.is_best else line)
         self._last_line = time.monotonic()
-
-    def _tested(self, test: Evaluated) -> tuple[str, str, str]:
-        test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
-        return loss(test_loss), perplexity(second) if self._words.text else percent(second), percent(third)
 
     def _columns(self, *cells: str) -> str:
         """One line; a cell that is too long takes its room from the blanks of the next ones."""

@@ -94,7 +94,23 @@ def plan_json(
         # Of what all K devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
         # (Chowdhery et al., 2022, PaLM, section 4.1).
         "utilisation": None if peak is None else flops / (peak * partitions * plan.step_seconds),
-        "comparisons": [_comparison(comparison) for comparison in comparisons],
+        "comparisons": [
+            {
+                "setting": comparison.setting,
+                "rule": comparison.rule,
+                "candidates": [
+                    {
+                        "value": one.value,
+                        "step_seconds": one.plan and one.plan.step_seconds,
+                        "memory_bytes": one.plan and max(held.total_bytes for held in one.plan.memory),
+                        "chosen": one is comparison.chosen,
+                        "reason": one.reason,
+                    }
+                    for one in comparison.candidates
+                ],
+            }
+            for comparison in comparisons
+        ],
         "grid": grid(plan.schedule, width=80).splitlines() if drawable else None,
         "files": dict(files),
     }
@@ -149,20 +165,6 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
         "link_bytes_per_second": times(hardware.link_gb_per_second, 1e9),
         "link_latency_seconds": times(hardware.link_microseconds, 1e-6),
     }
-
-
-def _comparison(comparison: Comparison) -> Facts:
-    candidates = [
-        {
-            "value": candidate.value,
-            "step_seconds": None if candidate.plan is None else candidate.plan.step_seconds,
-            "memory_bytes": None if candidate.plan is None else max(held.total_bytes for held in candidate.plan.memory),
-            "chosen": candidate is comparison.chosen,
-            "reason": candidate.reason,
-        }
-        for candidate in comparison.candidates
-    ]
-    return {"setting": comparison.setting, "rule": comparison.rule, "candidates": candidates}
 
 
 def show_plan(console: Console, plan: Facts, folder: Path) -> None:
@@ -249,11 +251,11 @@ def _show_stages(console: Console, stages: Sequence[Facts], micro_batches: int) 
         return [layers, count(stage["parameters"]), operations(stage["forward_flops"]), *times, sends, *recomputed]
 
     rows = []
-    for numbers, (layers, *same) in _alike(stages, cells):
+    for numbers, label, (layers, *same) in _alike(stages, cells):
         first, last = stages[numbers[0]]["layers"][0], stages[numbers[-1]]["layers"][-1]
         each = " each" if len(numbers) > 1 else ""
         names = first if first == last else f"{first} ... {last}"
-        rows.append([_range(numbers), f"{layers}{each}: {names}", *same])
+        rows.append([label, f"{layers}{each}: {names}", *same])
     headings += [f"R of {micro_batches}"] if uneven else []
     _show_rows(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", headings, rows)
 
@@ -269,7 +271,7 @@ def _show_memory(console: Console, stages: Sequence[Facts], limit_bytes: int | N
         return [f"{value:,.1f}" for value in (*held.values(), sum(held.values()))] + shares
 
     headings = ["stage", *parts, "total", *([] if limit_bytes is None else ["of limit"])]
-    rows = [[_range(numbers), *same] for numbers, same in _alike(stages, cells)]
+    rows = [[label, *same] for _, label, same in _alike(stages, cells)]
     title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
     _show_rows(console, title, headings, rows)
 
@@ -309,14 +311,11 @@ def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequ
     console.print()
 
 
-def _alike(stages: Sequence[Facts], cells: Callable[[Facts], list[str]]) -> Iterator[tuple[list[int], list[str]]]:
-    """The numbers of consecutive stages that have the same cells, and these cells."""
+def _alike(stages: Sequence[Facts], cells: Callable[[Facts], list[str]]) -> Iterator[tuple[list[int], str, list[str]]]:
+    """The numbers of consecutive stages that have the same cells, in words `3-7`, and these cells."""
     for same, group in groupby(enumerate(map(cells, stages)), itemgetter(1)):
-        yield [number for number, _ in group], same
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        numbers = [number for number, _ in group]
+        yield numbers, str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", same
 
 
 def _step(seconds: float) -> str:

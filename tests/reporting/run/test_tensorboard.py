@@ -30,8 +30,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
-from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile
-from gpipe_cli.reporting.run.tensorboard_hparams import hyperparameters, varied_by
+from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, hyperparameters, varied_by
 from gpipe_cli.training.events import Translation
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
