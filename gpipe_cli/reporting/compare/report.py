@@ -124,32 +124,18 @@ def _page(comparison: Comparison, notes: Sequence[str], pictures: Sequence[Path]
     yield f"</main><script>{SCRIPT}</script></body></html>"
 
 
-def notes(comparison: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> Iterator[str]:
     """Sentences about runs that did not end, and about numbers that cannot be compared."""
-    return [*_unfinished(comparison), *_different_work(comparison), *_speeds(comparison)]
-
-
-def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
-    """`train/loss is identical to the last bit: A, B, C`, for each group of runs."""
-    groups = same_curves([run.curves.get(tag) for run in comparison.runs])
-    return [f"{tag} is identical to the last bit: {comparison.referred(group)}" for group in groups]
-
-
-def _unfinished(comparison: Comparison) -> Iterator[str]:
     runs = comparison.runs
-    failed = [position for position, run in enumerate(runs) if run.result["status"] == "failed"]
-    for position in failed:
-        yield f"{comparison.referred([position])} failed: {runs[position].error}"
+    for position, run in enumerate(runs):
+        if run.result["status"] == "failed":
+            yield f"{comparison.referred([position])} failed: {run.error}"
     for status, meaning in (
         ("interrupted", "interrupted, so not trained to the end"),
         ("running", "running: still at work, or killed; numbers are those of its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
         yield from _of_which(comparison, meaning, [run.result["status"] == status for run in runs])
-
-
-def _different_work(comparison: Comparison) -> Iterator[str]:
-    runs = comparison.runs
     text = runs[0].text
     if tasks := _different(comparison, [run.result["task"] for run in runs]):
         yield f"different tasks ({tasks}): top-1 and perplexity cannot be compared, nor samples/s with tokens/s"
@@ -164,10 +150,6 @@ def _different_work(comparison: Comparison) -> Iterator[str]:
         )
     if _different(comparison, [run.result["command"] for run in runs]):
         yield "runs of gpipe bench are not evaluated: they have a speed and no accuracy"
-
-
-def _speeds(comparison: Comparison) -> Iterator[str]:
-    runs = comparison.runs
     if machines := _different(comparison, [run.machine for run in runs]):
         yield f"different machines ({machines}): speed, step, bubble and memory cannot be compared across them"
     for what, keys in (
@@ -186,6 +168,12 @@ def _speeds(comparison: Comparison) -> Iterator[str]:
     yield from _of_which(comparison, warm_up, [run.value("speed_includes_warm_up") for run in runs])
     resumed = "resumed, so their time is that since then"
     yield from _of_which(comparison, resumed, [run.value("resumed_from") is not None for run in runs])
+
+
+def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
+    """`train/loss is identical to the last bit: A, B, C`, for each group of runs."""
+    groups = same_curves([run.curves.get(tag) for run in comparison.runs])
+    return [f"{tag} is identical to the last bit: {comparison.referred(group)}" for group in groups]
 
 
 def _of_which(comparison: Comparison, sentence: str, true: Sequence[bool]) -> Iterator[str]:

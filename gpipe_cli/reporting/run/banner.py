@@ -47,21 +47,17 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     if run.bench:
         yield "measuring", f"{plural(run.total_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
     else:
-        yield "training", _training(run)
+        training = plural(config.epochs, "epoch")
+        if run.steps_per_epoch is not None:
+            training += f" of {plural(run.steps_per_epoch, 'step')}"
+            if config.max_steps is not None:
+                training += f", stopping after {plural(run.total_steps, 'step')}"
+        yield "training", training
         yield "", f"learning rate {_learning_rate(run)}"
     yield from run.notes
     yield "run folder", str(folder)
     if config.resume is not None:
         yield "resumed from", f"{config.resume}, {plural(run.first_step, 'step')} done"
-
-
-def _training(run: RunDescription) -> str:
-    training = plural(run.config.epochs, "epoch")
-    if run.steps_per_epoch is not None:
-        training += f" of {plural(run.steps_per_epoch, 'step')}"
-        if run.config.max_steps is not None:
-            training += f", stopping after {plural(run.total_steps, 'step')}"
-    return training
 
 
 def _learning_rate(run: RunDescription) -> str:

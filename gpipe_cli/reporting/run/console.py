@@ -130,7 +130,9 @@ class RunConsole:
 
     def _line(self, epoch: str, test: Evaluated | None = None) -> None:
         if not self._header_shown:
-            show_line(self.console, self._columns(*self._words.headings), "bold")
+            words = self._words
+            headings = "epoch", "train loss", words.accuracy, *words.scores, words.speed, "lr"
+            show_line(self.console, self._columns(*headings), "bold")
             self._header_shown = True
         tested = "", "", ""
         if test is not None:

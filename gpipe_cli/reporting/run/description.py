@@ -115,11 +115,6 @@ class Words:
     scores: tuple[str, str, str]  # of the test set, in columns
     ends: tuple[int, ...]  # where the columns of an epoch's line end
 
-    @property
-    def headings(self) -> tuple[str, ...]:
-        """Of an epoch's line."""
-        return "epoch", "train loss", self.accuracy, *self.scores, self.speed, "lr"
-
 
 def words_of(task: Task) -> Words:
     """The words of a task. Lines are at most 75 characters long: `best` still fits behind them at 80 columns."""

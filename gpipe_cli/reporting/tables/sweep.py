@@ -72,16 +72,28 @@ class Run:
 def show_sweep(runs: Sequence[Run]) -> None:
     """Prints a row for each run, and the errors of those that failed."""
     runs = sorted(runs, key=lambda run: run.number)
-    results = [run.result for run in runs]
-    steps = (result.get("step_seconds") for result in results)
+
+    # A sweep over images and text has the columns of both.
+    kinds = {_is_text(run.result) for run in runs if run.result}
+    images, text = kinds != {True}, True in kinds
+    numbers: tuple[tuple[bool, str, Callable[[dict[str, Any]], str]], ...] = (
+        (images, "top-1", lambda result: percent(value_of(result, "test", "top1"))),
+        (text, "perplexity", lambda result: perplexity(value_of(result, "test", "perplexity"))),
+        (images, "samples/s", lambda result: rate(result.get("samples_per_second"))),
+        (text, "tokens/s", lambda result: rate(result.get("tokens_per_second"))),
+        (True, "step", lambda result: duration(result["step_seconds"]) if result.get("step_seconds") else "-"),
+    )
     # a run that was refused wrote nothing: the microseconds until then say nothing
     times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
     columns = (
         Column("run", cells=[str(run.number) for run in runs], number=True),
         Column("what differs", cells=[run.differs for run in runs]),
         Column("status", cells=[run.status for run in runs]),
-        *_scores_and_speeds(results),
-        Column("step", cells=["-" if step is None else duration(step) for step in steps], number=True),
+        *(
+            Column(heading, cells=[cell(run.result) for run in runs], number=True)
+            for shown, heading, cell in numbers
+            if shown
+        ),
         Column("time", cells=times, number=True),
     )
     console = Console()
@@ -132,10 +144,19 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
     """Shows the rows of a table as bench.json has them."""
     rows, varies = table["rows"], table["varies"]
     console.rule(Text(f"sweep {folder}"), align="left")
-    columns = [_column(heading, cells) for heading, cells in _columns(rows, varies)]
+    columns = [
+        Column(heading, cells=cells, number=all(cell == "-" or cell[:1].isdigit() for cell in cells))
+        for heading, cells in _columns(rows, varies)
+    ]
     show_table(console, Table("", columns), repeated=len(varies) + 1)
     console.print()
-    for why, names in _reasons(rows).items():
+    reasons: dict[str, list[str]] = {}  # what became of cells that were not measured -> which ones
+    for number, row in enumerate(rows, start=1):
+        if row["reason"]:
+            name = ", ".join(f"{_SYMBOLS.get(key, key)} = {show(value)}" for key, value in row["settings"].items())
+            name = name or f"run {number}"  # of a sweep over one value nothing differs
+            reasons.setdefault(f"{row['status'].replace('_', ' ')}: {row['reason']}", []).append(name)
+    for why, names in reasons.items():
         show_line(console, f"{'; '.join(names)}: {why}")
     show_facts(console, _notes(rows, varies))
     show_facts(console, [("written to", f"{folder / JSON}, {CSV}")])
@@ -298,21 +319,6 @@ def _columns(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, 
             yield key, [show(row["resolved"].get(key, "-")) for row in rows]
 
 
-def _column(heading: str, cells: Sequence[str]) -> Column:
-    return Column(heading, cells=cells, number=all(cell == "-" or cell[:1].isdigit() for cell in cells))
-
-
-def _reasons(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """What became of cells that were not measured -> which ones."""
-    reasons: dict[str, list[str]] = {}
-    for number, row in enumerate(rows, start=1):
-        if row["reason"]:
-            name = ", ".join(f"{_SYMBOLS.get(key, key)} = {show(value)}" for key, value in row["settings"].items())
-            name = name or f"run {number}"  # of a sweep over one value nothing differs
-            reasons.setdefault(f"{row['status'].replace('_', ' ')}: {row['reason']}", []).append(name)
-    return reasons
-
-
 def _notes(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, str]]:
     measured = [row for row in rows if row["status"] == "measured"]
     kinds = {row["kind"] for row in measured}
@@ -327,18 +333,3 @@ def _notes(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, st
         yield "differs too", f"{key}: {', '.join(values)}"
     if not measured and any(row["status"] in HOPELESS for row in rows):
         yield "", "nothing was measured"
-
-
-def _scores_and_speeds(results: Sequence[dict[str, Any]]) -> Iterator[Column]:
-    """What runs are compared by. A sweep over images and text has the columns of both."""
-    kinds = {_is_text(result) for result in results if result}
-    images, text = kinds != {True}, True in kinds
-    columns: tuple[tuple[bool, str, Callable[[dict[str, Any]], str]], ...] = (
-        (images, "top-1", lambda result: percent(value_of(result, "test", "top1"))),
-        (text, "perplexity", lambda result: perplexity(value_of(result, "test", "perplexity"))),
-        (images, "samples/s", lambda result: rate(result.get("samples_per_second"))),
-        (text, "tokens/s", lambda result: rate(result.get("tokens_per_second"))),
-    )
-    for shown, heading, cell in columns:
-        if shown:
-            yield Column(heading, cells=[cell(result) for result in results], number=True)

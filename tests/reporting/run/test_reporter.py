@@ -95,21 +95,6 @@ def test_a_whole_run_of_text(tmp_path: Path) -> None:
     assert "top-" not in file.getvalue()
 
 
-def test_interrupted_before_the_first_step(tmp_path: Path) -> None:
-    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
-    reporter = Reporter(tmp_path, description(), console)
-    reporter.banner()
-    reporter.start()
-    reporter.finish("interrupted")
-    result = read_result(tmp_path)
-    assert (result["status"], result["steps"], result["test"]) == ("interrupted", 0, None)
-    assert result["samples_per_second"] is None
-    text = file.getvalue()
-    assert text.count("interrupted before the first step") == 1
-    assert "there is nothing to resume" in text
-    assert "gpipe train" not in text
-
-
 def test_what_is_no_number_is_null_in_the_result_of_a_failed_run(tmp_path: Path) -> None:
     console, file = log()
     reporter = Reporter(tmp_path, description(*LANGUAGE_MODEL), console)
