@@ -30,7 +30,7 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -211,7 +211,7 @@ def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> di
     results: dict[str, torch.Tensor] = {}
 
     def run(step: int, order: schedule.Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:
-        objective = CrossEntropy(split(targets, sizes), len(targets))
+        objective = CrossEntropy(targets.split(sizes), len(targets))
         inputs = (images.contiguous(memory_format=memory_format),) if 0 in stages else None
         executor.run(order, step, sizes, inputs, objective if case.partitions - 1 in stages else None)
         return objective.losses.items()

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.runtime.micro_batch import split
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class CrossEntropy:
         device: torch.device | None = None,
     ) -> None:
         self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
-        self._targets = split(targets.to(device, non_blocking=True), sizes)
+        self._targets = targets.to(device, non_blocking=True).split(list(sizes))
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
         self._counted: list[torch.Tensor] = []

@@ -1,7 +1,5 @@
 """Settings that are left to the plan: `partitions=auto`, `micro_batches=auto`, `recompute=auto`; and the largest model
-that fits a memory, `gpipe plan solve=max_model`.
-
-Each candidate gets a plan of its own, and what was compared is kept, so that the choice can be shown and checked.
+that fits a memory, `gpipe plan solve=max_model`. What was compared is kept, to be shown and checked.
 """
 
 import math
@@ -46,8 +44,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared to choose the value of a setting."""
-
     setting: str  # `micro_batches`
     rule: str  # how it was chosen: `the shortest predicted step that fits`
     candidates: tuple[Candidate, ...]

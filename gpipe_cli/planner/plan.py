@@ -1,7 +1,5 @@
-"""A plan: the cut, what is recomputed, and what a step will take, before anything is allocated (sections 2, 3).
-
-One plan for K, M and a schedule that are given; choosing between several is `auto_settings.py`. The run itself begins
-with the same plan: what was predicted is what is then measured.
+"""A plan for K, M and a schedule: the cut, what is recomputed, and what a step will take, before anything is allocated
+(sections 2, 3). The run itself begins with the same plan: what was predicted is what is then measured.
 """
 
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run, and what it is predicted to take. Sequences have an entry per stage."""
+    """Sequences have an entry per stage."""
 
     balance: tuple[int, ...]
     recompute: Recompute

@@ -27,7 +27,7 @@ Bounds = Sequence[tuple[int, int]]  # first layer of each stage, and the one beh
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of a stage at its fullest moment."""
+    """At its fullest moment."""
 
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
@@ -64,7 +64,6 @@ class MemoryModel:
         self._stored = [0, *accumulate(stored)]
 
     def stages(self, schedule: Schedule, bounds: Bounds) -> tuple[StageMemory, ...]:
-        """The memory of each stage of a cut."""
         return tuple(
             StageMemory(
                 weights_bytes=sum(w.weight_bytes for w in self._profile.weights[first:end]),

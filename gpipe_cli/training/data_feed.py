@@ -31,21 +31,17 @@ VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 
 @dataclass(frozen=True)
 class Reading:
-    """A split as one process needs it: samples only where the first or the last stage is, mini-batches everywhere.
+    """A split as one process needs it."""
 
-    `loaded` yields what the first stage is given; None in other processes.
-    """
-
-    split: Split | None
+    split: Split | None  # where the first or the last stage is
     batches: MiniBatches
-    loaded: LoadedBatches | None
+    loaded: LoadedBatches | None  # what the first stage is given, where it is
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """What the first stage is given of the next mini-batch."""
+        """Of the next mini-batch."""
         return None if self.loaded is None else next(self.loaded)
 
     def targets(self, epoch: int, position: int) -> torch.Tensor | None:
-        """What the last stage must find in a mini-batch."""
         if self.split is None:
             return None
         return self.split.targets_of(self.batches.indices(epoch, position), self.batches.lengths(epoch, position))

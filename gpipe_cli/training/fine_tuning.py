@@ -26,11 +26,8 @@ from gpipe_cli.units import count, plural
 
 
 def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpoint: Path | None) -> Notes:
-    """Put the weights of a checkpoint of `init_from` into the stages of this process; `model` has the shapes of all
-    layers.
-
-    A run that is resumed has its weights already: nothing is taken then. Returns what the banner says of what was taken
-    and of what is frozen. Raises ValueError as `find_taking` does.
+    """Put the weights of a checkpoint of `init_from` into the stages of this process, unless the run is resumed and has
+    its weights. Returns what the banner says of what was taken and of what is frozen. Raises as `find_taking` does.
     """
     frozen = frozen_facts(engine.placement)
     if config.init_from is None or config.resume is not None or checkpoint is None:
@@ -91,7 +88,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
 
 
 def frozen_facts(placement: Placement) -> Notes:
-    """The banner's line about what is not trained; none if everything is."""
+    """The banner's line about what is not trained, if anything is not."""
     frozen = placement.frozen
     if not frozen.modules and not frozen.parameters:
         return ()

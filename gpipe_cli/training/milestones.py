@@ -1,6 +1,5 @@
-"""Where a run begins, when it evaluates, saves and ends, and which of its weights are the best.
-
-All of it follows from settings and from numbers that every process has, so that they need not be sent.
+"""Where a run begins, when it evaluates, saves and ends, and which of its weights are the best: from settings and from
+numbers that every process has, so that they need not be sent.
 """
 
 import math

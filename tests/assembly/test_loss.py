@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split_all
 
 N, CLASSES = 11, 7
 
@@ -23,7 +23,7 @@ def run(micro_batches: int, smoothing: float, weight: float, *, auxiliary: bool)
     sizes = micro_batch_sizes(N, micro_batches)
     objective = CrossEntropy(targets, sizes, label_smoothing=smoothing, auxiliary_weight=weight)
     total = torch.zeros(())
-    for m, parts in enumerate(zip(*(split(output, sizes) for output in outputs), strict=True)):
+    for m, parts in enumerate(split_all(outputs, sizes)):
         loss = objective.loss(m, parts)
         objective.observe(m, parts, loss.detach())
         total = total + loss

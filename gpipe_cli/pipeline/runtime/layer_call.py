@@ -25,7 +25,7 @@ class ChangedInputError(ValueError):
 
 
 def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> Any:
-    """What the layer returns. Raises ChangedInputError, and whatever the layer raises."""
+    """Raises ChangedInputError, and whatever the layer raises."""
     versions = [tensor._version for tensor in inputs]
     try:
         returned = layer(as_value(inputs, in_tuple))

@@ -6,8 +6,6 @@ them wrongly is what broke deferred batch norm in torchgpipe, so sizes are compu
 
 from collections.abc import Sequence
 
-import torch
-
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 
 
@@ -28,9 +26,4 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
     """The micro-batches of a mini-batch of several tensors, (N, ...) each."""
-    return tuple(zip(*(split(tensor, sizes) for tensor in batch), strict=True))
-
-
-def split(batch: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Views of `batch` (N, ...) with the given sizes along the first dimension."""
-    return tuple(batch.split(list(sizes)))
+    return tuple(zip(*(tensor.split(list(sizes)) for tensor in batch), strict=True))

@@ -16,10 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedBytes:
-    """Counts, for each micro-batch, the memory behind its inputs, its outputs and what autograd saved for it.
-
-    Of memory that is used in part, as a micro-batch uses a mini-batch, the part counts. Values are not changed.
-    """
+    """Counts, for each micro-batch, the memory behind its inputs, its outputs and what autograd saved for it."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -81,9 +78,8 @@ class ByteRange:
 def byte_range(tensor: torch.Tensor) -> ByteRange:
     """From the tensor's first byte to its last; a tensor that is stretched (stride 0) takes no more than it has."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset())
+    start, width = int(tensor.storage_offset()), tensor.dtype.itemsize
     end = start + reach + 1 if tensor.numel() else start
-    width = tensor.dtype.itemsize
     return ByteRange(storage_of(tensor), start * width, end * width)
 
 

@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One stage's file as the index lists it."""
+    """One stage's file."""
 
     name: str
     bytes: Annotated[int, Within(0, 2**60)]
@@ -81,7 +81,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folders = (run_folder / "checkpoints").glob(f"{_PREFIX}*")
     found = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=lambda checkpoint: int(checkpoint.name.removeprefix(_PREFIX)))
 
 
 def find_checkpoint(
@@ -129,10 +129,6 @@ def _best_of(newest_first: Sequence[Path]) -> Path | None:
 
 def folder_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def begin_checkpoint(run_folder: Path, step: int) -> Path:
@@ -204,9 +200,9 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
             _point(final.parent / "best", best)
         _sync_folder(final.parent)
         found = checkpoints_in(final.parent.parent)
-        kept = [one for one in found if _step_of(one) <= progress.step][-keep:]
+        done = found[: found.index(final) + 1]
         for other in found:
-            if other not in kept and other.name != best:
+            if other not in done[-keep:] and other.name != best:
                 shutil.rmtree(other)
     return final
 
@@ -232,7 +228,7 @@ def adopt(last: Path, run_folder: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Checkpoints are never written to again, so two folders may share the files where the file system can."""
+    """Checkpoints are never written to again, so two folders may share the files."""
     try:
         os.link(source, target)
     except OSError:

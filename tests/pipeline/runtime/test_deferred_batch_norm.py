@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms, deferring
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split
+from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 
 
 def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
 
 
 def step(layers: nn.Module, statistics: BatchStatistics, batch: torch.Tensor, micro_batches: int) -> None:
-    for m, piece in enumerate(split(batch, micro_batch_sizes(len(batch), micro_batches))):
+    for m, piece in enumerate(batch.split(micro_batch_sizes(len(batch), micro_batches))):
         statistics.open(m)
         layers(piece)
         statistics.close()
