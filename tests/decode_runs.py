@@ -6,7 +6,7 @@ few, every possible translation can be looked at.
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -97,10 +97,6 @@ def plan(partitions: int, seed: int) -> tuple[TrainConfig, Placement]:
     return config, make_placement(config)
 
 
-def plan_of(case: Case) -> tuple[TrainConfig, Placement]:
-    return plan(case.partitions, case.seed)
-
-
 def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda action, samples, lengths: None) -> Engine:
     """All stages, with the weights they begin with, but larger."""
     config, placement = planned
@@ -119,7 +115,7 @@ def decode_here(
     prepare: Callable[[Engine], None] = lambda engine: None,
 ) -> list[list[int]]:
     """Decode in this process, all stages of it."""
-    engine = engine_of(plan_of(case), watch)
+    engine = engine_of(plan(case.partitions, case.seed), watch)
     prepare(engine)
     with engine.evaluating(averages=False):
         return decode(engine, ControlGroup(0, 1), case.search, tiny_split(), case.indices)
@@ -131,17 +127,13 @@ def _whole_model(seed: int) -> nn.Sequential:
 
 
 @lru_cache(100_000)
-def _log_probabilities(seed: int, index: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
+def log_probabilities(seed: int, index: int, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    """Of every token, to follow `tokens` in the translation of pair `index`; minus infinity where it must not. The
+    model is run as one module, on this sentence alone."""
     with torch.no_grad():
         inputs = torch.tensor([source_tokens(index)]), torch.tensor([[BEGIN, *tokens]])
         scores = _whole_model(seed)(inputs)[0, -1].log_softmax(dim=0).tolist()
     return tuple(-math.inf if token in FORBIDDEN else score for token, score in enumerate(scores))
-
-
-def log_probabilities(case: Case, index: int, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Of every token, to follow `tokens` in the translation of pair `index`; minus infinity where it must not. The
-    model is run as one module, on this sentence alone."""
-    return _log_probabilities(case.seed, index, tuple(tokens))
 
 
 def source_tokens(index: int) -> list[int]:
@@ -161,7 +153,7 @@ def most_tokens(case: Case, index: int) -> int:
 def best_of_all(case: Case, index: int) -> list[int]:
     """Every translation that ends, scored one by one."""
     known = {
-        tokens: log_probabilities(case, index, tokens)
+        tokens: log_probabilities(case.seed, index, tokens)
         for length in range(most_tokens(case, index))
         for tokens in product(PIECES, repeat=length)
     }
@@ -175,21 +167,21 @@ def best_of_all(case: Case, index: int) -> list[int]:
 
 def patient(case: Case, index: int) -> list[int]:
     """Beam search sentence by sentence, that stops for nothing but enough endings and the limit; of 1 it is greedy."""
-    growing: list[tuple[float, list[int]]] = [(0.0, [])]
-    ended: list[tuple[float, list[int]]] = []
+    growing: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    ended: list[tuple[float, tuple[int, ...]]] = []
     for length in range(1, most_tokens(case, index) + 1):
         ranked = sorted(
             (-(score + value), rank, token)
             for rank, (score, tokens) in enumerate(growing)
-            for token, value in enumerate(log_probabilities(case, index, tokens))
+            for token, value in enumerate(log_probabilities(case.seed, index, tokens))
         )
         ended += [
             (by_length(-cost, length, case.length_penalty), growing[rank][1])
             for cost, rank, token in ranked[: case.beam]
             if token == END
         ]
-        rest = [(-cost, [*growing[rank][1], token]) for cost, rank, token in ranked if token != END and cost < math.inf]
+        rest = [(-cost, (*growing[rank][1], token)) for cost, rank, token in ranked if token != END and cost < math.inf]
         growing = rest[: case.beam]
         if len(ended) >= case.beam:
             break
-    return max(ended, key=lambda found: found[0])[1] if ended else growing[0][1]
+    return list(max(ended, key=lambda found: found[0])[1] if ended else growing[0][1])

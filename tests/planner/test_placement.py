@@ -18,6 +18,15 @@ def placed(*settings: str) -> Placement:
     return make_placement(configure(*TINY, *settings), traced(*TINY))
 
 
+def test_processes_follow_the_executor() -> None:
+    turns, spread = (placed("partitions=3", f"executor={executor}") for executor in ("in_process", "distributed"))
+    assert (turns.distributed, turns.processes, turns.stages_of(0)) == (False, 1, range(3))
+    assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
+    assert (spread.distributed, spread.processes) == (True, 3)
+    assert [spread.stages_of(process) for process in range(3)] == [range(0, 1), range(1, 2), range(2, 3)]
+    assert spread.most_parameter_tensors == max(spread.parameter_tensors)
+
+
 @pytest.mark.parametrize(
     ("settings", "labels"),
     [

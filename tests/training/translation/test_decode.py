@@ -24,8 +24,6 @@ from gpipe_cli.pipeline.schedule.schedules import Action
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.translation.decode import Beam, Candidates
 
-ALL = tuple(range(len(SOURCES)))
-
 
 @pytest.mark.parametrize(("seed", "length_penalty"), [(2, 0.6), (11, -1.0), (11, 2.0)])
 def test_a_wide_beam_finds_the_best_of_all_translations(seed: int, length_penalty: float) -> None:
@@ -63,33 +61,29 @@ def test_cut_micro_batches_and_batches_do_not_matter() -> None:
             assert decode_here(other) == expected, other
 
 
-def rows_of_each_step(case: Case) -> list[tuple[int, tuple[int, ...]]]:
-    """Rows and lengths of every mini-batch that the last stage saw."""
-    steps: list[tuple[int, tuple[int, ...]]] = []
-
-    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
-        if action.stage == case.partitions - 1:
-            if action.micro_batch == 0:
-                steps.append((0, tuple(lengths)))
-            steps[-1] = steps[-1][0] + samples, tuple(lengths)
-
-    decode_here(case, watch)
-    return steps
-
-
 @pytest.mark.parametrize("seed", [2, 6])
 def test_what_has_ended_leaves_the_mini_batch(seed: int) -> None:
     """Greedy: a sentence takes a row in each step until it has ended, and its padding goes with it."""
     case = Case(seed=seed, partitions=2, micro_batches=3)
-    translations = [patient(case, index) for index in ALL]
+    translations = [patient(case, index) for index in case.indices]
     # one step for each token and one for the end, unless the limit came first
-    steps_of = [min(len(tokens) + 1, most_tokens(case, index)) for index, tokens in zip(ALL, translations, strict=True)]
-    sources = [len(source_tokens(index)) for index in ALL]
+    steps_of = [
+        min(len(tokens) + 1, most_tokens(case, index)) for index, tokens in zip(case.indices, translations, strict=True)
+    ]
+    sources = [len(source_tokens(index)) for index in case.indices]
     expected = []
     for step in range(1, max(steps_of) + 1):
-        present = [index for index in ALL if steps_of[index] >= step]
+        present = [index for index in case.indices if steps_of[index] >= step]
         expected.append((len(present), (max(sources[index] for index in present), step)))
-    assert rows_of_each_step(case) == expected
+    found: list[tuple[int, tuple[int, ...]]] = []  # rows and lengths of every mini-batch that the last stage saw
+
+    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+        if action.stage == case.partitions - 1:
+            before = found.pop()[0] if action.micro_batch else 0
+            found.append((before + samples, tuple(lengths)))
+
+    decode_here(case, watch)
+    assert found == expected
     assert len({rows for rows, _ in expected}) > 1
     if seed == 6:  # here the longest source does not have the longest translation
         assert len({longest for _, (longest, _) in expected}) > 1

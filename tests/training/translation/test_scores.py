@@ -1,7 +1,7 @@
 """Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
 
 import pytest
-from decode_runs import SOURCES, Case, decode_here, engine_of, plan_of, tiny_split
+from decode_runs import SOURCES, Case, decode_here, engine_of, plan, tiny_split
 
 from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.config.settings import DecodeConfig
@@ -88,7 +88,7 @@ def test_scores_are_those_of_the_library() -> None:
 
 def test_sentences_of_the_test_set_are_decoded() -> None:
     case, split = Case(beam=3, seed=11, length_penalty=2.0, indices=(0, 2, 4, 7, 9)), tiny_split()
-    config, placement = plan_of(case)
+    config, placement = plan(case.partitions, case.seed)
     engine, done = engine_of((config, placement)), []
     test = Reading(split, mini_batches(config, split.catalogue, training=False), None)
     settings = DecodeConfig(case.beam, len(case.indices), case.length_penalty)
