@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.settings import OWNERS, TrainConfig, check_yaml, from_tree, key_of, owner, replaced_batch
+from gpipe_cli.config.settings import OWNERS, TrainConfig, from_tree, key_of, owner, replaced_batch
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
@@ -170,9 +170,9 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
 @contextlib.contextmanager
 def _hydra(program: str, arguments: Sequence[str]) -> Iterator[None]:
     """Inside, Hydra gets these arguments, which it takes from `sys.argv`, raises its errors instead of printing them,
-    and checks configuration files before it reads them."""
+    and says which file it cannot read."""
     Plugins.instance()  # which registers Hydra's own way to read files first
-    SourcesRegistry.instance().types[FileConfigSource.scheme()] = _CheckedFiles
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = _Files
     argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [program, *arguments], "1"
     try:
@@ -184,17 +184,16 @@ def _hydra(program: str, arguments: Sequence[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = full
 
 
-class _CheckedFiles(FileConfigSource):
-    """Configuration files of users as Hydra reads them, but checked first: a few lines can keep it busy for ever."""
+class _Files(FileConfigSource):
+    """Configuration files of users as Hydra reads them; what is none is an error that names the file."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path, self._normalize_file_name(config_path))
-        if file.is_file():  # or else Hydra reports it
-            check_yaml(file)
         try:
             return super().load_config(config_path)
-        except OSError as error:  # raised for a file that holds a number
-            raise ValueError(f"{file}: holds no settings ({one_line(error)}); write lines key: value") from error
+        except (OSError, UnicodeDecodeError, RecursionError) as error:  # OSError: it holds a number
+            file = Path(self.path, self._normalize_file_name(config_path))
+            why = f"holds no settings ({one_line(error)}); write lines key: value, in UTF-8"
+            raise ValueError(f"{file}: {why}") from error
 
 
 def drop_others(command: str, tree: DictConfig) -> None:

@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig, TextConfig
 from gpipe_cli.config.hardware import HardwareConfig
@@ -28,7 +28,6 @@ from gpipe_cli.config.model import (
 )
 from gpipe_cli.config.optimizer import LearningRateConfig, OptimizerConfig
 from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed
-from gpipe_cli.system.files import regular_size
 
 T = TypeVar("T")
 
@@ -45,8 +44,6 @@ BatchSize = Annotated[int, Within(1, 10_000_000)]
 Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
 DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
-MOST_BYTES = 1_000_000  # of a configuration file
-MOST_NODES = 10_000  # of a configuration file; ours have a hundred
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
 
@@ -272,31 +269,6 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
-def check_yaml(file: Path) -> None:
-    """Raises ValueError, one line, for a file that cannot be read as YAML, or that becomes too large by its aliases: a
-    few lines of them can stand for more than a machine holds."""
-
-    def nodes(node: yaml.Node) -> int:
-        if node not in known:
-            pairs = node.value if isinstance(node, yaml.CollectionNode) else []
-            parts = [part for pair in pairs for part in (pair if isinstance(pair, tuple) else (pair,))]
-            known[node] = 1 + sum(map(nodes, parts))
-        return known[node]
-
-    known: dict[yaml.Node, int] = {}
-    try:
-        if regular_size(file) > MOST_BYTES:
-            raise ValueError(f"{file}: is longer than {MOST_BYTES} bytes, which no configuration is")
-        root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
-        count = 0 if root is None else nodes(root)
-    except RecursionError as error:
-        raise ValueError(f"{file}: is nested too deeply; no setting is deeper than four levels") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: is not written in UTF-8 ({error.reason}); convert it") from error
-    if count > MOST_NODES:
-        raise ValueError(f"{file}: stands for {count} values by its aliases, more than {MOST_NODES}; write fewer")
-
-
 def load(path: Path) -> TrainConfig:
     """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
 
@@ -304,11 +276,10 @@ def load(path: Path) -> TrainConfig:
     """
     file = path / CONFIG if path.is_dir() else path
     try:
-        check_yaml(file)
         tree = OmegaConf.load(file)
         assert isinstance(tree, DictConfig)
         return from_tree(TrainConfig, tree)
-    except (OSError, AssertionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (OSError, AssertionError, RecursionError, YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
 
 
