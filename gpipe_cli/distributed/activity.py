@@ -5,8 +5,6 @@ from enum import IntEnum
 
 
 class Awaited(IntEnum):
-    """What a process waits for."""
-
     NOTHING = 0
     PROCESS = 1  # another one of the run
     DATA = 2
@@ -14,8 +12,6 @@ class Awaited(IntEnum):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process is doing, in whole numbers."""
-
     changes: int  # how often it has begun something
     awaited: int  # Awaited
     # its last action; then its samples, and what they are padded to along up to two dimensions

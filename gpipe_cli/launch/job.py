@@ -57,8 +57,3 @@ class Failure:
     reason: Reason = Reason.OTHER
     traceback: str = ""  # where the line does not tell enough
     refused: "RefusedError | None" = None  # the setting that would mend it, where it is known
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """The least of several failures is the cause: never a lost peer if there is another; then the earliest."""
-        return (self.reason is Reason.PEER, self.seconds)

@@ -24,7 +24,7 @@ from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
-from gpipe_cli.pipeline.runtime.recording import Clock, Recorder
+from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
@@ -82,8 +82,7 @@ class _Timer:
         self._config, self._stage, self._seconds = config, stage, seconds
         self._layers = list(stage.module.children())
         device = stage.device
-        recorder = Recorder({stage.index: device})
-        self._clock: Clock = recorder.clocks[stage.index]
+        self._clock = Recorder({stage.index: device}).clocks[stage.index]
         generator = torch.Generator().manual_seed(0)
         memory_format = MEMORY_FORMATS[placement.memory_format]
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
-from gpipe_cli.launch.job import Done, Failure, Job, Task
+from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.interrupts import Interrupt, interruptible
@@ -87,7 +87,8 @@ class Supervisor:
             stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
             if found := silence.find(doing, stopped):
                 self._failures.append(self._silent(*found))
-        return min(self._failures, key=lambda failure: failure.rank, default=None)
+        # the cause: never a lost peer if there is another; then the earliest
+        return min(self._failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
 
     def _receive(self, timeout: float, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""
@@ -149,7 +150,9 @@ class Supervisor:
 
     def _killed(self, process: int, code: int) -> Failure:
         """The failure of a process that ended without sending one."""
-        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with code {code}"
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-code, "unknown")
+        how = f"was killed by signal {-code} ({name})" if code < 0 else f"ended with code {code}"
         text = f"{self._who(process)} {how} {self._where(process)}"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
@@ -210,10 +213,3 @@ class SilenceTimer:
             return None
         process = max(causes or silent, key=silent.__getitem__)
         return process, silent[process]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

@@ -26,14 +26,11 @@ class _Stream(io.FileIO):
 
 def prepare_streams() -> None:
     """Replace stdout and stderr. One that is closed is opened on nothing, or the next file would take its number."""
-    for number in (0, 1, 2):
-        closed = _open_if_closed(number)
-        if number == 0:
-            continue
-        name = "stdout" if number == 1 else "stderr"
+    closed = [_open_if_closed(number) for number in (0, 1, 2)]
+    for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
         stream = _Stream(number, "w", closefd=False)
-        stream.error = closed
+        stream.error = closed[number]
         encoding, errors = (None, None) if before is None else (before.encoding, before.errors)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, line_buffering=True))
 

@@ -376,8 +376,7 @@ class _Runs:
         reading = self.reading
         if reading.loaded is None or reading.split is None:
             return reading
-        loaded = LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0)
-        return Reading(reading.split, reading.batches, loaded)
+        return replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
 
     def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> float:
         """The norm of the difference to a reference's gradients, as a share of their norm; over all processes."""
