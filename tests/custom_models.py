@@ -73,25 +73,20 @@ class Does(nn.Module):
         return self.function(x)
 
 
+def network(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    """A function that builds a network of these layers."""
+    return lambda: nn.Sequential(*(layer() for layer in layers))
+
+
+returns_nested = network(lambda: Does(lambda x: (x, (x, x))), nn.Flatten, lambda: nn.Linear(4, 10))
+returns_names = network(lambda: Does(lambda x: {"x": x}), lambda: nn.Linear(24, 2))
+looks_up = network(lambda: Does(lambda x: {}["x"]), lambda: nn.Linear(2, 2))
+has_nothing = network(nn.Flatten, nn.ReLU)
+
+
 def reads_values() -> nn.Sequential:
     rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
     return nn.Sequential(*(nn.Dropout(rate) for rate in rates), nn.Flatten(), nn.LazyLinear(10))
-
-
-def returns_nested() -> nn.Sequential:
-    return nn.Sequential(Does(lambda x: (x, (x, x))), nn.Flatten(), nn.Linear(4, 10))
-
-
-def returns_names() -> nn.Sequential:
-    return nn.Sequential(Does(lambda x: {"x": x}), nn.Linear(24, 2))
-
-
-def looks_up() -> nn.Sequential:
-    return nn.Sequential(Does(lambda x: {}["x"]), nn.Linear(2, 2))
-
-
-def has_nothing() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.ReLU())
 
 
 class Noise(nn.Module):

@@ -160,7 +160,20 @@ class RunReport:
         self._next_drawing = ended + _DRAWING_APART * (ended - began)
 
 
-class EvaluationReport:
+class NoReport:
+    """Under torchrun process 0 reports; the parents of the others only say why they failed."""
+
+    started = True
+
+    def on_message(self, message: object) -> None:
+        pass
+
+    def finish(self, ending: Ending, error: str | None) -> None:
+        if error is not None:
+            show_error(error)
+
+
+class EvaluationReport(NoReport):
     """An evaluation: one answer."""
 
     def __init__(self, config: TrainConfig, checkpoint: Path, folder: Path) -> None:
@@ -183,26 +196,12 @@ class EvaluationReport:
                 raise AssertionError(message)
 
     def finish(self, ending: Ending, error: str | None) -> None:
-        if error is not None:
-            show_error(error)
-        elif ending == "interrupted":
+        super().finish(ending, error)
+        if ending == "interrupted" and error is None:
             show_line(Console(), "interrupted: nothing was written", "bold yellow")
 
 
-class NoReport:
-    """Under torchrun process 0 reports; the parents of the others only say why they failed."""
-
-    started = True
-
-    def on_message(self, message: object) -> None:
-        pass
-
-    def finish(self, ending: Ending, error: str | None) -> None:
-        if error is not None:
-            show_error(error)
-
-
-Report = RunReport | EvaluationReport | NoReport
+Report = RunReport | NoReport
 
 
 def show_dry_run(prepared: Prepared, folder: Path) -> None:

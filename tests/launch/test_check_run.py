@@ -20,7 +20,6 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.check_run import _Checked
 from gpipe_cli.pipeline.profile.layer_probes import Watch, watching
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.runtime.digests import digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -52,16 +51,6 @@ def watched(model: nn.Sequential) -> Watch:
     with contextlib.suppress(ActionFailedError, ChangedInputError), watching([stage]) as watch:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
     return watch
-
-
-def test_digests_are_of_bits_and_not_of_places() -> None:
-    tensor = torch.arange(24.0).reshape(1, 2, 3, 4)
-    assert digest((tensor,)) == digest((tensor.to(memory_format=torch.channels_last),))
-    assert digest((tensor,)) != digest((tensor.reshape(2, 1, 3, 4),))
-    assert digest((tensor,)) != digest((tensor.double(),))
-    changed = tensor.clone()
-    changed[0, 1, 2, 3] = torch.nextafter(changed[0, 1, 2, 3], torch.tensor(torch.inf))
-    assert digest((tensor,)) != digest((changed,))
 
 
 @pytest.mark.parametrize(
@@ -229,9 +218,8 @@ def test_whatever_two_layers_share_stays_in_one_partition(
     shared = find_shared(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()))
     assert [(one.first, one.second) for one in shared] == ([] if what is None else [(0, 2)])
     assert all(f"share {what}: " in one.text for one in shared)
-    check_cut(shared, (3, 1))
     if what is not None:
-        with pytest.raises(SeparatedError, match=rf"layers 0 and 2 share {what}.*balance=\[3,1\]"):
+        with pytest.raises(SeparatedError, match=rf"layers 0 and 2 share {what}"):
             check_cut(shared, (1, 3))
 
 

@@ -48,13 +48,11 @@ def test_who_is_silent_and_waits_for_no_other_is_to_blame(
 
 def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[float]) -> None:
     watched = SilenceTimer(5, True)
-    for doing in (WORKS, WORKS, WORKS, replace(WORKS, changes=8)):
+    alive = replace(WORKS, changes=8)
+    an_hour = 3600  # Ctrl-Z, and fg
+    for doing, passed in ((WORKS, 1.9), (WORKS, 1.9), (WORKS, 1.9), (alive, 1.9), (WORKS, an_hour), (WORKS, 1.9)):
         assert watched.find({0: doing}, []) is None
-        clock[0] += 1.9
-    assert watched.find({0: WORKS}, []) is None
-    clock[0] += 3600  # Ctrl-Z, and fg an hour later
-    assert watched.find({0: WORKS}, []) is None
-    clock[0] += 1.9
+        clock[0] += passed
     assert watched.find({0: WORKS}, []) is None
     clock[0] += 1.9
     assert watched.find({0: WORKS}, []) == (0, pytest.approx(5.8))
