@@ -1,7 +1,6 @@
 """`gpipe bench`: the same steps as a training and nothing else; the table of a sweep."""
 
 import csv
-import io
 import json
 import re
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
+from reporting_runs import log
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import LIVELY, TINY, command, configure, of_type, train_here
 
@@ -179,9 +178,9 @@ def test_rounds_are_compared_within_themselves() -> None:
 
 
 def shown(table: dict[str, Any], folder: Path) -> str:
-    console = Console(file=io.StringIO(), width=80)
+    console, file = log()
     show_bench(console, table, folder)
-    return console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    return file.getvalue()
 
 
 def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:

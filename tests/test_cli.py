@@ -179,6 +179,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
         ("gpipe evaluate che", "checkpoint="),
         ("gpipe nonsense x", ""),
+        ("gpipe compare out", ""),  # folders, which shells complete by themselves
     ],
 )
 def test_tab_completion(

@@ -167,14 +167,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert sorted(place.rglob("*")) == before
 
 
-def test_tab_completion_leaves_folders_to_the_shell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COMP_LINE", "gpipe compare out")
-    assert command(monkeypatch, "-sc", "query=bash") == 0
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.usefixtures("compare")
 def test_csv_imports_no_torch() -> None:
     code = "import sys; from gpipe_cli.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"

@@ -5,10 +5,9 @@ training are means over the epoch so far. The loss is the cross-entropy: what is
 the auxiliary head, and would not compare with the test loss beside it.
 """
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -176,9 +175,8 @@ def progress_bar(console: Console, counted: str) -> Progress | None:
 
 
 @contextmanager
-def following(console: Console, log: Path, line_seconds: float = LINE_SECONDS) -> Iterator[None]:
-    """Inside, show the newest line of a file to which a command writes: at the foot of a terminal, or now and then if
-    there is a new one."""
+def following(console: Console, log: Path) -> Iterator[None]:
+    """Inside, show the newest line of a file to which a command writes, at the foot of a terminal."""
     begin = log.stat().st_size
 
     def newest() -> Text:
@@ -187,26 +185,8 @@ def following(console: Console, log: Path, line_seconds: float = LINE_SECONDS) -
             lines = file.read().decode(errors="replace").splitlines()
         return Text(next((line for line in reversed(lines) if line.strip()), ""), no_wrap=True, overflow="ellipsis")
 
-    if console.is_terminal:
-        with Live(console=console, get_renderable=newest, transient=True):
-            yield
-        return
-    over = threading.Event()
-
-    def show() -> None:
-        shown = Text()
-        while not over.wait(line_seconds):
-            if (line := newest()) != shown:  # a command that says nothing for long would repeat itself here
-                console.print(line)
-                shown = line
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
+    with Live(console=console, get_renderable=newest, transient=True) if console.is_terminal else nullcontext():
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 class _State(ProgressColumn):

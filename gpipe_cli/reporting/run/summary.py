@@ -49,7 +49,7 @@ def show_summary(
     show_line(console, line, f"bold {colour}")
     if result["error"]:
         show_facts(console, [("error", result["error"])])
-    show_facts(console, _measured_speed(result) if bench else _outcome(result))
+    show_facts(console, _outcome(result))
     if result["breakdown"]["measured"] is not None:
         show_facts(console, share_lines(result["breakdown"], result["bubble"]["ideal"]))
     show_facts(console, memory_table(result["memory"]))
@@ -131,16 +131,26 @@ def _outcome(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "best", f"{outcome_of_test(best)}, after epoch {best['epoch']}"
     elif best is not None:
         yield "", f"the best of the run, after epoch {best['epoch']}"
-    if result["samples_per_second"] is not None:
-        steps = f"medians after the first {plural(result['warm_up_steps'], 'step')}"
+    if result["samples_per_second"] is None:
+        return
+    words, step = words_of(result["task"]), f"{duration(result['step_seconds'])} per step"
+    units = {"tokens_per_second": "tokens/s"} if words.text else {}
+    units["samples_per_second"] = f"{words.sample}s/s"
+    if result["command"] == "bench":
+        label = "speed"
+        for key, unit in units.items():
+            first, third = result[f"{key}_quartiles"]
+            spread = f"quartiles {rate(first)} and {rate(third)}, {plural(result['speed_steps'], 'step')}"
+            yield label, f"{rate(result[key])} {unit} (median; {spread})"
+            label = ""
+        yield "", f"{step}, warm-up included" if result["speed_includes_warm_up"] else step
+    else:
+        steps = f"after the first {plural(result['warm_up_steps'], 'step')}"
         if result["speed_includes_warm_up"]:
-            steps = f"medians of the first {plural(result['speed_steps'], 'step')}, which are slow"
-        words = words_of(result["task"])
-        speed = f"{rate(result['samples_per_second'])} {words.sample}s/s"
-        if words.text:
-            speed = f"{rate(result['tokens_per_second'])} tokens/s, {speed}"
-        yield "speed", f"{speed}, {duration(result['step_seconds'])} per step ({steps})"
-        yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
+            steps = f"of the first {plural(result['speed_steps'], 'step')}, which are slow"
+        speeds = ", ".join(f"{rate(result[key])} {unit}" for key, unit in units.items())
+        yield "speed", f"{speeds}, {step} (medians {steps})"
+    yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
 
 
 def speed_kind(kind: str, without_core: float | None = None) -> str:
@@ -171,22 +181,6 @@ def memory_table(stages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str
         shown = rounded({part: stage[part] / unit for part in parts})
         label = "all stages" if stage["stage"] is None else f"stage {stage['stage']}"
         yield label, line([f"{value:,.1f}" for value in shown.values()], f"{sum(shown.values()):,.1f}")
-
-
-def _measured_speed(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    if result["samples_per_second"] is None:
-        return
-    words = words_of(result["task"])
-    label = "speed"
-    for unit, key in (("tokens", "tokens_per_second"), (f"{words.sample}s", "samples_per_second")):
-        if result.get(key) is not None:
-            first, third = result[f"{key}_quartiles"]
-            spread = f"quartiles {rate(first)} and {rate(third)}, {plural(result['speed_steps'], 'step')}"
-            yield label, f"{rate(result[key])} {unit}/s (median; {spread})"
-            label = ""
-    warm_up = ", warm-up included" if result["speed_includes_warm_up"] else ""
-    yield "", f"{duration(result['step_seconds'])} per step{warm_up}"
-    yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
 
 
 def _flops(result: Mapping[str, Any], note: str) -> Iterable[tuple[str, str]]:

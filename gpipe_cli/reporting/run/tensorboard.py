@@ -15,8 +15,8 @@ from dataclasses import asdict, is_dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
@@ -291,7 +291,7 @@ def experiment_summary(values: Mapping[str, Value], varied: Sequence[str], metri
         # A number that may be null: where a sweep varies it, its axis is one of numbers.
         kind = type(values[key]) if key in varied else _type_of(hints)
         info = experiment.hparam_infos.add(name=key, type=_TYPES[kind], differs=key in first)
-        info.domain_discrete.extend((False, True) if kind is bool else _choices(hints))
+        info.domain_discrete.extend((False, True) if kind is bool else ())
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
     return _summary(metadata.EXPERIMENT_TAG, experiment=experiment)
@@ -341,14 +341,6 @@ def _type_of(hints: Sequence[Any]) -> type[Value]:
     if all(hint is bool for hint in hints):
         return bool
     return float if all(hint in (int, float) for hint in hints) else str
-
-
-def _choices(hints: Sequence[Any]) -> list[str]:
-    """Of a setting that can be nothing else; none of all others."""
-    if any(get_origin(hint) is not Literal and hint is not NoneType for hint in hints):
-        return []
-    words = (word for hint in hints for word in (("null",) if hint is NoneType else get_args(hint)))
-    return list(dict.fromkeys(words))
 
 
 def forget(folder: Path) -> None:
