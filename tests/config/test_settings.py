@@ -179,7 +179,6 @@ def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
     config = evaluate(run, "partitions=5", "dataset.root=/y", "checkpoint=last").training
     assert config.partition.balance is None  # it was for two partitions
     assert (config.partitions, config.dataset.root, config.executor) == (5, "/y", "in_process")
-    assert evaluate(run, "partitions=3", "partition.balance=[4,4,4]").training.partition.balance == (4, 4, 4)
     text = save(train("model=transformer_nmt"), tmp_path / "text")
     config = evaluate(text, "batch_size=16").training
     assert (config.batch_size, config.batch_tokens) == (16, None)

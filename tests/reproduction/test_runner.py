@@ -51,13 +51,31 @@ def test_other_settings_take_the_place_of_the_scales_and_not_of_the_users(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "file", "content", "words"),
     [
-        (CommandFailedError("RuntimeError: broken"), r"^RuntimeError: broken; .*log\.txt$"),
-        (KeyboardInterrupt(), "^$"),
+        (CommandFailedError("RuntimeError: broken"), "", {}, r"^RuntimeError: broken; .*log\.txt$"),
+        (KeyboardInterrupt(), "", {}, "^$"),
+        # a run that failed says why in what it wrote: `exit code 1` was all that a recipe said of one that diverged
+        (
+            CommandFailedError("exit code 1"),
+            "result.json",
+            {"status": "failed", "error": "diverged"},
+            "^diverged; .*log",
+        ),
+        (
+            CommandFailedError("exit code 1"),
+            "bench.json",
+            {"rows": [{"status": "measured"}, {"status": "failed", "reason": "diverged"}]},
+            "^diverged; .*log",
+        ),
     ],
 )
-def test_an_error_of_a_command_is_the_recipes(tmp_path: Path, error: Exception, words: str) -> None:
+def test_an_error_of_a_command_is_the_recipes(
+    error: Exception, file: str, content: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    if file:
+        (tmp_path / "a" / file).write_text(json.dumps(content))
     with pytest.raises(type(error), match=words):
         runner(tmp_path, error, []).bench("a", "partitions=1,2")
     log = (tmp_path / LOG).read_text(encoding="utf-8")
@@ -79,22 +97,6 @@ def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(CommandFailedError, match=r"^model\.filters=x: .*log\.txt$"):
         bench("impossible", "failed")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("result.json", {"status": "failed", "error": "step 2: it has diverged"}),
-        ("bench.json", {"rows": [{"status": "measured"}, {"status": "failed", "reason": "step 2: it has diverged"}]}),
-    ],
-)
-def test_a_run_that_failed_says_why(tmp_path: Path, name: str, content: dict[str, object]) -> None:
-    """Its reason is in what it wrote: `exit code 1` was all that a recipe said of a training that diverged."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / name).write_text(json.dumps(content))
-    here = runner(tmp_path, CommandFailedError("exit code 1"), [])
-    with pytest.raises(CommandFailedError, match=r"^step 2: it has diverged; .*log\.txt$"):
-        here.train("a") if name == "result.json" else here.bench("a")
 
 
 def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> None:
