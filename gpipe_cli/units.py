@@ -21,9 +21,9 @@ def operations(number: float) -> str:
     return f"{number:.0f}"
 
 
-def percent(share: float | None) -> str:
+def percent(share: float | None, digits: int = 1) -> str:
     """`98.6 %` for 0.986; `-` if there is none."""
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def size(number_bytes: float) -> str:

@@ -5,7 +5,6 @@ import graphlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -32,31 +31,24 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
-class Import(NamedTuple):
-    """One module that a file imports, at its top or inside a function."""
-
-    where: str  # gpipe_cli.pipeline.schedule.dependencies
-    line: int
-    module: str  # gpipe_cli.pipeline.schedule.schedules
-
-
-def imports(name: str) -> list[Import]:
+def imports(name: str) -> list[tuple[str, str]]:
+    """The file, and each module that it imports, at its top or inside a function."""
     found = []
     for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):
-                found += [Import(name, node.lineno, alias.name) for alias in names]
+                found += [(name, alias.name) for alias in names]
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 # A name may be a module: `from torch import distributed`.
                 inner = [f"{module}.{alias.name}" for alias in names]
-                found += [Import(name, node.lineno, one if one in FILES else module) for one in inner]
+                found += [(name, one if one in FILES else module) for one in inner]
             case ast.ImportFrom(level=level):
                 raise AssertionError(f"{name}:{node.lineno}: an import relative to {level} folders up is not read here")
     return found
 
 
 IMPORTS = [entry for name in sorted(FILES) for entry in imports(name)]
-OWN = [entry for entry in IMPORTS if entry.module in FILES]
+OWN = [(where, module) for where, module in IMPORTS if module in FILES]
 
 
 def room(name: str) -> str:
@@ -72,18 +64,14 @@ def is_of(module: str, *packages: str) -> bool:
 def test_rooms_import_from_the_floors_below() -> None:
     homeless = {name for name in FILES if not room(name)} - {"gpipe_cli.__init__", "gpipe_cli.pipeline.__init__"}
     assert not homeless
-    uphill = [
-        f"{entry.where}:{entry.line} imports {entry.module}"
-        for entry in OWN
-        if room(entry.where) != room(entry.module) and FLOOR[room(entry.where)] <= FLOOR[room(entry.module)]
-    ]
-    assert not uphill
+    apart = [(where, module) for where, module in OWN if room(where) != room(module)]
+    assert not [(where, module) for where, module in apart if FLOOR[room(where)] <= FLOOR[room(module)]]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
-    for entry in OWN:
-        graph.setdefault(entry.where, set()).add(entry.module)
+    for where, module in OWN:
+        graph.setdefault(where, set()).add(module)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
@@ -94,12 +82,12 @@ def test_schedules_need_no_torch() -> None:
 
 
 def test_hydra_is_known_to_settings_and_commands_only() -> None:
-    others = [entry for entry in IMPORTS if room(entry.where) not in ("config", "commands", "cli")]
-    assert not [entry for entry in others if is_of(entry.module, "hydra", "omegaconf")]
+    rooms = {room(where) for where, module in IMPORTS if is_of(module, "hydra", "omegaconf")}
+    assert rooms <= {"config", "commands", "cli"}
 
 
 def test_processes_communicate_in_few_rooms() -> None:
-    rooms = {room(entry.where) for entry in IMPORTS if is_of(entry.module, "torch.distributed")}
+    rooms = {room(where) for where, module in IMPORTS if is_of(module, "torch.distributed")}
     assert rooms <= {"pipeline.runtime", "distributed", "launch", "training"}
 
 

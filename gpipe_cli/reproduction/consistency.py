@@ -15,8 +15,8 @@ from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number, percents
-from gpipe_cli.units import plural
+from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number
+from gpipe_cli.units import percent, plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ def _table(runs: Sequence[Trained]) -> Table:
     columns = [
         Column("K", cells=[str(run.partitions) for run in runs]),
         Column("seed", cells=[str(run.seed) for run in runs]),
-        Column("top-1", "measured", [percents(test["top1"]) for test in tests]),
+        Column("top-1", "measured", [percent(test["top1"], 2) for test in tests]),
         Column("loss", "measured", [number(test["loss"], 6) for test in tests]),
         Column("losses of all steps", "measured", [NONE, *alike[1:]]),
         Column("SHA-256 of weights", "measured", [run.sha256[:DIGITS] for run in runs]),

@@ -211,11 +211,6 @@ def number(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
-def percents(share: float | None) -> str:
-    """`84.40 %` for 0.844; `-` if there is none."""
-    return NONE if share is None else f"{100 * share:.2f} %"
-
-
 def difference(ours: float | None, paper: float | None, comparable: bool, digits: int = 2) -> str:
     """Ours minus the paper's, `-0.42`; `-` where they are not of the same data and size, or one of them is missing."""
     if not comparable or ours is None or paper is None:

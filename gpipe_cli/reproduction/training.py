@@ -10,8 +10,8 @@ from typing import Any
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, SAME_RESULT, Findings, Runner, beside, difference, number, percents
-from gpipe_cli.units import count, plural
+from gpipe_cli.reproduction.runner import NONE, SAME_RESULT, Findings, Runner, beside, difference, number
+from gpipe_cli.units import count, percent, plural
 
 RUN = "trained"  # folder of the run
 
@@ -47,7 +47,7 @@ class Classification:
         result = runner.train(RUN)
         test, comparable = result["test"], not runner.desk and not runner.changed(*SAME_RESULT)
         rows = [
-            (name, f"{theirs:.1f} %", percents(ours), difference(100 * ours, theirs, comparable))
+            (name, f"{theirs:.1f} %", percent(ours, 2), difference(100 * ours, theirs, comparable))
             for name, theirs, ours in (("top-1", self.top1, test["top1"]), ("top-5", self.top5, test["top5"]))
         ]
         rows.append(("loss", NONE, number(test["loss"], 4), NONE))
@@ -124,21 +124,21 @@ class FineTuning:
         note = f"of a sample of {self.runs} runs, which differ in their seed only; the paper prints none"
         columns = (
             Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
-            Column("top-1", "measured", [percents(run["test"]["top1"]) for run in runs]),
+            Column("top-1", "measured", [percent(run["test"]["top1"], 2) for run in runs]),
             Column("loss", "measured", [number(run["test"]["loss"], 4) for run in runs]),
         )
         tables = self._means(runs, others, comparable), Table("Each run", columns)
         return Findings(tables, (("deviation", note),), comparable=comparable)
 
     def _means(self, runs: list[dict[str, Any]], others: list[tuple[str, dict[str, Any]]], comparable: bool) -> Table:
-        percent = [100 * run["test"]["top1"] for run in runs]
-        top1 = mean(percent)
+        top1s = [100 * run["test"]["top1"] for run in runs]
+        top1 = mean(top1s)
         off = difference(top1, self.top1, comparable)
         rows = [
             (f"top-1, mean of {len(runs)} runs", f"{self.top1:.1f} %", f"{top1:.2f} %", off),
-            ("standard deviation, points", NONE, number(stdev(percent), 2), NONE),
+            ("standard deviation, points", NONE, number(stdev(top1s), 2), NONE),
             ("best before the paper", f"{self.previous_best:.1f} %", NONE, NONE),
-            *((name, NONE, percents(run["test"]["top1"]), NONE) for name, run in others),
+            *((name, NONE, percent(run["test"]["top1"], 2), NONE) for name, run in others),
         ]
         return beside(f"Fine-tuned, test set of {runs[0]['dataset']}", rows)
 

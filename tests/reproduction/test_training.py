@@ -11,9 +11,9 @@ from training_runs import command
 
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import last_wins, percents
+from gpipe_cli.reproduction.runner import last_wins
 from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Size, Translation
-from gpipe_cli.units import count
+from gpipe_cli.units import count, percent
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
 COUNTED = ("dataset=synthetic_images", "model.normal_cells=3", "model.filters=16")
@@ -34,7 +34,8 @@ def test_a_classifier(tmp_path: Path) -> None:
     test = read_result(tmp_path / RUN)["test"]
     (scores,) = found.tables
     assert column(scores, "", "paper") == ["84.4 %", "97.0 %", "-"]
-    assert column(scores, "", "measured") == [percents(test["top1"]), percents(test["top5"]), f"{test['loss']:,.4f}"]
+    top = [percent(test[key], 2) for key in ("top1", "top5")]
+    assert column(scores, "", "measured") == [*top, f"{test['loss']:,.4f}"]
     assert column(scores, "", "difference") == ["-"] * 3  # at a desk
     assert not found.comparable
     result = read_result(tmp_path / "counted")
