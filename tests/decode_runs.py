@@ -24,7 +24,7 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.training.engine import Engine, build_engine
-from gpipe_cli.training.translation.decode import Search, decode
+from gpipe_cli.training.translation import Search, decode
 
 LANGUAGE = UNKNOWN + 1
 FORBIDDEN = (PAD, BEGIN, UNKNOWN, LANGUAGE)

@@ -40,7 +40,7 @@ from gpipe_cli.training.events import (
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
 from gpipe_cli.training.step import StepMetrics, evaluate, gather_metrics, rehearse, train_step
-from gpipe_cli.training.translation.scores import WATCHED, score_translations, translate
+from gpipe_cli.training.translation import WATCHED, score_translations, translate
 
 
 def train(

@@ -1,11 +1,14 @@
-"""Translating sentences (paper, Section 5): greedy and beam search, through the executor that trains and evaluates.
+"""Translating sentences (paper, Section 5 and Figure 3), by greedy and beam search, and how well that was done.
 
 The paper reports BLEU and does not say how it decoded; beam search with a length penalty is its group's way (Wu et al.
-2016, Section 7). Each step is one mini-batch: the model runs forward over every hypothesis that may still grow, and the
-last stage says which tokens could follow. Keys and values of earlier tokens are not kept, as that would be a second way
-to run a model, for sentences that are short.
+2016, Section 7). Each step is one mini-batch for the executor that trains and evaluates: the model runs forward over
+every hypothesis that may still grow, and the last stage says which tokens could follow. Keys and values of earlier
+tokens are not kept, as that would be a second way to run a model, for sentences that are short. Every process keeps the
+same hypotheses: the logits, which only the last stage has, are gathered once a step.
 
-Every process of the run keeps the same hypotheses: the logits, which only the last stage has, are gathered once a step.
+BLEU is the paper's measure, chrF counts letters and suits names and short sentences better. Both come from sacreBLEU,
+whose signatures say exactly how, because BLEU scores of different tokenizations cannot be compared. Beside them is what
+sources score that are taken for translations: between related languages, and for names, that is far from 0.
 """
 
 import math
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gpipe_cli.assembly.build import greatest_lengths
+from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.pairs import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
@@ -21,7 +26,13 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.schedule.schedules import forward_only
+from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.events import Translation, TranslationScores
+
+EXAMPLES = 20  # translations in a result
+WATCHED = DecodeConfig(1, 8, 0.0)  # a few sentences, greedily: at each evaluation of a training, for people to look at
 
 
 @dataclass(frozen=True)
@@ -51,17 +62,15 @@ class Hypothesis:
 
 
 class Beam:
-    """The search for the translation of one sentence: what may still grow, and the best of what has ended.
+    """The search for the translation of one sentence, of `most` tokens at most, the end included.
 
-    `most` tokens at most, the end included. Candidates rank by log-probability, equal ones by their hypothesis and then
+    Candidates rank by log-probability, equal ones by their hypothesis and then
     their token, the lower first. Of the first `beam` candidates those that end have ended, and the first `beam` others
     grow on. It is over once `beam` have ended, once nothing that grows can come to beat the best that has ended, or
     after `most` tokens. With a beam of 1 all this is the greedy search.
     """
 
     def __init__(self, search: Search, most: int) -> None:
-        assert search.beam > 0, search
-        assert most > 0, most
         self.growing = [Hypothesis((), 0.0)]  # all of the same length, the best first
         self._search, self._most = search, most
         self._length, self._ended = 0, 0
@@ -223,3 +232,76 @@ def _run(
         so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in rows], device=sources.device)
         inputs = sources[where, :longest].contiguous(), so_far
     engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
+
+
+def choose(samples: int, wanted: int) -> list[int]:
+    """`wanted` of `samples` test sentences, evenly spaced from the first on; all of them if there are no more.
+
+    >>> choose(10, 4)
+    [0, 2, 5, 7]
+    """
+    wanted = min(samples, wanted)
+    return [place * samples // wanted for place in range(wanted)]
+
+
+def translate(
+    config: TrainConfig,
+    settings: DecodeConfig,
+    engine: Engine,
+    control: ControlGroup,
+    test: Reading,
+    on_decoded: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Translation]:
+    """Some sentences of the test set, or all; none where there is nothing to translate, and in all processes but the
+    first. Called in every process, inside `engine.evaluating`; `on_decoded` is called with how many sentences of how
+    many are done.
+    """
+    if config.task != "translation" or config.dataset.name == "synthetic_text":
+        return []
+    samples, split, length = test.batches.samples, test.split, greatest_lengths(config)[-1]
+    assert split is None or isinstance(split, PairSplit)
+    # as many sentences share a mini-batch as a mini-batch of the longest has
+    sentences = mini_batch_samples(config, (length,))
+    search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
+    indices = choose(samples, samples if settings.sentences is None else settings.sentences)
+    decoded = decode(engine, control, search, split, indices, lambda done: on_decoded(done, len(indices)))
+    return [] if split is None or not control.leads else shown(split, indices, decoded)
+
+
+def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:
+    """The scores of translations (at least one) of a test set `of` so many pairs, with sacreBLEU's defaults.
+
+    BLEU counts up to four words in a row: where no reference has so many, it is 0 whatever the translations.
+    """
+    from sacrebleu.metrics import BLEU, CHRF
+
+    references = [row.reference for row in translations]
+    bleu, chrf = BLEU(force=True), CHRF()  # force: a line that looks tokenized is scored alike, without a warning
+
+    def score(metric: BLEU | CHRF, texts: list[str]) -> float:
+        return float(metric.corpus_score(texts, [references]).score)
+
+    written, copied = [row.translation for row in translations], [row.source for row in translations]
+    return TranslationScores(
+        bleu=score(bleu, written),
+        chrf=score(chrf, written),
+        bleu_copy=score(bleu, copied),
+        chrf_copy=score(chrf, copied),
+        sentences=len(translations),
+        of=of,
+        beam=beam,
+        seconds=seconds,
+        bleu_signature=str(bleu.get_signature()),
+        chrf_signature=str(chrf.get_signature()),
+        examples=tuple(translations[at] for at in choose(len(translations), EXAMPLES)),
+    )
+
+
+def shown(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:
+    """The pairs `indices` as text, with what they were decoded to, in order."""
+    pairs, rows = split.pairs, []
+    for index, tokens in zip(indices, decoded, strict=True):
+        languages = pairs.languages[int(pairs.groups[index])]
+        written = split.vocabulary.decode(tokens)
+        rows.append(Translation(languages, pairs.sources[index], pairs.references[index], written))
+    return rows

@@ -11,7 +11,7 @@ from gpipe_cli.data.vocabulary import END, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.data_feed import Reading, mini_batches
 from gpipe_cli.training.events import Translation
-from gpipe_cli.training.translation.scores import (
+from gpipe_cli.training.translation import (
     choose,
     score_translations,
     shown,

@@ -22,7 +22,7 @@ from decode_runs import (
 from gpipe_cli.data.vocabulary import END
 from gpipe_cli.pipeline.schedule.schedules import Action
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.translation.decode import Beam, Candidates
+from gpipe_cli.training.translation import Beam, Candidates
 
 
 @pytest.mark.parametrize(("seed", "length_penalty"), [(2, 0.6), (11, -1.0), (11, 2.0)])

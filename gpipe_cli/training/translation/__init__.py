@@ -1,1 +1,0 @@
-"""What only translation needs: sentences decoded and scored."""
