@@ -201,7 +201,14 @@ def decode(
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
-            _run(engine, rows, longest, sources, objective, search.micro_batches)
+            sizes = micro_batch_sizes(len(rows), search.micro_batches)
+            inputs = None
+            if sources is not None:
+                where = torch.tensor([at for at, _ in rows], device=sources.device)
+                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in rows], device=sources.device)
+                inputs = sources[where, :longest].contiguous(), so_far
+            schedule = forward_only(engine.placement.partitions, len(sizes))
+            engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64) if objective is None else objective.table()
             # processes are in the order of the stages: the last one has seen the logits
@@ -212,26 +219,6 @@ def decode(
             translations[at] = beam.translation()
         on_decoded(start + len(chosen))
     return translations
-
-
-def _run(
-    engine: Engine,
-    rows: Sequence[tuple[int, tuple[int, ...]]],
-    longest: int,
-    sources: torch.Tensor | None,
-    objective: Candidates | None,
-    micro_batches: int,
-) -> None:
-    """One step: every row is a sentence of `sources` (n, S), of which `longest` tokens are needed, and what has been
-    chosen for it."""
-    sizes = micro_batch_sizes(len(rows), micro_batches)
-    schedule = forward_only(engine.placement.partitions, len(sizes))
-    inputs = None
-    if sources is not None:
-        where = torch.tensor([at for at, _ in rows], device=sources.device)
-        so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in rows], device=sources.device)
-        inputs = sources[where, :longest].contiguous(), so_far
-    engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
 
 
 def choose(samples: int, wanted: int) -> list[int]:

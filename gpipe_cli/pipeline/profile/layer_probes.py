@@ -120,11 +120,7 @@ class _Seen:
         ]  # fmt: skip
         for tensor, value, _ in held.values():
             _write_back(tensor, value)
-        self._state(name, changed, as_tuple(output))
         self._before = ()
-
-    def _state(self, name: str, changed: list[str], outputs: Tensors) -> None:
-        """What the layer remembers: tensors of its own that it has changed; or something that only its outputs show."""
         if changed:
             self._watch.found(
                 "state",
@@ -132,7 +128,7 @@ class _Seen:
                 f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
                 "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
             )
-        first = self._outputs.pop(name, None)
+        outputs, first = as_tuple(output), self._outputs.pop(name, None)
         if first is None:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
         elif not self._differs and not all(map(same_bits, outputs, first)):
