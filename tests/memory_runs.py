@@ -113,39 +113,28 @@ SAMPLES = {
 }
 
 
-def measure(
+def held(
     sample: Sample,
     costs: Sequence[LayerCost],
     order: schedule.Schedule,
     samples: int,
     micro_batches: int,
     balance: Sequence[int],
-) -> tuple[int, ...]:
-    """The most bytes that each stage holds in one training step on real stages, one after the other in this process."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The most bytes that each stage holds in one training step: on real stages, one after the other in this process,
+    and as predicted."""
     torch.manual_seed(0)
-    partitions = len(order)
+    partitions, sizes = len(order), micro_batch_sizes(samples, micro_batches)
     stages = build_stages(sample.model(), costs, balance, here=range(partitions), memory_format=sample.memory_format)
     for stage in stages.values():
         stage.count_saved(True)
-    sizes = micro_batch_sizes(samples, micro_batches)
     executor = Executor(stages, partitions, LocalTransport([CPU] * partitions))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
-    return tuple(stage.peak_saved_bytes for stage in stages.values())
-
-
-def predict(
-    sample: Sample,
-    costs: Sequence[LayerCost],
-    order: schedule.Schedule,
-    samples: int,
-    micro_batches: int,
-    balance: Sequence[int],
-) -> tuple[int, ...]:
-    sizes = micro_batch_sizes(samples, micro_batches)
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))
-    return peak_bytes(
+    predicted = peak_bytes(
         order,
         [[memory.graph_bytes(first, end) for memory in memories] for first, end in spans],
         [[memory.input_bytes(first, end) for memory in memories] for first, end in spans],
     )
+    return tuple(stage.peak_saved_bytes for stage in stages.values()), predicted

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from engine_runs import covering
-from memory_runs import SAMPLES, measure, predict
+from memory_runs import SAMPLES, held
 from torch import nn
 
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost, Saved, Work
@@ -34,8 +34,8 @@ def test_what_stages_hold_is_what_was_predicted(name: str) -> None:
         samples, micro_batches = way["sizes"]
         order = schedule.build(way["kind"], way["partitions"], micro_batches, way["recompute"])
         balance = micro_batch_sizes(len(costs), way["partitions"])
-        measured = measure(sample, costs, order, samples, micro_batches, balance)
-        assert measured == predict(sample, costs, order, samples, micro_batches, balance), way
+        measured, predicted = held(sample, costs, order, samples, micro_batches, balance)
+        assert measured == predicted, way
         assert min(measured) > 0
 
 
@@ -47,7 +47,8 @@ def test_every_cut_holds_what_was_predicted(name: str) -> None:
     order = schedule.build("gpipe", 3, 2, "never")
     for cuts in combinations(range(1, len(costs)), 2):
         balance = [b - a for a, b in pairwise((0, *cuts, len(costs)))]
-        assert measure(sample, costs, order, 4, 2, balance) == predict(sample, costs, order, 4, 2, balance), balance
+        measured, predicted = held(sample, costs, order, 4, 2, balance)
+        assert measured == predicted, balance
 
 
 def stage() -> Stage:

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engine_runs import CPU, NOTHING_FROZEN
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
@@ -11,8 +12,6 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Retain
 
 FEATURES = BoundaryTensor((0, 3, 4, 4), (1, 0, 0, 0), torch.float32, True)
-CPU = torch.device("cpu")
-NOTHING_FROZEN = Frozen()
 MASK = BoundaryTensor((0,), (1,), torch.int64, False)
 
 
