@@ -12,7 +12,6 @@ from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defe
 
 
 def module() -> nn.Sequential:
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(3, 4))
     layers[3].weight = layers[0].weight  # applied and taken back twice, the average stayed in the place of the weights
     return layers.double()

@@ -11,6 +11,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from training_runs import assert_same_tensors
 
 from gpipe_cli.models.chain import chain
 from gpipe_cli.models.timm_models import build_timm
@@ -75,12 +76,8 @@ def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
         assert result.shape == (4, 7)
         result.backward(torch.linspace(-1, 1, result.numel()).view_as(result))
     gradients = {path.partition(".")[2]: value.grad for path, value in sequence.named_parameters()}
-    for path, parameter in model.named_parameters():
-        assert parameter.grad is not None, path
-        assert torch.equal(parameter.grad, gradients[path]), path
-    ours, theirs = timm_state(sequence), model.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert same(ours, theirs)
+    assert_same_tensors({path: value.grad for path, value in model.named_parameters()}, gradients)
+    assert_same_tensors(timm_state(sequence), model.state_dict())
     for path, layer in sequence.named_children():
         before = x.clone()
         result = layer(x)
@@ -125,8 +122,7 @@ def test_initial_values_are_those_of_timm(name: str) -> None:
     ours = timm_state(build(name))
     torch.manual_seed(5)
     size = {"img_size": 32} if name.startswith("vit") else {}
-    theirs = timm.create_model(name, num_classes=7, **size).state_dict()
-    assert same(ours, theirs)
+    assert_same_tensors(ours, timm.create_model(name, num_classes=7, **size).state_dict())
 
 
 def test_a_model_without_memory() -> None:
@@ -159,10 +155,6 @@ def save(tensors: dict[str, Tensor], file: Path) -> str:
     return str(file)
 
 
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], but: str = "-") -> bool:
-    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items() if not name.startswith(but))
-
-
 @pytest.mark.parametrize(
     ("name", "head", "ending"), [(SMALL, "fc.", "pth"), ("test_convnext", "head.fc.", "safetensors")]
 )
@@ -170,7 +162,7 @@ def test_weights_from_a_file(name: str, head: str, ending: str, tmp_path: Path) 
     """A classifier for other classes is left out. The file comes first: nothing is asked from the network."""
     same_classes, other = (timm.create_model(name, num_classes=classes).state_dict() for classes in (7, 11))
     file = save(same_classes, tmp_path / f"weights.{ending}")
-    assert same(timm_state(build(name, weights=file, pretrained=True)), same_classes)
+    assert_same_tensors(timm_state(build(name, weights=file, pretrained=True)), same_classes)
     file = save(other, tmp_path / f"weights.{ending}")
     torch.manual_seed(6)
     ours = timm_state(build(name, weights=file))
@@ -178,8 +170,7 @@ def test_weights_from_a_file(name: str, head: str, ending: str, tmp_path: Path) 
     fresh = timm_state(build(name))
     left_out = [path for path in ours if path.startswith(head)]
     assert len(left_out) == 2
-    assert same(ours, other, but=head)
-    assert all(torch.equal(ours[path], fresh[path]) for path in left_out)
+    assert_same_tensors(ours, other | {path: fresh[path] for path in left_out})
 
 
 def test_positions_are_stretched_to_another_image_size(tmp_path: Path) -> None:
@@ -189,7 +180,7 @@ def test_positions_are_stretched_to_another_image_size(tmp_path: Path) -> None:
     other["pos_embed"] = torch.cat([torch.full((1, 1, 192), 9.0), slope], 1)
     model = build("vit_tiny_patch16_224", image_size=128, weights=save(other, tmp_path / "weights.safetensors"))
     ours = timm_state(model)
-    assert same(ours, other, but="pos_embed")
+    assert_same_tensors(ours, other | {"pos_embed": ours["pos_embed"]})
     assert ours["pos_embed"].shape == (1, 65, 192)
     assert torch.equal(ours["pos_embed"][0, 0], torch.full((192,), 9.0))
     rows = ours["pos_embed"][0, 1:, 0].reshape(8, 8)
