@@ -33,7 +33,3 @@ def sentences(kind: str) -> tuple[Tensor, ...]:
     for batch in batches[:-1]:
         batch[1, 6:] = 0
     return batches
-
-
-def run(model: nn.Sequential, inputs: tuple[Tensor, ...]) -> Tensor:
-    return model(inputs if len(inputs) > 1 else inputs[0])

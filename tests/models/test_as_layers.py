@@ -5,6 +5,7 @@ import torch
 from networks import KINDS, sentences, small_amoebanet, small_transformer
 from torch import Tensor, nn
 
+from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value
 from gpipe_cli.pipeline.runtime.randomness import materialize
 
 IMAGES = {"b 15": ("b", 15), "b 32": ("b", 32), "d 97": ("d", 97)}
@@ -23,9 +24,9 @@ def test_gradients_reach_every_parameter_and_layers_leave_their_inputs_alone(nam
     values = sentences(name) if name in KINDS else (torch.randn(3, 3, IMAGES[name][1], IMAGES[name][1]),)
     for path, layer in model.named_children():
         copies = [tensor.detach().clone() for tensor in values]
-        result = layer(values if len(values) > 1 else values[0])
+        result = as_tuple(layer(as_value(values)))
         assert all(torch.equal(a, b) for a, b in zip(values, copies, strict=True)), path
-        values = result if isinstance(result, tuple) else (result,)
+        values = result
     torch.stack([each.square().sum() for each in values]).sum().backward()
     for path, parameter in model.named_parameters():
         assert parameter.grad is not None, path

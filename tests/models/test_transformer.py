@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import KINDS, VOCABULARY, run, sentences, small_transformer
+from networks import KINDS, VOCABULARY, sentences, small_transformer
 
 from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Projection, Softmax, sinusoids
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import as_boundary
+from gpipe_cli.pipeline.runtime.boundary import as_boundary, as_value
 
 # The parts.
 
@@ -87,7 +87,7 @@ def test_layout_and_the_loss_of_a_guess(kind: str) -> None:
     layers = ["encoder_00", "encoder_01", *between, "decoder_00", "decoder_01"]
     layers = layers if len(inputs) > 1 else ["layer_000", "layer_001", "layer_002"]
     assert [name for name, _ in model.named_children()] == ["embedding", *layers, "softmax"]
-    logits = run(model, inputs)
+    logits = model(as_value(inputs))
     assert logits.shape == (*inputs[-1].shape, VOCABULARY)
     targets = torch.randint(0, VOCABULARY, inputs[-1].shape)
     assert F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() == pytest.approx(math.log(50), rel=0.15)
@@ -99,7 +99,7 @@ def test_no_position_sees_the_future(kind: str) -> None:
     inputs = sentences(kind)
     changed = inputs[-1].clone()
     changed[:, 5] = changed[:, 5] % (VOCABULARY - 1) + 1
-    before, after = run(model, inputs), run(model, (*inputs[:-1], changed))
+    before, after = model(as_value(inputs)), model(as_value((*inputs[:-1], changed)))
     assert torch.equal(before[:, :5], after[:, :5])
     assert all((before[:, position] != after[:, position]).any() for position in range(5, before.shape[1]))
 
