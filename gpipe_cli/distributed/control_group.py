@@ -83,7 +83,9 @@ class ControlGroup:
         On another one it is what their looks at the clock after a barrier differ by: to a fraction of a millisecond,
         enough to draw both in one timeline.
         """
-        if len(set(self.collect(_boot()))) == 1:
+        boot = Path("/proc/sys/kernel/random/boot_id")  # names the start of a machine, which its clock counts from
+        # other systems tell nothing, so that their machines count as one
+        if len(set(self.collect(boot.read_text(encoding="ascii") if boot.exists() else ""))) == 1:
             return 0.0
         differences = []
         for _ in range(9):
@@ -91,14 +93,6 @@ class ControlGroup:
             seen = self.collect(time.perf_counter())
             differences.append(seen[self.rank] - seen[0])
         return median(differences)
-
-
-def _boot() -> str:
-    """Names the clock: the start of a machine that it counts from."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:  # not Linux: nothing else tells several machines apart, so they count as one
-        return ""
 
 
 def gradient_norm(parts: Sequence[torch.Tensor]) -> float:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
@@ -181,9 +180,10 @@ def serve() -> None:
         ready = wait([control, ended])
         if ended in ready:
             os.read(ended, 4096)
-            for number, exit_code in _ended_children():
-                with statuses.pop(number) as status, suppress(OSError):
-                    status.send(exit_code)
+            with suppress(ChildProcessError):  # there is none
+                while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                    with statuses.pop(found[0]) as status, suppress(OSError):
+                        status.send(os.waitstatus_to_exitcode(found[1]))
         if control in ready:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not message:
@@ -199,12 +199,6 @@ def serve() -> None:
                 statuses[number].send(number)
             for descriptor in (connection, job_file, activity):
                 os.close(descriptor)
-
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    with suppress(ChildProcessError):  # there is none
-        while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
 def _be_worker(server: int, job_file: int, connection: int, activity: int) -> NoReturn:

@@ -32,30 +32,26 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
     """
     gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
     try:
-        return _plan(config, auto, solve, folder)
+        console = Console()
+        log = partial(show_line, console)
+        _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
+        if solve is None:
+            prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
+            config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
+        else:
+            config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
+        files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+        written = plan_json(config, profile, made, comparisons, files)
+        title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
+        try:
+            write_whole(folder / SETTINGS, to_yaml(config))
+            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+            write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))
+        finally:  # a plan that cannot be written is still shown
+            show_plan(console, written, folder)
+        return 0
     finally:
         gc.enable()
-
-
-def _plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
-    console = Console()
-    log = partial(show_line, console)
-    _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
-    if solve is None:
-        prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
-        config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
-    else:
-        config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
-    files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
-    written = plan_json(config, profile, made, comparisons, files)
-    title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
-    try:
-        write_whole(folder / SETTINGS, to_yaml(config))
-        write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-        write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))
-    finally:  # a plan that cannot be written is still shown
-        show_plan(console, written, folder)
-    return 0
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:

@@ -108,8 +108,9 @@ class FolderLock:
                 continue
             except OSError:  # a file system without locks
                 break
-            if _is_at(self._path, descriptor):
-                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                    break
             os.close(descriptor)  # the one before us has released it meanwhile, and removed this file
         self.descriptor = descriptor  # a child that inherits it holds the lock, too
         os.truncate(descriptor, 0)
@@ -119,10 +120,3 @@ class FolderLock:
         with suppress(OSError):  # it was removed, with the folder
             self._path.unlink()
         os.close(self.descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

@@ -8,6 +8,7 @@ what counts.
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -44,18 +45,10 @@ def cpu_model() -> str:
 
 
 def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> Iterator[str]:
-    """What the files say in each of this process's groups for `controller`; of several files, side by side."""
-    for group, version in _groups(root, controller):
-        names = [file] if version == 2 else files_of_version_1.split()
-        try:
-            yield " ".join((group / name).read_text(encoding="ascii").strip() for name in names)
-        except (OSError, ValueError):  # the root has no limits; a container does not see the groups that it is in
-            continue
+    """What the files say in each of this process's groups for `controller`, own first; of several, side by side.
 
-
-def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's groups, own first, and the version of each; lines of the file are `4:memory:/a/b`,
-    or `0::/a/b` of version 2."""
+    Lines of the file that names the groups are `4:memory:/a/b`, or `0::/a/b` of version 2.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
@@ -63,10 +56,13 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     for line in lines:
         number, controllers, path = line.split(":", maxsplit=2)
         if number == "0" and not controllers:
-            mounted, version = root / "sys/fs/cgroup", 2
+            mounted, names = root / "sys/fs/cgroup", [file]
         elif controller in controllers.split(","):
-            mounted, version = root / "sys/fs/cgroup" / controllers, 1
+            mounted, names = root / "sys/fs/cgroup" / controllers, files_of_version_1.split()
         else:
             continue
         inner = Path(path.lstrip("/"))
-        yield from ((mounted / folder, version) for folder in (inner, *inner.parents))
+        for folder in (inner, *inner.parents):
+            # the root has no limits; a container does not see the groups that it is in
+            with suppress(OSError, ValueError):
+                yield " ".join((mounted / folder / name).read_text(encoding="ascii").strip() for name in names)
