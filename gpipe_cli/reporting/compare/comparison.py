@@ -16,6 +16,7 @@ from gpipe_cli.reporting.tables.table import Column
 from gpipe_cli.units import operations, rate, spans
 
 GIB, MIB = 2**30, 2**20
+WHOLE = "{:,.0f}".format
 NOT_COMPARED = frozenset({"run_folder", "output", "resume"})  # where a run lies, not what it is
 MOST_NAMING = 3  # settings that a name is made of; more make no name
 MOST_LISTED = 8  # words of a list in a sentence
@@ -161,7 +162,9 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         number = any(isinstance(value, float) for value in values)
         return Column(heading, cells=cells, number=number, key=key, values=values, printed=printed)
 
-    def number(key: str, heading: str, *at: str, form: Callable[[float], str] = _whole, printed: bool = True) -> Column:
+    def number(
+        key: str, heading: str, *at: str, form: Callable[[float], str] = "{:,.0f}".format, printed: bool = True
+    ) -> Column:
         return column(key, heading, lambda run: _float(run.value(*(at or [key]))), form, printed)
 
     def quartile(which: int, key: str, printed: bool) -> Column:
@@ -234,10 +237,6 @@ def _scaled(size: float) -> Callable[[float], str]:
 
 def _float(value: float | None) -> float | None:
     return None if value is None else float(value)
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def _percent(share: float) -> str:

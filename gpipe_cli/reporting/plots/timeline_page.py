@@ -132,7 +132,11 @@ def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
     views = picture.views
     end = max(view.end_seconds for view in views) or 1.0
     if sum(len(bars) for view in views for bars in view.stages) > MOST_BARS:
-        yield f'<img alt="timelines, one row per stage" src="data:image/png;base64,{_image(views)}"/>'
+        from gpipe_cli.reporting.plots.picture import png
+        from gpipe_cli.reporting.plots.timeline import draw
+
+        image = base64.b64encode(png(draw(views))).decode("ascii")
+        yield f'<img alt="timelines, one row per stage" src="data:image/png;base64,{image}"/>'
     else:
         for view in views:
             yield from _timeline(view, end)
@@ -218,10 +222,3 @@ def _colours(micro_batches: int) -> Iterator[str]:
         for what in ACTIONS:
             fill = palette.colour(what, m, micro_batches)
             yield f".{what}{m}{{fill:{fill}{f';stroke:{rim}' if what == 'R' else ''}}}"
-
-
-def _image(views: Sequence[TimelineView]) -> str:
-    from gpipe_cli.reporting.plots.picture import png
-    from gpipe_cli.reporting.plots.timeline import draw
-
-    return base64.b64encode(png(draw(views))).decode("ascii")
