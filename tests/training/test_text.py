@@ -81,7 +81,7 @@ def test_what_is_compared_has_everything_in_it(whole: Whole) -> None:
 
 
 def test_separate_embeddings_make_the_same_run(corpora: Path, tmp_path: Path) -> None:
-    separate = ["model.shared_embedding=false", "model.depth_scaled=false", "max_steps=3", "executor=in_process"]
+    separate = ["model.shared_embedding=false", "model.depth_scaled=false", "max_steps=1", "executor=in_process"]
     for partitions in (1, 3):
         settings = [*settings_of("translation", corpora), *separate, f"partitions={partitions}", "recompute=never"]
         train_here(configure(*settings), tmp_path / str(partitions))
