@@ -1,6 +1,5 @@
-"""What the layers of a model cost on a machine: by the rates of a device, or measured (paper section 2.1: c_i).
-
-Everything that predicts (the cut, `gpipe plan`, the line after 20 steps) reads a `StepCosts`, wherever it comes from.
+"""What the layers of a model cost on a machine, by the rates of a device or measured (paper section 2.1: c_i): a
+`StepCosts`, which everything that predicts reads (the cut, `gpipe plan`, the line after 20 steps).
 """
 
 import math

@@ -145,7 +145,7 @@ def digest(tensors: "dict[str, Tensor]") -> str:
 
 def tensors_apart(one: "dict[str, Tensor]", other: "dict[str, Tensor]") -> str:
     """How far two sets of weights are from each other: `12 of 345 tensors differ, by 1.2e-07 at most`."""
-    from gpipe_cli.pipeline.runtime.digests import same_bits
+    from gpipe_cli.pipeline.runtime.boundary import same_bits
 
     if one.keys() != other.keys():
         return f"{plural(len(one.keys() ^ other.keys()), 'tensor')} in one of them only"

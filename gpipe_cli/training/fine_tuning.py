@@ -1,8 +1,7 @@
 """A run that begins with the weights of another one (paper section 4: ImageNet's AmoebaNet-B on eight other data sets).
 
-All but the classifier is taken; the classifier is drawn anew where the classes are others, and the training begins at
-its first step, with a fresh optimizer. The averaged weights are taken where the other run has any: they are what it was
-evaluated on. Names are global, so the number of partitions means nothing, there as here.
+All but the classifier is taken, which is drawn anew where the classes are others; the training begins at its first
+step, with a fresh optimizer. The averaged weights are taken where there are any: that run was evaluated on them.
 """
 
 from collections.abc import Callable, Iterable

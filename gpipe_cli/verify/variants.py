@@ -28,8 +28,7 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, watching
-from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value
-from gpipe_cli.pipeline.runtime.digests import digest
+from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError

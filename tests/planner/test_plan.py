@@ -3,14 +3,32 @@
 from itertools import pairwise
 
 import pytest
-from plan_runs import CUSTOM, EVEN, MIB, equal_costs, planned, traced
+from plan_runs import CUSTOM, EVEN, traced
 from training_runs import configure
 
 from gpipe_cli.pipeline.schedule.schedules import Kind
-from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost
+from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+
+MIB = 2**20
+
+
+def planned(*settings: str, limit: float | None = None) -> Plan:
+    """A plan of EVEN's model with these settings, for stages of at most `limit` MiB."""
+    config = configure(*EVEN, *settings)
+    limit_bytes = None if limit is None else int(limit * MIB)
+    return make_plan(config, traced(), predicted_costs(config, traced()), limit_bytes)
+
+
+def equal_costs(profile: ModelProfile) -> StepCosts:
+    """A second for each layer, two for its backward, free transfers."""
+    count = len(profile.costs)
+    layers = (LayerSeconds(1.0, 1.0, 2.0),) * count
+    return StepCosts("none", "data_sheet", layers, (0.0,) * count, (EdgeCost(0.0, 0.0),) * (count - 1), ())
 
 
 def fullest(plan: Plan) -> float:

@@ -131,11 +131,8 @@ class ActivationMemory:
             self._crossing.append(tuple(current))
         self._charged = [0, *accumulate(charged)]
 
-    def input_bytes(self, first: int, end: int | None = None) -> int:
-        """What came over the boundary before layer `first`: all that is kept of a micro-batch to be recomputed.
-
-        `end`, where the stage ends, matters only where some layers are frozen; left out, it is the model's end.
-        """
+    def input_bytes(self, first: int, end: int) -> int:
+        """What came over the boundary before layer `first`: all that is kept of a micro-batch to be recomputed."""
         return self._input_bytes[first] if self._has_backward(first, end) else 0
 
     def graph_bytes(self, first: int, end: int) -> int:
@@ -158,9 +155,8 @@ class ActivationMemory:
                     charged += tensor.bytes
         return self._input_bytes[first] + charged
 
-    def _has_backward(self, first: int, end: int | None = None) -> bool:
+    def _has_backward(self, first: int, end: int) -> bool:
         """A stage with nothing to train in it or before it has no backward, and keeps nothing."""
-        end = self._layers if end is None else end
         return self._has_gradient[first] or self._trained[end] > self._trained[first]
 
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple
-from gpipe_cli.pipeline.runtime.digests import same_bits
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 

@@ -4,6 +4,7 @@ Shapes follow from the meta device, so that no step needs a handshake. Strides a
 kernels, which choose by strides, do the same; images lie channels last where the run is in that format.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,3 +90,22 @@ def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.T
     if tensor.dim() == 4 and memory_format is torch.channels_last:
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def digest(tensors: Tensors) -> str:
+    """The bits of tensors in a few characters, to compare two runs by where they are not in one process (law 1): the
+    same for the same shapes, types and bits, on whatever device and in whatever layout."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(_bits(tensor).cpu().numpy().data)
+    return found.hexdigest()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors on one device have the same digest; where they lie in memory, and how, does not matter."""
+    return one.dtype is other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -30,10 +30,8 @@ class _Slot:
 
 
 class BatchStatistics:
-    """The slots of all batch norms of one stage, one for each micro-batch.
-
-    All norms share one flat tensor, so that a commit costs a dozen operations a stage and not a dozen a norm.
-    """
+    """The slots of all batch norms of one stage, one for each micro-batch; all norms share one flat tensor, so that a
+    commit costs a dozen operations a stage and not a dozen a norm."""
 
     def __init__(self, norms: Sequence[_BatchNorm] = ()) -> None:
         self._norms = list(norms)
