@@ -7,7 +7,6 @@ side: which variants there are, who runs them, and what their rows mean together
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -64,15 +63,14 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     checked = _Checked(config)
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as gradients,
-        console.status("starting ...") if console.is_terminal else nullcontext() as status,
+        console.status("starting ...") as status,  # shown in a terminal only
     ):
 
         def on_message(message: object) -> None:
             checked.on_message(message)
             if isinstance(message, LayersWatched):
                 show_facts(console, checked.facts(message))
-            if status is not None:
-                status.update(f"{len(checked.rows)} of {checked.expected} runs")
+            status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
         for placements, variants in checked.runs:
             waiting = checked.worth_running(variants)
