@@ -162,9 +162,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         number = any(isinstance(value, float) for value in values)
         return Column(heading, cells=cells, number=number, key=key, values=values, printed=printed)
 
-    def number(
-        key: str, heading: str, *at: str, form: Callable[[float], str] = "{:,.0f}".format, printed: bool = True
-    ) -> Column:
+    def number(key: str, heading: str, *at: str, form: Callable[[float], str] = WHOLE, printed: bool = True) -> Column:
         return column(key, heading, lambda run: _float(run.value(*(at or [key]))), form, printed)
 
     def quartile(which: int, key: str, printed: bool) -> Column:

@@ -70,7 +70,7 @@ def timeline_view(
     timeline: Timeline,
     shares: Breakdown,
     step_seconds: float,
-    begin_seconds: float = 0.0,
+    begin_seconds: float,
 ) -> TimelineView:
     """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
     stages = []
