@@ -6,15 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf, open_dict
-
-from gpipe_cli.commands.command_line import take_auto
 from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.config.settings import OWNERS
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Runner
+from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")
@@ -62,20 +57,6 @@ def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) ->
     measured = {**dict.fromkeys(SHARES, 0.01), "compute": 0.7, "recompute": 0.21, "transfer": 0.05}
     row = {"breakdown": measured, "bubble": 0.07, "ideal_bubble": 1 / 17, "kind": "measured_one_device", "reason": None}
     return "bench.json", {"rows": [row]}
-
-
-def compose_recipe(name: str, *settings: str) -> tuple[DictConfig, list[str]]:
-    """The recipe's configuration as `gpipe train` gets it, and what the user must give, to which a value was given."""
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        tree = compose(name, [*settings, "hydra.searchpath=[pkg://gpipe_cli.conf]"])
-    with open_dict(tree):
-        for key in OWNERS:
-            tree.pop(key, None)
-    missing = sorted(OmegaConf.missing_keys(tree))
-    for key in missing:
-        OmegaConf.update(tree, key, "given")
-    take_auto(tree)
-    return tree, missing
 
 
 def column(table: Table, heading: str, origin: str = "") -> list[str]:

@@ -7,13 +7,16 @@ A recipe of every family is trained: `breakdown` by test_reproduce_command.py, `
 from pathlib import Path
 
 import pytest
-from recipe_runs import HERE, TINY, compose_recipe
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from recipe_runs import HERE, TINY
 from training_runs import of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.commands.command_line import drop_others, training
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reproduction.recipe import load, names
-from gpipe_cli.reproduction.runner import last_wins
+from gpipe_cli.reproduction.runner import FOLDER, last_wins
 from gpipe_cli.training.events import StepDone
 
 ROOT = Path(__file__).parent.parent
@@ -28,9 +31,14 @@ SMALL = {
 
 
 def configure(name: str, *settings: str) -> tuple[TrainConfig, set[str]]:
-    """The typed configuration, and what the user must give."""
-    tree, missing = compose_recipe(name, *settings)
-    return from_tree(TrainConfig, tree), set(missing)
+    """The typed configuration as `gpipe train` has it, and what the user must give, to which a value was given."""
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        tree = compose(name, [*settings, "hydra.searchpath=[pkg://gpipe_cli.conf]"])
+    drop_others("train", tree)
+    missing = OmegaConf.missing_keys(tree)
+    for key in missing:
+        OmegaConf.update(tree, key, "given")
+    return training(tree, {})[0], missing
 
 
 @pytest.mark.parametrize("name", names())
