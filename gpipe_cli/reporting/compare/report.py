@@ -23,7 +23,6 @@ from gpipe_cli.units import plural
 
 TRAINED = "completed"
 CSV, PAGE, CURVES, BARS = "comparison.csv", "comparison.html", "curves.png", "bars.png"
-MOST_SETTINGS = 16  # in the console; the page has all
 
 # What this page has beyond the look of timeline.html.
 OWN_STYLE = """
@@ -62,11 +61,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     results = [column for column in comparison.results if column.key != "status" or not completed]
-    show_table(console, Table("", [number, *named, *comparison.settings[:MOST_SETTINGS], *results]), gap=1)
+    show_table(console, Table("", [number, *named, *comparison.settings, *results]), gap=1)
     console.print()
-    if left_out := comparison.settings[MOST_SETTINGS:]:
-        keys = listed([column.key for column in left_out])
-        show_facts(console, [("note", f"{plural(len(left_out), 'more setting')} differ: {keys}; {PAGE} has all")])
     show_facts(console, [("note", note) for note in notes(comparison)])
 
 

@@ -91,8 +91,8 @@ class Dashboard:
         values = hyperparameters(asdict(run.config))
         own, others = (FINAL_OF_TEXT, FINAL_OF_IMAGES) if text else (FINAL_OF_IMAGES, FINAL_OF_TEXT)
         metrics = [f"final/{name}" for name in dict.fromkeys((*own, *others))]
-        self._events.add(experiment_summary(values, varied_by(self._folder, values), metrics))
-        self._events.add(start_summary(values, time.time()))
+        for summary in start_summaries(values, varied_by(self._folder, values), metrics):
+            self._events.add(summary)
         self._constants = {"bubble/ideal": run.ideal_bubble}
         if (plan := run.prediction) is not None:
             shares = asdict(plan.breakdown)
@@ -105,7 +105,7 @@ class Dashboard:
     def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
         """What became of the run, beside its settings; ``result`` is that of result.json."""
         self._draw(step, _final(result))
-        self._events.add(end_summary(status, time.time()))
+        self._events.add(end_summary(status))
         self._events.flush()
 
     def step(self, message: StepDone) -> None:
@@ -281,9 +281,11 @@ def varied_by(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
     return tuple(key for name in named for key in (name, f"{name}.name") if key in keys)
 
 
-def experiment_summary(values: Mapping[str, Value], varied: Sequence[str], metrics: Sequence[str]) -> "Summary":
-    """The columns of the table: all settings, and the tags ``metrics``."""
-    from tensorboard.plugins.hparams import api_pb2, metadata
+def start_summaries(
+    values: Mapping[str, Value], varied: Sequence[str], metrics: Sequence[str]
+) -> tuple["Summary", "Summary"]:
+    """The columns of the table, all settings and the tags ``metrics``; and the settings of a run that begins."""
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     first = list(dict.fromkeys((*varied, *_USUAL)))[:SHOWN_AT_FIRST]
     experiment = api_pb2.Experiment()
@@ -294,27 +296,22 @@ def experiment_summary(values: Mapping[str, Value], varied: Sequence[str], metri
         info.domain_discrete.extend((False, True) if kind is bool else ())
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
-    return _summary(metadata.EXPERIMENT_TAG, experiment=experiment)
-
-
-def start_summary(values: Mapping[str, Value], at_seconds: float) -> "Summary":
-    """The settings of a run that begins, at a time in seconds since 1970."""
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    start = plugin_data_pb2.SessionStartInfo(start_time_secs=at_seconds)
+    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for key, value in values.items():
         setattr(start.hparams[key], _FIELDS[type(value)], value)
-    return _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+    return (
+        _summary(metadata.EXPERIMENT_TAG, experiment=experiment),
+        _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start),
+    )
 
 
-def end_summary(status: Status, at_seconds: float) -> "Summary":
-    """How a run ended, at a time in seconds since 1970."""
+def end_summary(status: Status) -> "Summary":
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     # TensorBoard has no word for one that was interrupted: it can go on, as one that was killed.
     words = {"completed": "SUCCESS", "dry_run": "SUCCESS", "failed": "FAILURE", "running": "RUNNING"}
     number = api_pb2.Status.Value(f"STATUS_{words.get(status, 'UNKNOWN')}")
-    end = plugin_data_pb2.SessionEndInfo(status=number, end_time_secs=at_seconds)
+    end = plugin_data_pb2.SessionEndInfo(status=number, end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
 

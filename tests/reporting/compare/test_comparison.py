@@ -154,16 +154,6 @@ def test_the_table_has_what_differs_and_what_came_of_it(runs: list[RunRecord]) -
     assert "note         partitions=16 failed: boom\\n\\x1b[31min 1F0 [red]" in lines
 
 
-def test_columns_that_do_not_fit_become_tables_of_the_same_rows(runs: list[RunRecord]) -> None:
-    settings = [{f"group.setting_{n}": k * 10**9 for n in range(20)} for k in range(4)]
-    shown = table(compare([replace(run, settings=own) for run, own in zip(runs, settings, strict=True)]))
-    lines = shown[: shown.index("note ")].splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    tables = len([line for line in lines if line.startswith("─")])
-    assert tables == len([line for line in lines if line.startswith("  4 ")]) >= 3
-    assert "4 more settings differ: group.setting_" in shown
-
-
 def test_csv_has_all_digits_and_what_was_measured_predicted_and_ideal_apart(
     runs: list[RunRecord], text: RunRecord
 ) -> None:
