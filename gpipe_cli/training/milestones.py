@@ -20,11 +20,8 @@ def starting_point(config: TrainConfig, source: Path | None) -> Progress:
     if config.resume is None or source is None:
         return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
     progress = read_index(source).progress
-    for setting, given, saved in (
-        ("seed", config.seed, progress.seed),
-        ("batch_size", config.batch_size, progress.batch_size),
-        ("batch_tokens", config.batch_tokens, progress.batch_tokens),
-    ):
+    for setting in ("seed", "batch_size", "batch_tokens"):
+        given, saved = getattr(config, setting), getattr(progress, setting)
         if given != saved:
             raise ValueError(
                 f"{setting}={show(given)}: the run that is resumed has {setting}={show(saved)}, and its position in "
@@ -66,20 +63,16 @@ class Milestones:
         )
 
     def evaluates_after(self, step: int) -> bool:
-        return not self.only_steps and (
-            step == self.end_step or self._epochs_end(step, self.config.evaluate_every_epochs)
-        )
+        return self._due(step, self.config.evaluate_every_epochs * self.steps_per_epoch)
 
     def saves_after(self, step: int) -> bool:
         every = self.config.checkpoint
-        return not self.only_steps and (
-            step == self.end_step
-            or self._epochs_end(step, every.every_epochs or 0)
-            or (bool(every.every_steps) and step % every.every_steps == 0)
-        )
+        return self._due(step, every.every_epochs * self.steps_per_epoch, every.every_steps)
 
-    def _epochs_end(self, step: int, epochs: int) -> bool:
-        return epochs > 0 and step % (epochs * self.steps_per_epoch) == 0
+    def _due(self, step: int, *intervals: int) -> bool:
+        """After the last step, and after each of these numbers of steps, of which 0 is never."""
+        ends = step == self.end_step or any(every > 0 and step % every == 0 for every in intervals)
+        return ends and not self.only_steps
 
 
 def score_of(totals: Totals, text: bool) -> float:

@@ -87,7 +87,7 @@ class _Seen:
         self._depth += 1
         if self._depth > 1:
             return
-        held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer)}
+        held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
         self._before = held, given, self._generator().clone(), _other_generators()
 
@@ -108,7 +108,7 @@ class _Seen:
                 "another cut get other numbers; use torch's functions",
             )
         self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
-        now = dict(_tensors(layer))
+        now = _tensors(layer)
         changed = [
             key
             for key, (tensor, value, version) in held.items()
@@ -171,8 +171,8 @@ def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data.copy_(value)
 
 
-def _tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*layer.named_parameters(), *layer.named_buffers()]
+def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def _other_generators() -> dict[str, bytes]:
