@@ -120,7 +120,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (result["steps"], result["resumed_from"]) == (STEPS, str(first))
 
 
-def test_threads_are_kept_whatever_k_would_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
     a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""
     whole, first = tmp_path / "whole", tmp_path / "first"
@@ -130,13 +130,10 @@ def test_threads_are_kept_whatever_k_would_get(tmp_path: Path, capsys: pytest.Ca
     assert used == max(1, usable_cores() // 2)
     shutil.copytree(whole, first)
     shutil.rmtree(first / "checkpoints" / "step_00000003")
-    capsys.readouterr()
     go_on = [f"resume={first}", "partitions=1", "max_steps=3", f"run_folder={tmp_path / 'again'}"]
     assert program("train", *go_on) == 0
     assert_same_tensors(final_tensors(tmp_path / "again"), final_tensors(whole))
     assert read_result(tmp_path / "again")["hardware"]["threads_per_process"] == load(whole).threads == used
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("threads ")]
-    assert bool(said) == (used != usable_cores()), said
 
 
 def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
