@@ -3,8 +3,9 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner.auto_settings import Comparison, choose
 from gpipe_cli.planner.devices import place
@@ -45,8 +46,20 @@ def prepare(
     chosen = [("chosen", _words(comparison)) for comparison in comparisons]
     if plan.costs.weighted_by:
         chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
-    notes = (*chosen, *_turns(placement))
+    notes = (*chosen, *_resumed_threads(config), *_turns(placement))
     return Prepared(config, profile, plan, placement, comparisons, notes)
+
+
+def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """A resumed run keeps its threads, whatever its new K would get; a line if that makes a difference."""
+    if config.resume is None:
+        return
+    threads, before = config.threads, load(Path(config.resume)).threads
+    usual = place(replace(config, threads=None)).threads
+    if before not in (None, threads):
+        yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
+    elif threads != usual:
+        yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
 
 
 def _turns(placement: Placement) -> Iterator[tuple[str, str]]:
