@@ -5,22 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_runs import EVEN, planned, traced
+from plan_runs import EVEN, traced
 from reporting_runs import log, shares
 from training_runs import configure
 
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 
 MIB = 2**20
-H200 = {
-    "name": "h200",
-    "source": "figures of hardware=h200",
-    "flops_per_second": 4e14,
-    "memory_bytes": 2**37,
-    "link_bytes_per_second": 4.5e11,
-    "link_latency_seconds": 1e-5,
-}
 COMPARISON = {
     "setting": "micro_batches",
     "rule": "the shortest step that fits",
@@ -39,8 +33,9 @@ LAYER_KEYS = ("parameters", "forward_flops", "saved_bytes", "boundary_bytes", "f
 @cache
 def real() -> dict[str, Any]:
     """A plan of seven layers on two stages, as plan.json has it."""
-    settings = ("partitions=2", "hardware=h200")
-    return plan_json(configure(*EVEN, *settings), traced(), planned(*settings), (), {"picture": "plan.png"})
+    config = configure(*EVEN, "partitions=2", "hardware=h200")
+    made = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    return plan_json(config, traced(), made, (), {"picture": "plan.png"})
 
 
 def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> dict[str, Any]:
@@ -66,7 +61,7 @@ def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> dict[str, A
     numbers = {
         "parameters": 331_000_000, "step_samples": 32, "step_seconds": 0.5, "samples_per_second": 64.0,
         "breakdown": shares(0.15), "imbalance": 0.032, "step_flops": 10**14, "recomputed_flops": 25 * 10**12,
-        "utilisation": 0.25, "hardware": H200, "grid": None,
+        "utilisation": 0.25, "grid": None,
     }  # fmt: skip
     return real() | {"layers": layers, "stages": stages} | numbers | changes
 
@@ -98,14 +93,14 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "model        AmoebaNet-D (3, 4): 6 layers, 331.0 M parameters",
         "pipeline     K = 2 partitions, M = 4 micro-batches",
         "mini-batch   32 samples",
-        "             400.0 TFLOP/s, 128.0 GiB of memory, links 450.0 GB/s, latency 10 us",
-        "costs from   figures of hardware=h200",
+        "             40.0 TFLOP/s, 131.0 GiB of memory, links 350.0 GB/s, latency 10 us",
+        "costs from   hardware=h200 figures",
         "predicted    step 500.0 ms",
         "speed        64.0 samples/s, predicted",
         "utilisation  25.0 % of these figures, predicted, without recomputation",
         "             recomputation adds 25.0 % to the operations",
         "balance      the slowest stage takes 3.2 % more than the mean of all",
-        "memory       1.8 GiB on stage 0, the fullest, predicted, of 128.0 GiB",
+        "memory       1.8 GiB on stage 0, the fullest, predicted, of 131.0 GiB",
         "predicted       55.0      20.0    2.0   23.0 =   15.0       3.0      1.0    4.0",
         "ideal bubble 20.0 %, (K-1)/(M+K-1): stages are equal and do nothing but compute",
         "picture      plan.png",
@@ -142,7 +137,7 @@ def test_the_grid_is_shown_where_it_fits(tmp_path: Path) -> None:
 
 
 def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> None:
-    unknown = dict.fromkeys(H200) | {"name": "mine", "source": "layers measured on this machine"}
+    unknown = dict.fromkeys(real()["hardware"]) | {"name": "mine", "source": "layers measured on this machine"}
     text = {"sample": "sequence", "step_tokens": 4096, "tokens_per_second": 8192.0, "utilisation": None}
     lines = shown(plan(hardware=unknown, **text), tmp_path)
     assert "mini-batch   32 sequences, 4,096 tokens" in lines
