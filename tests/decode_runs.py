@@ -6,10 +6,11 @@ few, every possible translation can be looked at.
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -71,8 +72,7 @@ def tiny_vocabulary() -> Vocabulary:
         minloglevel=2,
     )
     vocabulary = Vocabulary(model.getvalue())
-    assert vocabulary.size == 8
-    assert vocabulary.symbol("<2en>") == LANGUAGE
+    assert (vocabulary.size, vocabulary.symbol("<2en>")) == (8, LANGUAGE)
     return vocabulary
 
 
@@ -110,13 +110,13 @@ def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda acti
 
 
 def decode_here(
-    case: Case,
-    watch: Watch = lambda action, samples, lengths: None,
-    prepare: Callable[[Engine], None] = lambda engine: None,
+    case: Case, watch: Watch = lambda action, samples, lengths: None, bias: Mapping[int, float] = MappingProxyType({})
 ) -> list[list[int]]:
-    """Decode in this process, all stages of it."""
+    """Decode in this process, all stages of it, with these values in the bias of the logits."""
     engine = engine_of(plan(case.partitions, case.seed), watch)
-    prepare(engine)
+    with torch.no_grad():
+        for token, value in bias.items():
+            engine.parameters[case.partitions - 1]["softmax.logits.bias"][token] = value
     with engine.evaluating(averages=False):
         return decode(engine, ControlGroup(0, 1), case.search, tiny_split(), case.indices)
 

@@ -237,9 +237,6 @@ def test_ends_of_a_cell() -> None:
 def test_the_peak_is_that_of_what_it_ran_on() -> None:
     """A plan may name any machine; this one is a CPU."""
     config = configure(*TINY, "hardware=tpu_v3", "partitions=1")
-    assert config.hardware.peak_tflops == 61.5
-    shapes = profile_model(config)
-    flops = step_flops(config, shapes, make_placement(config, shapes))
+    flops = step_flops(config, profile_model(config), make_placement(config))
     assert flops.peak_per_second is None
     assert "hardware=tpu_v3 is not what it ran on" in flops.peak_source
-    assert (flops.samples, flops.tokens) == (8, None)
