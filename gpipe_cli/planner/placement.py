@@ -1,4 +1,4 @@
-"""Which layers go where: the cut, the devices and the processes of a run, decided once, before anything is allocated.
+"""Where the stages of a plan are: the devices, the processes and the threads of a run, before anything is allocated.
 
 The parent makes the placement from shapes alone and hands it to every worker, so that none of them traces the model
 again and all of them agree.
