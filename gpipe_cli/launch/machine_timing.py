@@ -278,7 +278,8 @@ def _layer_facts(config: TrainConfig, placement: Placement, profile: ModelProfil
 def _timed(
     kind: str, facts: Mapping[str, Any], line: str, log: Log, work: Callable[[], dict[str, Any]], *, anew: bool = False
 ) -> tuple[dict[str, Any], float]:
-    """What `work` finds, and the time.time() of it; or what a file remembers, if the machine is as fast as it was.
+    """What `work` finds, and the time.time() of it; or what a file remembers: of layers always, so that a plan and the
+    training after it have one cut, of the machine if it is as fast as it was.
 
     The file's name is a digest of `facts`; `log` gets the line before anything is timed. Raises what `work` raises.
     """
@@ -288,7 +289,7 @@ def _timed(
         folder = temporary_folder()
     file = folder / kind / f"{digest_of('layer seconds', facts)}.json"
     remembered = None if anew else _remembered(file)
-    if remembered is None or _drifted(remembered["probe_seconds"]):
+    if remembered is None or (kind == "hardware" and _drifted(remembered["probe_seconds"])):
         log(f"{line}{'' if remembered is None else '; the speed of the machine has changed'} ...")
         remembered = {"found": work(), "probe_seconds": _probe(), "at": time.time()}
         try:
