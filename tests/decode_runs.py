@@ -18,7 +18,7 @@ from training_runs import configure
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.pairs import Pairs
+from gpipe_cli.data.corpora import Pairs
 from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.models.transformer_nmt import transformer_nmt
+from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 
 VOCABULARY = 50
 KINDS = ("language model", "shared embedding", "separate embeddings")  # of Transformers

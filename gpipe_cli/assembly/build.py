@@ -25,8 +25,7 @@ from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
 from gpipe_cli.models.timm_models import build_timm
-from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.models.transformer_nmt import transformer_nmt
+from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

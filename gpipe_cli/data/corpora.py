@@ -1,18 +1,28 @@
-"""Text to read: the documents of a training and a test text for a language model (paper, Section 2.2, Table 1).
+"""The texts themselves: documents for a language model, sentence pairs for translation, each with a test split.
 
 The paper's Transformer-L is measured without a named text; Lingvo's GPipe language model reads the billion-word
-benchmark. Two sources replace it: the text that comes with every Python, so that a first run needs no download, and
-a user's own files.
+benchmark. Its translation model learns 102 languages from a corpus that is not public (Section 5). A user's own files
+replace them, and for a first run without a download: the text that comes with every Python, and names in 234 languages
+out of Unicode's Common Locale Data Repository.
 """
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.batches import SPLITS, seed_of
+from gpipe_cli.data.cache import cached, digest_of
 
 _SECTION_CHARACTERS = 2000
-_TEST_EVERY = 10
-
+_TEST_EVERY = 10  # of documents
+_TEST_ONE_IN = 20  # of pairs
 Documents = tuple[str, ...]
 
 
@@ -106,3 +116,196 @@ def _cut_last_tenth(text: str) -> tuple[str, str]:
     if line_end >= 0:
         position = line_end + 1
     return text[:position], text[position:]
+
+
+_LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """One split of the sentence pairs of all languages. groups: int32 (n,), numbers of `languages`, which are names
+    such as `de-en`, the same for both splits. file, lines: where each pair was read; None where not from a file."""
+
+    sources: Sequence[str]
+    references: Sequence[str]
+    groups: Tensor
+    languages: tuple[str, ...]
+    file: Path | None = None
+    lines: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def where(self, index: int) -> str:
+        """A pair's origin, for a message."""
+        if self.lines is not None:
+            return f"'{self.file}' line {self.lines[index]}"
+        return f"'{self.sources[index]}' ({self.languages[int(self.groups[index])]})"
+
+    def chosen(self, indices: Tensor) -> "Pairs":
+        """The pairs `indices` (int64), in that order."""
+        rows = indices.tolist()
+        return replace(
+            self,
+            sources=[self.sources[row] for row in rows],
+            references=[self.references[row] for row in rows],
+            groups=self.groups[indices],
+            lines=None if self.lines is None else [self.lines[row] for row in rows],
+        )
+
+
+def target_language(languages: str) -> str:
+    """`en` of `de-en`."""
+    return languages.rpartition("-")[2]
+
+
+def languages_of(pairs: Sequence[str]) -> int:
+    """How many languages there are, on both sides, in pairs such as `hi_Latn-en`; scripts do not make another one."""
+    return len({code.partition("_")[0] for pair in pairs for code in pair.split("-")})
+
+
+def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
+    """Lines `source TAB target TAB languages` (such as `de-en`), UTF-8, without a heading; empty lines are skipped.
+
+    root: a folder with train.tsv and test.tsv, or one file: then a line is test text where a hash of its target says
+    so, about 1 in 20, so that no target is in both splits.
+
+    Raises ValueError for files that are missing, empty or not UTF-8, and for a line of another form, with its number.
+    """
+    if root.is_dir():
+        files = (root / "train.tsv", root / "test.tsv")
+        rows = [_read_rows(file) for file in files]
+    else:
+        files, rows = (root, root), [[], []]
+        for row in _read_rows(root):
+            rows[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
+        for split, part in zip(SPLITS, rows, strict=True):
+            if not part:
+                why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
+                use = "add lines, or use a folder with train.tsv and test.tsv"
+                raise RefusedError("dataset.root", root, f"{why}; {use}")
+    languages = tuple(sorted({row.languages for part in rows for row in part}))
+    numbers = {name: number for number, name in enumerate(languages)}
+    train, test = (
+        Pairs(
+            [row.source for row in part],
+            [row.target for row in part],
+            torch.tensor([numbers[row.languages] for row in part], dtype=torch.int32),
+            languages,
+            file,
+            [row.line for row in part],
+        )
+        for file, part in zip(files, rows, strict=True)
+    )
+    return train, test
+
+
+class _Row(NamedTuple):
+    line: int  # from 1
+    source: str
+    target: str
+    languages: str
+
+
+def _read_rows(file: Path) -> list[_Row]:
+    """The lines of a file that are not empty, at least one."""
+    rows = []
+    # Not splitlines(): U+2028 and its like may be part of a sentence.
+    for number, line in enumerate(read_utf8(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        columns = [column.strip() for column in line.split("\t")]
+        if len(columns) != 3 or not all(columns) or not _LANGUAGES.fullmatch(columns[2]):
+            raise ValueError(
+                f"text file '{file}' line {number}: must have 3 columns, separated by tabs and none of them empty: "
+                "source, target and languages (such as de-en)"
+            )
+        rows.append(_Row(number, *columns))
+    if not rows:
+        raise ValueError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
+    return rows
+
+
+_KINDS = ("territories", "languages", "scripts", "currency_names")
+_LEAST_NAMES = 100  # a language with three names would see them thousands of times under temperature sampling
+
+
+def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
+    """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading takes long.
+
+    Names of territories, languages, scripts and currencies, some languages with five times as many as others: short,
+    but many scripts, many languages, one model. It shows how the parts work together; it is no measure of translation.
+
+    Languages are those without a territory (`de`, `zh`), and their other scripts (`zh_Hant`) with the names that are
+    written otherwise there. A name that is missing or only a code is left out, and a language with fewer than 100
+    names. One English name in 20 is for the test, in all languages alike, so that no name of the test, nor its code,
+    occurs in training. The split is fixed, whatever the seed.
+    """
+    import babel
+
+    # Whatever changes below changes the file's name.
+    name = digest_of("cldr", babel.__version__, [Path(__file__).read_bytes()])
+    content = json.loads(cached(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
+    train, test = (_directed(content[split], content["codes"], direction) for split in ("train", "test"))
+    return train, test
+
+
+def _names_of(locale: str) -> dict[tuple[str, str], str]:
+    """(kind, code) -> name, as far as the locale has one that is more than the code."""
+    from babel import localedata
+
+    content: Mapping[str, Any] = localedata.load(locale)
+    return {
+        (kind, code): name.strip()
+        for kind in _KINDS
+        for code, name in sorted(content.get(kind, {}).items())
+        if isinstance(name, str) and name.strip() and name.strip() != code
+    }
+
+
+def _locales() -> Iterator[tuple[str, dict[tuple[str, str], str]]]:
+    """Each language, and each of its scripts with the names that differ from the language's; English not."""
+    from babel import localedata
+
+    for locale in sorted(localedata.locale_identifiers()):
+        language, _, rest = locale.partition("_")
+        # Territories (de_AT) have two letters or three digits, variants are longer, scripts have four letters.
+        if language in ("en", "root") or (rest and not (len(rest) == 4 and rest.isalpha())):
+            continue
+        names = _names_of(locale)
+        if rest:
+            usual = _names_of(language)
+            names = {entry: name for entry, name in names.items() if usual.get(entry) != name}
+        yield locale, names
+
+
+def _read_names() -> dict[str, Any]:
+    """The codes of the languages, and of each split: names, English names, and numbers of codes."""
+    english = _names_of("en")
+    codes: list[str] = []
+    rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
+    for locale, names in _locales():
+        known = [(name, english[entry]) for entry, name in names.items() if entry in english]
+        if len(known) < _LEAST_NAMES:
+            continue
+        for name, meaning in known:
+            # by a hash of the English name, so that an entry that a later Babel adds moves no other
+            drawn = seed_of(f"cldr test {' '.join(meaning.casefold().split())}") % _TEST_ONE_IN
+            rows["train" if drawn else "test"].append((name, meaning, len(codes)))
+        codes.append(locale)
+    return {"codes": codes} | {split: list(zip(*part, strict=True)) for split, part in rows.items()}
+
+
+def _directed(columns: Any, codes: list[str], direction: str) -> Pairs:
+    """The pairs of a split in one direction or both."""
+    names, english, numbers = columns
+    groups = torch.tensor(numbers, dtype=torch.int32)
+    into, out_of = tuple(f"{code}-en" for code in codes), tuple(f"en-{code}" for code in codes)
+    match direction:
+        case "to_english":
+            return Pairs(names, english, groups, into)
+        case "from_english":
+            return Pairs(english, names, groups, out_of)
+        case _:
+            both = torch.cat([groups, groups + len(codes)])
+            return Pairs([*names, *english], [*english, *names], both, into + out_of)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpipe_cli.config.dataset import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
-from gpipe_cli.data.seeds import seed_of
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10

@@ -18,7 +18,7 @@ from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
-from gpipe_cli.data.pairs import Pairs, target_language
+from gpipe_cli.data.corpora import Pairs, target_language
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make_vocabulary
 
 

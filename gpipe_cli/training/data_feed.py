@@ -12,11 +12,10 @@ import torch
 from gpipe_cli.assembly.build import open_data, outputs_of
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
-from gpipe_cli.data.language_model import TextSplit
+from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
-from gpipe_cli.data.pairs import languages_of
 from gpipe_cli.data.photographs import DECODED
-from gpipe_cli.data.text import unigram_perplexity
+from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.planner.model_profile import refuse_single_samples

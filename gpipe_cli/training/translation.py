@@ -19,7 +19,7 @@ import torch
 
 from gpipe_cli.assembly.build import greatest_lengths
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
-from gpipe_cli.data.pairs import target_language
+from gpipe_cli.data.corpora import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup

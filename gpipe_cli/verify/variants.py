@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model, real_model
-from gpipe_cli.assembly.learning_rate import learning_rate
+from gpipe_cli.assembly.optimizer import learning_rate
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
-from gpipe_cli.models.drop_path import set_progress
+from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, watching
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch

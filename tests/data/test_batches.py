@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.data.batches import Catalogue, MiniBatches
-from gpipe_cli.data.temperature import language_quotas, temperature_draws
+from gpipe_cli.data.batches import Catalogue, MiniBatches, language_quotas, temperature_draws
 
 
 def sentences(dimensions: int = 2) -> Catalogue:

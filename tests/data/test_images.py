@@ -15,10 +15,8 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 
-from gpipe_cli.data.augmentation import Cutout, build_transform
-from gpipe_cli.data.images import ImageSplit
+from gpipe_cli.data.images import Cutout, ImageSplit, build_transform, seeded
 from gpipe_cli.data.readers import Files, read_cifar
-from gpipe_cli.data.seeds import seeded
 
 Splits = tuple[ImageSplit, ImageSplit]
 

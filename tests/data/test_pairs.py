@@ -8,9 +8,7 @@ import torch
 from babel import Locale
 
 from gpipe_cli.config.dataset import TextConfig
-from gpipe_cli.data import cldr
-from gpipe_cli.data.cldr import read_cldr
-from gpipe_cli.data.pairs import Pairs, languages_of, read_parallel_text, target_language
+from gpipe_cli.data.corpora import Pairs, languages_of, read_cldr, read_parallel_text, target_language
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD
 
@@ -144,7 +142,7 @@ def test_names_are_what_babel_gives(splits: tuple[Pairs, Pairs]) -> None:
 def test_directions_are_read_from_the_cache(
     splits: tuple[Pairs, Pairs], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cldr, "_read_names", None)  # calling it would fail
+    monkeypatch.setattr("gpipe_cli.data.corpora._read_names", None)  # calling it would fail
     assert splits[0].where(0).endswith(f"({splits[0].languages[0]})")
     into = rows_of(splits[1])
     out_of = [(english, name, f"en-{languages.removesuffix('-en')}") for name, english, languages in into]

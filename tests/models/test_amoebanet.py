@@ -10,9 +10,18 @@ import torch.nn.functional as F
 from networks import small_amoebanet
 from torch import Tensor, nn
 
-from gpipe_cli.models.amoebanet import AuxiliaryHead, Classifier
-from gpipe_cli.models.cell import NORMAL, REDUCTION, Cell, CellGenotype, FeatureMap, Variant
-from gpipe_cli.models.drop_path import ScheduledDropPath, set_progress
+from gpipe_cli.models.amoebanet import (
+    NORMAL,
+    REDUCTION,
+    AuxiliaryHead,
+    Cell,
+    CellGenotype,
+    Classifier,
+    FeatureMap,
+    ScheduledDropPath,
+    Variant,
+    set_progress,
+)
 from gpipe_cli.models.operations import AfterRelu, Convolution, FactorizedReduction, Linear, SameConvolution, operation
 
 # --- operations

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from training_runs import assert_same_tensors
 
-from gpipe_cli.models.chain import chain
-from gpipe_cli.models.timm_models import build_timm
+from gpipe_cli.models.timm_models import build_timm, chain
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 

@@ -7,8 +7,15 @@ import torch
 import torch.nn.functional as F
 from networks import KINDS, VOCABULARY, sentences, small_transformer
 
-from gpipe_cli.models.transformer import Attention, Embedding, FeedForward, Projection, Softmax, sinusoids
-from gpipe_cli.models.transformer_lm import transformer_lm
+from gpipe_cli.models.transformer import (
+    Attention,
+    Embedding,
+    FeedForward,
+    Projection,
+    Softmax,
+    sinusoids,
+    transformer_lm,
+)
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary, as_value
 

@@ -5,7 +5,7 @@ from decode_runs import SOURCES, Case, decode_here, engine_of, plan, tiny_split
 
 from gpipe_cli.config.dataset import TextConfig
 from gpipe_cli.config.settings import DecodeConfig
-from gpipe_cli.data.pairs import read_parallel_text
+from gpipe_cli.data.corpora import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
