@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import fields
 from math import log as log_of
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, Translation
 
 MIB = 2**20
@@ -163,3 +165,9 @@ def log(**options: Any) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
     defaults: dict[str, Any] = {"file": file, "width": 80, "force_terminal": False, "color_system": None}
     return Console(**(defaults | options)), file
+
+
+def reporter_in(folder: Path, *settings: str, **changes: Any) -> tuple[Reporter, io.StringIO]:
+    """The reporter of a run as `description` makes it, and what its console shows."""
+    console, file = log()
+    return Reporter(folder, description(*settings, **changes), console), file

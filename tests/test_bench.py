@@ -58,7 +58,6 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
     assert "_bench_amoebanet_synthetic_images_K2_M3" in measured.name
     assert (result["command"], result["status"], result["steps"]) == ("bench", "completed", 5)
     assert (result["warm_up_steps"], result["speed_steps"]) == (2, 3)
-    assert (result["test"], result["best"]) == (None, None)
     assert not (measured / "checkpoints").exists()
     assert {path.name for path in measured.iterdir()} >= {"config.yaml", "timeline.html", "timeline.png"}
     first, third = result["samples_per_second_quartiles"]
@@ -67,8 +66,6 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
     assert result["model_flops_per_second"] == pytest.approx(result["model_flops"] / 8 * result["samples_per_second"])
     assert result["peak_flops_per_second"] == 2e9, "one CPU, whatever the stages on it"
     assert result["mfu"] == pytest.approx(result["model_flops_per_second"] / 2e9)
-    assert len(result["activation_bytes"]) == len(result["memory_bytes"]) == 2
-    assert sum(result["breakdown"]["measured"].values()) == pytest.approx(1)
 
 
 def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +78,6 @@ def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureF
     assert (result["mfu"], result["peak_flops_per_second"]) == (None, None)
     output = capsys.readouterr().out
     assert "measuring    3 steps after 2 of warm-up\n" in output
-    assert "epoch" not in output
     assert " tokens/s (median; quartiles " in output
     assert "MFU          not known: the peak of this CPU is not known; hardware.peak_tflops=... says it" in output
 
@@ -95,7 +91,6 @@ def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureF
         ("resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
         ("rounds=2", "rounds=2: one configuration has nothing to take turns with; add -m"),
         ("-m rounds=1,2", "rounds=1,2: all rows of a table have the same rounds; give one number"),
-        ("-m partitions=1,2 rounds=0", "rounds=0: must be 1 or more"),
     ],
 )
 def test_what_a_measurement_has_no_use_for_is_refused(
@@ -213,7 +208,6 @@ def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp
         {"partitions": 4, "model.filters": 8, "executor": "in_process"},
         {"partitions": 1, "model.filters": 4, "executor": "in_process"},
     ]
-    assert table["rows"][0]["memory_bytes"] == [1, 2, 3, 4]
     write_bench(tmp_path, table)
     first, second = csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))
     assert [(row["partitions"], row["partitions_resolved"]) for row in (first, second)] == [("auto", "4"), ("1", "1")]

