@@ -81,19 +81,19 @@ def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((
     return Plan(**(unread | values | changes))
 
 
-def step(number: int, **changes: Any) -> StepDone:
-    """The message of step `number`, counted from 1; 32 samples in 62.5 ms."""
+def step(number: int, text: bool = False, **changes: Any) -> StepDone:
+    """The message of step `number`, counted from 1; 32 samples in 62.5 ms, of text 1,000 tokens."""
     message: dict[str, Any] = {
         "step": number,
         "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
         "position": (number - 1) % STEPS_PER_EPOCH + 1,
         "samples": 32,
-        "tokens": None,
+        "tokens": 1000 if text else None,
         "seconds": 0.0625,
         "loss": 3.0 - number / 10,
         "cross_entropy": 2.0 - number / 10,
         "top1": 0.25,
-        "top5": 0.75,
+        "top5": None if text else 0.75,
         "learning_rate": 0.04,
         "gradient_norm": 1.5,
         "lengths": (),
@@ -111,9 +111,11 @@ def shares(bubble: float) -> dict[str, float]:
     return {"compute": 1 - sum(small.values()), **small}
 
 
-def evaluation(number: int, **changes: Any) -> Evaluated:
-    """The message of an evaluation after step `number`."""
-    scores = {"tokens": None, "loss": 1.25, "top1": 0.875, "top5": 1.0, "averaged": False}
+def evaluation(number: int, text: bool = False, **changes: Any) -> Evaluated:
+    """The message of an evaluation after step `number`; of text 5,000 tokens, perplexity 41.3."""
+    classified = {"tokens": None, "loss": 1.25, "top1": 0.875, "top5": 1.0, "averaged": False}
+    read = {"tokens": 5000, "loss": log_of(41.3), "top1": 0.312, "top5": None, "averaged": False}
+    scores = read if text else classified
     values: dict[str, Any] = {
         "step": number,
         "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
@@ -122,16 +124,6 @@ def evaluation(number: int, **changes: Any) -> Evaluated:
         "translations": (),
     }
     return Evaluated(**(values | changes))
-
-
-def text_step(number: int, **changes: Any) -> StepDone:
-    """As `step`, of text: 1,000 tokens in 62.5 ms."""
-    return step(number, **({"tokens": 1000, "top5": None} | changes))
-
-
-def text_evaluation(number: int, **changes: Any) -> Evaluated:
-    """As `evaluation`, of text: 5,000 tokens, perplexity 41.3."""
-    return evaluation(number, **({"tokens": 5000, "loss": log_of(41.3), "top1": 0.312, "top5": None} | changes))
 
 
 def timeline(second: float = 0.01, **changes: Any) -> TimelineView:

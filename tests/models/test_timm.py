@@ -38,7 +38,6 @@ MEMBERS: list[tuple[str, dict[str, Any]]] = [
     ("vgg11_bn", {"mlp_ratio": 0.01}),
     ("mixer_s32_224", {"img_size": 32}),
 ]
-IDS = [f"{index}_{name}" for index, (name, _) in enumerate(MEMBERS)]
 SMALL = "test_resnet"
 
 
@@ -50,7 +49,7 @@ def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
 # The chain.
 
 
-@pytest.mark.parametrize(("name", "settings"), MEMBERS, ids=IDS)
+@pytest.mark.parametrize(("name", "settings"), MEMBERS)
 def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
     """Evaluation, then training with random parts: outputs, gradients and running statistics.
 

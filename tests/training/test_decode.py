@@ -54,10 +54,9 @@ def test_cut_micro_batches_and_batches_do_not_matter() -> None:
             assert decode_here(other) == expected, other
 
 
-@pytest.mark.parametrize("seed", [2, 6])
-def test_what_has_ended_leaves_the_mini_batch(seed: int) -> None:
+def test_what_has_ended_leaves_the_mini_batch() -> None:
     """Greedy: a sentence takes a row in each step until it has ended, and its padding goes with it."""
-    case = Case(seed=seed, partitions=2, micro_batches=3)
+    case = Case(seed=6, partitions=2, micro_batches=3)
     translations = [patient(case, index) for index in case.indices]
     # one step for each token and one for the end, unless the limit came first
     steps_of = [
@@ -78,8 +77,7 @@ def test_what_has_ended_leaves_the_mini_batch(seed: int) -> None:
     decode_here(case, watch)
     assert found == expected
     assert len({rows for rows, _ in expected}) > 1
-    if seed == 6:  # here the longest source does not have the longest translation
-        assert len({longest for _, (longest, _) in expected}) > 1
+    assert len({longest for _, (longest, _) in expected}) > 1, "the longest source has the longest translation"
 
 
 def test_a_translation_is_cut_off_at_the_limit_or_by_its_source() -> None:

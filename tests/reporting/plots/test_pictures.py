@@ -80,11 +80,6 @@ def test_many_bars_are_plain() -> None:
         assert colour_at(picture, [view], 0, stage, 3 * 512, down=0.5) == palette.rgb(palette.IDLE)
 
 
-@pytest.mark.parametrize("view", [TimelineView("", "measured", ((), ()), 0.0, shares(0.1)), many(1, 1), many(40, 3)])
-def test_strange_timelines_are_drawn(view: TimelineView) -> None:
-    assert draw([view]).std() > 0
-
-
 def cut(*stages: tuple[tuple[float, float], ...]) -> RunDescription:
     """A run with these seconds of the layers of its stages."""
     count = len(stages)

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import (
-    LANGUAGE_MODEL,
-    TRANSLATION,
-    description,
-    evaluation,
-    log,
-    placement,
-    step,
-    text_evaluation,
-    text_step,
-)
+from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, log, placement, step
 from rich.console import Console
 
 from gpipe_cli.planner.placement import Placement
@@ -112,9 +102,9 @@ def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
     screen = RunConsole(console, run, line_seconds=0)
     show_banner(console, run, Path("outputs/run"))
     worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
-    screen.step(text_step(1, cross_entropy=12.3456, **worst), 999_999.4)
-    screen.step(text_step(4, cross_entropy=12.3456, **worst), 1_234_567.8)
-    screen.evaluated(text_evaluation(4, epoch=100, loss=13.5, top1=1.0))
+    screen.step(step(1, text=True, cross_entropy=12.3456, **worst), 999_999.4)
+    screen.step(step(4, text=True, cross_entropy=12.3456, **worst), 1_234_567.8)
+    screen.evaluated(evaluation(4, text=True, epoch=100, loss=13.5, top1=1.0))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     *_, heading, sign_of_life, tested = lines

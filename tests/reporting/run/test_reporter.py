@@ -3,19 +3,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from reporting_runs import (
-    LANGUAGE_MODEL,
-    TRANSLATION,
-    evaluation,
-    log,
-    plan,
-    reporter_in,
-    shares,
-    step,
-    text_evaluation,
-    text_step,
-    timeline,
-)
+from reporting_runs import LANGUAGE_MODEL, TRANSLATION, evaluation, log, plan, reporter_in, shares, step, timeline
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
@@ -68,9 +56,9 @@ def test_a_whole_run_of_text(tmp_path: Path) -> None:
     reporter.banner()
     reporter.start()
     for number in range(1, 9):
-        reporter.step(text_step(number))
+        reporter.step(step(number, text=True))
         if number % 4 == 0:
-            reporter.evaluated(text_evaluation(number, is_best=number == 4))
+            reporter.evaluated(evaluation(number, text=True, is_best=number == 4))
     reporter.finish("completed")
     result = read_result(tmp_path)
     assert result["task"] == "translation"
@@ -90,8 +78,8 @@ def test_a_whole_run_of_text(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_null_in_the_result_of_a_failed_run(tmp_path: Path) -> None:
     reporter, file = reporter_in(tmp_path, *LANGUAGE_MODEL)
-    reporter.step(text_step(1, loss=float("nan"), cross_entropy=1e4))
-    reporter.evaluated(text_evaluation(1, loss=1e4, is_best=False))
+    reporter.step(step(1, text=True, loss=float("nan"), cross_entropy=1e4))
+    reporter.evaluated(evaluation(1, text=True, loss=1e4, is_best=False))
     reporter.finish("failed", "stage 1 died in [2F0]")
     result = read_result(tmp_path)
     assert (result["test"]["perplexity"], result["best"]) == (None, None)  # beyond all floats

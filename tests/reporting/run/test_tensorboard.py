@@ -19,8 +19,6 @@ from reporting_runs import (
     reporter_in,
     shares,
     step,
-    text_evaluation,
-    text_step,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
@@ -122,8 +120,8 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
 
 def test_the_curves_of_text(tmp_path: Path) -> None:
     reporter, _ = reporter_in(tmp_path, *LANGUAGE_MODEL)
-    reporter.step(text_step(1, cross_entropy=math.log(64), loss=5.0))
-    reporter.evaluated(text_evaluation(1))
+    reporter.step(step(1, text=True, cross_entropy=math.log(64), loss=5.0))
+    reporter.evaluated(evaluation(1, text=True))
     reporter.finish("failed", "a stage died")
     expected = {
         "train/perplexity": 64.0,
@@ -156,7 +154,7 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
 
     lines = Translation("fr-en", "a\nb\tc", "& &amp; \\", "")
     board = Dashboard(tmp_path, description(*TRANSLATION))
-    board.evaluated(text_evaluation(4, translations=(*TRANSLATIONS, lines)))
+    board.evaluated(evaluation(4, text=True, translations=(*TRANSLATIONS, lines)))
     shown = markdown_to_safe_html(words(tmp_path, "translations"))  # what TensorBoard itself makes of it
     rows = [
         re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
@@ -168,8 +166,8 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
 
 def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
     board = Dashboard(tmp_path, description(*LANGUAGE_MODEL))
-    board.step(text_step(1, loss=math.nan, cross_entropy=1e4, gradient_norm=None, memory_bytes=()))
-    board.step(text_step(2, loss=math.nan, cross_entropy=200.0))  # fits Python's floats, not those of an event
+    board.step(step(1, text=True, loss=math.nan, cross_entropy=1e4, gradient_norm=None, memory_bytes=()))
+    board.step(step(2, text=True, loss=math.nan, cross_entropy=200.0))  # fits Python's floats, not those of an event
     board.flush()
     assert [event.value for event in events(tmp_path).Scalars("train/perplexity")] == [math.inf, math.inf]
     assert all(math.isnan(event.value) for event in events(tmp_path).Scalars("train/loss"))
