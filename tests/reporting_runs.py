@@ -19,17 +19,13 @@ from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
-from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, Translation
+from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone
 
 MIB = 2**20
 STEPS_PER_EPOCH = 4
 SETTINGS = ("epochs=3", "partitions=2", "micro_batches=4", "batch_size=32", "recompute=except_last", "threads=1")
 LANGUAGE_MODEL = ("model=transformer_lm", "dataset=python_docs")
 TRANSLATION = ("model=transformer_nmt", "dataset=cldr", "batch_size=null", "batch_tokens=4096")
-TRANSLATIONS = (
-    Translation("de-en", "Österreich", "Austria", "Austria"),
-    Translation("ru-en", "Россия | РФ", "Russia", "a|b <2en> *c* _d_ `e` \\| [f]"),
-)
 
 
 def description(*settings: str, **changes: Any) -> RunDescription:

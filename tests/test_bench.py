@@ -158,8 +158,7 @@ def measured_run(number: int, turn: int, speed: float, **changes: Any) -> Run:
         "hardware": {"threads_per_process": 1},
         "config": {"partitions": number, "model": {"filters": 4}, "output": "outputs"},
     }
-    settings = {"partitions": number}
-    return Run(f"partitions={number}", Path("x"), 0, 1.0, result | changes, number, turn, settings)
+    return Run(f"partitions={number}", Path("x"), 0, 1.0, result | changes, number, turn, {"partitions": number})
 
 
 def test_rounds_are_compared_within_themselves() -> None:

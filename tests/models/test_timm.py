@@ -198,7 +198,6 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
         ("absent.pth", None, "there is no such file"),
         ("text.safetensors", None, "cannot be read as weights"),
         ("evil.pth", {"fc.weight": Evil(trace)}, "cannot be read as weights"),
-        ("list.pth", [1, 2], "cannot be read as weights|does not hold a dictionary of tensors"),
         ("numbers.pth", {"fc.weight": 3}, "does not hold a dictionary of tensors"),
         ("less.pth", {name: own[name] for name in own if "layer1.0.conv" not in name}, r"file lacks layer1.* \d more"),
         ("more.pth", {**own, "extra": torch.zeros(1)}, r"the file has besides extra;"),
@@ -224,7 +223,6 @@ def test_pretrained_weights_out_of_reach(
     with pytest.raises(ValueError, match=f"the weights of {name} cannot be had here .*model.weights=FILE") as caught:
         build(name, pretrained=True)
     assert str(caught.value).startswith("model.pretrained=true: ")
-    assert "\n" not in str(caught.value)
 
 
 # Refused.
