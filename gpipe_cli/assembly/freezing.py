@@ -29,7 +29,10 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     parameters: set[str] = set()
     for pattern in patterns:
         if pattern == TAKEN:
-            whole, single = _all_but(classifier_of(config, model), model)
+            classifier = classifier_of(config, model)
+            partly = {holder for name in classifier for holder in _holders(name)}
+            whole = sorted({holder for name in model.state_dict() for holder in _holders(name)} - partly)
+            single = [name for name in every[1] if name not in classifier]
         else:
             whole, single = ([name for name in names if fnmatchcase(name, pattern)] for names in every)
         if not whole and not single:
@@ -38,10 +41,10 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
             raise ValueError(f"freeze={show(patterns)}: no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}
-    outermost = tuple(name for name in every[0] if name in modules and not _is_inside(name, modules))
-    alone = tuple(name for name in every[1] if name in parameters and not _is_inside(name, modules))
+    outermost = tuple(name for name in every[0] if name in modules and modules.isdisjoint(_holders(name)))
+    alone = tuple(name for name in every[1] if name in parameters and modules.isdisjoint(_holders(name)))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
-    if patterns and all(_is_inside(name, modules) for name in trained):
+    if patterns and not any(modules.isdisjoint(_holders(name)) for name in trained):
         layers = [name for name, _ in model.named_children()]
         raise ValueError(
             f"freeze={show(patterns)}: nothing is left to train; leave some layers out, at least {layers[-1]}, the last"
@@ -76,29 +79,7 @@ def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
     return frozenset(name for name, tensor in searched.items() if other[name].shape != tensor.shape)
 
 
-def _all_but(classifier: frozenset[str], model: nn.Sequential) -> tuple[list[str], list[str]]:
-    """The largest modules that have tensors and none of the classifier's, and the parameters that are left over."""
-    whole: list[str] = []
-    single: list[str] = []
-
-    def visit(path: str, module: nn.Module) -> None:
-        prefix = f"{path}." if path else ""
-        names = {f"{prefix}{name}" for name in module.state_dict()}
-        if names and not names & classifier:
-            whole.append(path)
-        elif names:
-            single.extend(
-                f"{prefix}{name}"
-                for name, _ in module.named_parameters(recurse=False)
-                if f"{prefix}{name}" not in classifier
-            )
-            for name, child in module.named_children():
-                visit(f"{prefix}{name}", child)
-
-    visit("", model)
-    return whole, single
-
-
-def _is_inside(name: str, modules: set[str]) -> bool:
+def _holders(name: str) -> list[str]:
+    """The modules that a module or a tensor is inside of."""
     parts = name.split(".")
-    return any(".".join(parts[:depth]) in modules for depth in range(1, len(parts)))
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]

@@ -159,7 +159,9 @@ class MiniBatches:
         if lengths is None:
             assert self._batch_size is not None, "images have no tokens"
             return [(part, ()) for part in order.split(self._batch_size)]
-        order = order[_by_length(lengths[order])]
+        # The last key counts first: the larger length, then each length in turn; ties stay as they are.
+        keys = (*lengths[order].numpy().T[::-1], lengths[order].amax(dim=1).numpy())
+        order = order[torch.from_numpy(np.lexsort(keys))]
         if self._batch_size is not None:
             parts = order.split(self._batch_size)
         else:
@@ -180,15 +182,6 @@ def _sizes(longest: list[int], most_tokens: int) -> list[int]:
             sizes.append(0)
         sizes[-1] += 1
     return sizes
-
-
-def _by_length(lengths: Tensor) -> Tensor:
-    """int64 (n,): the order by the larger length, then by each length; ties stay as they are. lengths: (n, d)."""
-    base = int(lengths.max()) + 1
-    key = lengths.amax(dim=1).to(torch.int64)
-    for column in lengths.unbind(dim=1):
-        key = key * base + column
-    return torch.argsort(key, stable=True)
 
 
 def language_quotas(counts: list[int], temperature: float) -> list[int]:

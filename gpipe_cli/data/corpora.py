@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ def read_python_docs() -> tuple[Documents, Documents]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ValueError(
-            "dataset=python_docs: this Python was installed without its help topics (pydoc_data); use another Python, "
-            "or dataset=text_files"
-        ) from error
+        why = "this Python was installed without its help topics (pydoc_data)"
+        raise ValueError(f"dataset=python_docs: {why}; use another Python, or dataset=text_files") from error
     return split_sections(topics[name] for name in sorted(topics))
 
 
@@ -118,6 +116,8 @@ def _cut_last_tenth(text: str) -> tuple[str, str]:
     return text[:position], text[position:]
 
 
+_KINDS = ("territories", "languages", "scripts", "currency_names")  # of names in CLDR
+_LEAST_NAMES = 100  # a language with three names would see them thousands of times under temperature sampling
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 
 
@@ -178,37 +178,24 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     else:
         files, rows = (root, root), [[], []]
         for row in _read_rows(root):
-            rows[seed_of(f"test {row.target}") % _TEST_ONE_IN == 0].append(row)
+            rows[seed_of(f"test {row[1]}") % _TEST_ONE_IN == 0].append(row)
         for split, part in zip(SPLITS, rows, strict=True):
             if not part:
                 why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
                 use = "add lines, or use a folder with train.tsv and test.tsv"
                 raise RefusedError("dataset.root", root, f"{why}; {use}")
-    languages = tuple(sorted({row.languages for part in rows for row in part}))
+    languages = tuple(sorted({row[2] for part in rows for row in part}))
     numbers = {name: number for number, name in enumerate(languages)}
-    train, test = (
-        Pairs(
-            [row.source for row in part],
-            [row.target for row in part],
-            torch.tensor([numbers[row.languages] for row in part], dtype=torch.int32),
-            languages,
-            file,
-            [row.line for row in part],
-        )
-        for file, part in zip(files, rows, strict=True)
-    )
-    return train, test
+    splits = []
+    for file, part in zip(files, rows, strict=True):
+        sources, targets, names, lines = zip(*part, strict=True)
+        groups = torch.tensor([numbers[name] for name in names], dtype=torch.int32)
+        splits.append(Pairs(sources, targets, groups, languages, file, lines))
+    return splits[0], splits[1]
 
 
-class _Row(NamedTuple):
-    line: int  # from 1
-    source: str
-    target: str
-    languages: str
-
-
-def _read_rows(file: Path) -> list[_Row]:
-    """The lines of a file that are not empty, at least one."""
+def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
+    """Source, target, languages and number (from 1) of the lines of a file that are not empty, at least one."""
     rows = []
     # Not splitlines(): U+2028 and its like may be part of a sentence.
     for number, line in enumerate(read_utf8(file).split("\n"), 1):
@@ -216,18 +203,12 @@ def _read_rows(file: Path) -> list[_Row]:
             continue
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) != 3 or not all(columns) or not _LANGUAGES.fullmatch(columns[2]):
-            raise ValueError(
-                f"text file '{file}' line {number}: must have 3 columns, separated by tabs and none of them empty: "
-                "source, target and languages (such as de-en)"
-            )
-        rows.append(_Row(number, *columns))
+            why = "must have 3 columns, separated by tabs and none of them empty"
+            raise ValueError(f"text file '{file}' line {number}: {why}: source, target and languages (such as de-en)")
+        rows.append((columns[0], columns[1], columns[2], number))
     if not rows:
         raise ValueError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
     return rows
-
-
-_KINDS = ("territories", "languages", "scripts", "currency_names")
-_LEAST_NAMES = 100  # a language with three names would see them thousands of times under temperature sampling
 
 
 def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:

@@ -8,7 +8,6 @@ Departs from the paper: no colour distortion; a random crop that does not fit is
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,21 +76,6 @@ def build_transform(
     return v2.Compose(steps)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run the block with torch's default CPU generator started from `seed`, then restore its old state.
-
-    Needed because torchvision's transforms draw from the default generator only. `torch.manual_seed` would also
-    re-seed every accelerator.
-    """
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
 @dataclass(frozen=True, eq=False)
 class ImageSplit:
     """The training or the test split, a `Split`.
@@ -124,7 +108,10 @@ class ImageSplit:
         image = self.samples.pixels[index]
         if self.seed is None:
             return self.transform(image)
-        with seeded(seed_of("augmentation", self.seed, epoch, index)):
+        # torchvision's transforms draw from the default generator only; it goes on afterwards as if nothing had been.
+        with torch.random.fork_rng(devices=[]):
+            # `torch.manual_seed` would seed every accelerator, too
+            torch.default_generator.manual_seed(seed_of("augmentation", self.seed, epoch, index))
             return self.transform(image)
 
 

@@ -145,13 +145,12 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
         why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({with_type(error)}); {expected}"
         raise RefusedError("dataset.root", root, why) from error
     # A folder 'test', which the challenge has too, holds images without classes.
-    train, test = read_folders(root, expected, test_names=("val",))
-    # All words of a synset: two classes share the first one ("crane").
-    named = [
+    train, test = (
+        # All words of a synset: two classes share the first one ("crane").
         replace(split, class_names=tuple(", ".join(words.get(wnid, (wnid,))) for wnid in split.class_names))
-        for split in (train, test)
-    ]
-    return named[0], named[1]
+        for split in read_folders(root, expected, test_names=("val",))
+    )
+    return train, test
 
 
 def _download(name: str, root: Path) -> None:

@@ -132,7 +132,7 @@ REDUCTION: dict[Variant, CellGenotype] = {
 
 
 class FeatureMap(NamedTuple):
-    """Shape of one example between two layers: `channels` maps of `size` x `size` pixels."""
+    """One example between two layers: `channels` maps of `size` x `size` pixels."""
 
     channels: int
     size: int
@@ -146,9 +146,7 @@ class Cell(nn.Module):
     Args:
         filters: F, the channels of every state; `output`, the result's shape, has F for each of the states it joins.
         stride: 1, or 2 for a reduction cell.
-        current: shape of the input.
         previous: shape of the input's predecessor; None for the first cell.
-        drop_path: probability to drop an operation's result at the end of the training.
     """
 
     def __init__(
@@ -285,11 +283,10 @@ def amoebanet(
     Args:
         normal_cells: L, without the reduction cells; at least 3.
         filters: D, the filters of the first stack.
-        image_size: S, pixels.
-        num_classes: classes (the reference has 1001 for ImageNet: 0 is "background").
+        num_classes: the reference has 1001 for ImageNet: 0 is "background".
         auxiliary_head: whether there is one, behind the normal cell before the second reduction.
         batch_norm_momentum: weight of the *new* statistics (torch's meaning: 1 - TensorFlow's decay).
-        batch_norm_epsilon: added to the variance; 1e-3 is the default of the reference's network.
+        batch_norm_epsilon: 1e-3 is the default of the reference's network.
         drop_path: probability to drop an operation's result at the end of the training.
         stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it; "auto" is "small"
             for images of at most 64 pixels.

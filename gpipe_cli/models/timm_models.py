@@ -43,7 +43,7 @@ def build_timm(
 
     Args:
         name: timm's name, with or without the tag of its weights: "resnet50", "resnet50.a1_in1k".
-        num_classes: classes; a loaded classifier for another number is left out and starts anew.
+        num_classes: a loaded classifier for another number is left out and starts anew.
         image_size: S, pixels; vision Transformers and MLP-Mixers are built for this size only.
         dropout: probability to drop a feature before the classifier.
         drop_path: probability to drop the last block's branch; earlier blocks less, in timm's way.
@@ -102,10 +102,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
 
 
 def _load(model: Any, file: Path) -> None:
-    """Fill `model` with the tensors of `file`; a classifier for another number of classes is left out.
-
-    Raises ValueError for a file that cannot be read or whose tensors are not those of the model.
-    """
+    """Fill `model` with the tensors of `file`; ValueError if it cannot be read or they are not those of the model."""
     tensors, own = _read(model, file), model.state_dict()
     # A classifier is left out whole: one tensor for another number of classes tells that all are.
     classifier = f"{model.pretrained_cfg['classifier']}."
@@ -126,10 +123,7 @@ def _load(model: Any, file: Path) -> None:
 
 
 def _read(model: Any, file: Path) -> dict[str, Tensor]:
-    """The tensors in `file`, read without running code; a vision Transformer's positions are stretched to its images.
-
-    Raises ValueError if that is not possible.
-    """
+    """The tensors in `file`, read without running code; a vision Transformer's positions are stretched to fit."""
     from timm.models import VisionTransformer, load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -141,9 +135,8 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
             tensors = checkpoint_filter_fn(tensors, model)
     except Exception as error:  # two formats, each with exceptions of its own
         use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
-        raise RefusedError(
-            "model.weights", file, f"cannot be read as weights ({with_type(error).partition('; ')[0]}); {use}"
-        ) from error
+        why = f"cannot be read as weights ({with_type(error).partition('; ')[0]})"
+        raise RefusedError("model.weights", file, f"{why}; {use}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise RefusedError("model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()")
     return dict(tensors)
@@ -163,7 +156,7 @@ FAMILIES = {
 
 
 def chain(model: Any) -> nn.Sequential:
-    """The layers of a model of timm as a sequence; it holds the model's own modules, not copies.
+    """The layers of a model of timm as a sequence.
 
     Raises RefusedError for a model whose class is none of the families, or that is built in a way unknown here.
     """

@@ -209,24 +209,14 @@ def transformer_lm(
 ) -> nn.Sequential:
     """Build the network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) for the token after each.
 
-    The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's.
+    The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: entries between the two maps of a
+    feed-forward part. dropout: probability to drop an entry of what a part of a layer adds.
 
-    Args:
-        layers: L, the layers between embedding and softmax.
-        width: entries of a token's vector; the heads share them.
-        hidden: entries between the two maps of a feed-forward part.
-        vocabulary: tokens are 0 to vocabulary - 1.
-        length: the longest sequence, tokens.
-        dropout: probability to drop an entry of what a part of a layer adds.
-        attention_dropout: probability to drop an attention weight.
-
-    Raises:
-        ValueError: an odd width, or heads that do not divide it.
+    Raises ValueError for an odd width, and heads that do not divide it.
     """
     if width % heads:
-        raise ValueError(
-            f"model.width={width} does not divide among model.heads={heads}; use a multiple of {heads} as the width"
-        )
+        why = f"does not divide among model.heads={heads}; use a multiple of {heads} as the width"
+        raise ValueError(f"model.width={width} {why}")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = Embedding(vocabulary, width, length)
     for index in range(layers):
@@ -338,15 +328,13 @@ def transformer_nmt(
 
     Args as those of `transformer_lm` (hidden is H, heads is A), and:
         layers: L, of the encoder and again of the decoder.
-        head_width: channels of one attention head.
         depth_scaled: whether the initial weights of all feed-forward parts are divided by L (the paper's first remedy
             against divergence, after Fixup).
         logit_clip: the largest magnitude of a logit (its second remedy; Lingvo's `logits_abs_max`); 0 is off.
         shared_embedding: whether one matrix embeds source and target.
         pad: the token that fills up sentences. Padded source positions are masked.
 
-    Raises:
-        ValueError: an odd width.
+    Raises ValueError for an odd width.
     """
     scale = 1 / layers if depth_scaled else 1.0
     sizes = (width, hidden, heads, head_width, dropout, attention_dropout)
