@@ -80,16 +80,13 @@ def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> 
     refused = {"run": 2, "round": 1, "name": name, "folder": name, "exit_code": 2, "error": f"{name}: a mini-batch has"}
     saved = {"command": "train", "arguments": [], "runs": [done, refused]}
     write_result(sweep, saved, "sweep.json")
-
-    def shown(*folders: Path) -> list[str]:
+    why = f"{name} ended before its first step: {name}: a mini-batch has"
+    for folders in ((sweep,), (tmp_path,), (sweep, sweep / "partitions=1")):
         code, table, error = compare(*folders, "--csv")
         assert code == 0
-        why = f"{name} ended before its first step: {name}: a mini-batch has"
         assert error.splitlines()[0] == f"gpipe compare: left out: {sweep}: {why}"
-        return [Path(row["folder"]).name for row in rows(table)]
-
-    for folders in ((sweep,), (tmp_path,), (sweep, sweep / "partitions=1")):
-        assert shown(*folders) == ["by_hand", "partitions=1"], "what somebody put there is compared as well"
+        shown = [Path(row["folder"]).name for row in rows(table)]
+        assert shown == ["by_hand", "partitions=1"], "what somebody put there is compared as well"
 
 
 @pytest.mark.usefixtures("compare")

@@ -124,9 +124,6 @@ def refusal(name: str, root: Path, **settings: object) -> str:
     return str(error.value)
 
 
-# --- what is read
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     tiny = WRITERS[name](tmp_path)
@@ -184,9 +181,6 @@ def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pyt
         assert [Path(path).stem[-1] for path in paths] == ["2", "1"]
 
 
-# --- sizes
-
-
 def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller ones are accepted when that is asked for, larger ones never."""
     name = "food101"
@@ -230,9 +224,6 @@ def test_the_table_is_the_configuration() -> None:
             assert f"{count:,}" in (CONF / f"{name}.yaml").read_text()
 
 
-# --- missing and damaged
-
-
 @pytest.mark.parametrize(
     ("name", "place"),
     [
@@ -270,9 +261,6 @@ def test_imagenet_without_an_archive_or_with_broken_names(tmp_path: Path) -> Non
     write_imagenet(tmp_path)
     (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
     assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
-
-
-# --- downloading
 
 
 def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

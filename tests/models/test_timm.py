@@ -46,9 +46,6 @@ def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
     return {name.partition(".")[2]: tensor for name, tensor in sequence.state_dict().items()}
 
 
-# The chain.
-
-
 @pytest.mark.parametrize(("name", "settings"), MEMBERS)
 def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
     """Evaluation, then training with random parts: outputs, gradients and running statistics.
@@ -106,9 +103,6 @@ def test_a_tensor_that_no_layer_has_is_noticed() -> None:
         chain(model)
 
 
-# By name.
-
-
 def build(name: str = SMALL, **settings: Any) -> nn.Sequential:
     return build_timm(name, **{"num_classes": 7, "image_size": 32, "dropout": 0.0, "drop_path": 0.0, **settings})
 
@@ -138,9 +132,6 @@ def test_settings_arrive() -> None:
     assert model.get_submodule("stem").pos_embed.shape == (1, 10, 192)
     assert model.get_submodule("head.head").out_features == 7
     assert build(dropout=0.25).get_submodule("head.dropout").p == 0.25
-
-
-# Weights.
 
 
 def save(tensors: dict[str, Tensor], file: Path) -> str:
@@ -223,9 +214,6 @@ def test_pretrained_weights_out_of_reach(
     with pytest.raises(ValueError, match=f"the weights of {name} cannot be had here .*model.weights=FILE") as caught:
         build(name, pretrained=True)
     assert str(caught.value).startswith("model.pretrained=true: ")
-
-
-# Refused.
 
 
 @pytest.mark.parametrize(
