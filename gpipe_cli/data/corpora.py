@@ -8,7 +8,7 @@ out of Unicode's Common Locale Data Repository.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -244,29 +244,22 @@ def _names_of(locale: str) -> dict[tuple[str, str], str]:
     }
 
 
-def _locales() -> Iterator[tuple[str, dict[tuple[str, str], str]]]:
-    """Each language, and each of its scripts with the names that differ from the language's; English not."""
+def _read_names() -> dict[str, Any]:
+    """The codes of the languages, and of each split: names, English names, and numbers of codes."""
     from babel import localedata
 
+    english = _names_of("en")
+    codes: list[str] = []
+    rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
     for locale in sorted(localedata.locale_identifiers()):
         language, _, rest = locale.partition("_")
         # Territories (de_AT) have two letters or three digits, variants are longer, scripts have four letters.
         if language in ("en", "root") or (rest and not (len(rest) == 4 and rest.isalpha())):
             continue
-        names = _names_of(locale)
-        if rest:
-            usual = _names_of(language)
-            names = {entry: name for entry, name in names.items() if usual.get(entry) != name}
-        yield locale, names
-
-
-def _read_names() -> dict[str, Any]:
-    """The codes of the languages, and of each split: names, English names, and numbers of codes."""
-    english = _names_of("en")
-    codes: list[str] = []
-    rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
-    for locale, names in _locales():
-        known = [(name, english[entry]) for entry, name in names.items() if entry in english]
+        names, usual = _names_of(locale), _names_of(language) if rest else {}
+        known = [
+            (name, english[entry]) for entry, name in names.items() if entry in english and usual.get(entry) != name
+        ]
         if len(known) < _LEAST_NAMES:
             continue
         for name, meaning in known:

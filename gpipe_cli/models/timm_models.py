@@ -50,9 +50,8 @@ def build_timm(
         pretrained: load timm's weights (from its cache or the network). `weights` comes first.
         weights: a file with tensors under timm's names, .safetensors or what torch.save writes.
 
-    Raises:
-        ValueError: an unknown name, a family without a chain, a setting that the model does not have, or weights that
-            do not fit or cannot be had.
+    Raises ValueError for an unknown name, a family without a chain, a setting that the model does not have, and weights
+    that do not fit or cannot be had.
     """
     import timm
 
@@ -72,8 +71,7 @@ def build_timm(
 
 
 def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
-    """The settings as this model's class takes them. Raises RefusedError for a name that timm does not know, a class
-    without a chain, or settings that it does not have."""
+    """The settings as this model's class takes them."""
     import timm
 
     architecture, _, tag = name.partition(".")
