@@ -9,6 +9,7 @@ Departs from the paper: no colour distortion; a random crop that does not fit is
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,23 +23,17 @@ from gpipe_cli.data.photographs import read_photographs
 from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
 
 
-@dataclass(frozen=True)
-class Cutout:
-    """Set a square of `side` pixels to 0, the middle of [-1, 1] (DeVries and Taylor 2017).
+def cutout(image: Tensor, side: int) -> Tensor:
+    """A copy of (C, H, W) with a square of `side` pixels set to 0, the middle of [-1, 1] (DeVries and Taylor 2017).
 
     The centre is uniform over the image, so the square may extend over the border, as in that paper.
     """
-
-    side: int
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """(C, H, W) -> a new tensor of that shape."""
-        height, width = image.shape[-2:]
-        top = int(torch.randint(height, ())) - self.side // 2
-        left = int(torch.randint(width, ())) - self.side // 2
-        image = image.clone()
-        image[..., max(top, 0) : top + self.side, max(left, 0) : left + self.side] = 0
-        return image
+    height, width = image.shape[-2:]
+    top = int(torch.randint(height, ())) - side // 2
+    left = int(torch.randint(width, ())) - side // 2
+    image = image.clone()
+    image[..., max(top, 0) : top + side, max(left, 0) : left + side] = 0
+    return image
 
 
 def build_transform(
@@ -72,7 +67,7 @@ def build_transform(
     # x -> 2x - 1, the TPU code's scaling to [-1, 1], here for every data set instead of its own mean and deviation.
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=[0.5] * 3, std=[0.5] * 3)]
     if vary.cutout > 0:
-        steps.append(Cutout(vary.cutout))
+        steps.append(partial(cutout, side=vary.cutout))
     return v2.Compose(steps)
 
 

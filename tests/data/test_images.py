@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 
-from gpipe_cli.data.images import Cutout, ImageSplit, build_transform
+from gpipe_cli.data.images import ImageSplit, build_transform, cutout
 from gpipe_cli.data.readers import Files, read_cifar
 
 Splits = tuple[ImageSplit, ImageSplit]
@@ -286,7 +286,7 @@ def test_cutout_is_a_grey_square_that_may_extend_over_the_border(side: int) -> N
     image = torch.ones(3, 12, 12)
     sizes = set()
     for _ in range(300):
-        out = Cutout(side)(image)
+        out = cutout(image, side)
         hole = out[0] == 0
         assert torch.equal(out, torch.where(hole, 0.0, 1.0).expand(3, 12, 12))
         rows, columns = hole.any(dim=1), hole.any(dim=0)
