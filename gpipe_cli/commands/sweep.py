@@ -24,18 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
+from gpipe_cli.commands import outcome
 from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, drop_others, read, translated
 from gpipe_cli.commands.folders import numbered
-from gpipe_cli.commands.outcome import (
-    BAD_INPUT,
-    FAILED,
-    INTERRUPTED,
-    UNREAD,
-    Outcome,
-    ended,
-    fork_command,
-    import_torch,
-)
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
 from gpipe_cli.config.settings import key_of
@@ -128,7 +119,7 @@ class Sweep(Launcher):
                 self.runs.append(run)
         if self._ended is not None:
             raise self._ended
-        refused = [run for run in self.runs if run.exit_code == BAD_INPUT]
+        refused = [run for run in self.runs if run.exit_code == outcome.BAD_INPUT]
         if begins and len(refused) == len(self.runs):
             (self.path / SWEEP).unlink()
             self.runs.clear()
@@ -170,7 +161,7 @@ class Sweep(Launcher):
             folder = self.path / before.folder
             if any((folder / "checkpoints").glob("step_*/index.json")):
                 run = self._perform(cell, before, folder, goes_on=True)
-                if run.exit_code != BAD_INPUT or self._ended is not None:
+                if run.exit_code != outcome.BAD_INPUT or self._ended is not None:
                     return run
                 self._say(Text(f"{cell.name} cannot go on; it begins again"))
         if before is not None:
@@ -184,18 +175,18 @@ class Sweep(Launcher):
         begin = time.monotonic()
         try:
             if isinstance(request := cell.request, ValueError):
-                now = Outcome(BAD_INPUT, str(request))
+                now = outcome.Outcome(outcome.BAD_INPUT, str(request))
             else:
                 if not request.config.dry_run:
                     fork_server.start()  # all forks share it
-                import_torch()
+                outcome.import_torch()
                 begun = request.going_on if goes_on else request.into
-                now = ended(fork_command(lambda: begun(folder).perform()))
+                now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform()))
         except KeyboardInterrupt:
-            self._ended, now = KeyboardInterrupt, Outcome(INTERRUPTED)
-        if now.exit_code == UNREAD:
+            self._ended, now = KeyboardInterrupt, outcome.Outcome(outcome.INTERRUPTED)
+        if now.exit_code == outcome.UNREAD:
             self._ended = BrokenPipeError
-        if now.exit_code not in (0, FAILED, BAD_INPUT):
+        if now.exit_code not in (0, outcome.FAILED, outcome.BAD_INPUT):
             fork_server.kill()  # with the workers of a fork that could not end them itself
         error = str(result_or_nothing(folder).get("error") or now.error) if now.exit_code else ""
         attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
@@ -213,7 +204,7 @@ class Sweep(Launcher):
         return Run(
             attempt.name,
             folder,
-            0 if done else INTERRUPTED if attempt.exit_code in (None, UNREAD) else attempt.exit_code,
+            0 if done else outcome.INTERRUPTED if attempt.exit_code in (None, outcome.UNREAD) else attempt.exit_code,
             attempt.seconds or result.get("seconds") or 0.0,
             result,
             number=attempt.run,

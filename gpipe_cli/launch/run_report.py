@@ -29,20 +29,9 @@ from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
+from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.store import remove_drafts
 from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
-from gpipe_cli.training.events import (
-    CheckpointWritten,
-    DataFacts,
-    Evaluated,
-    EvaluationDone,
-    EvaluationReady,
-    Notes,
-    SentencesDecoded,
-    StepDone,
-    StepRecorded,
-    TrainingReady,
-)
 from gpipe_cli.training.fine_tuning import frozen_facts
 
 TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
@@ -59,7 +48,7 @@ class RunReport:
         self._prepared, self._folder, self._bench = prepared, folder, bench
         self.started = False
         self._reporter: Reporter  # once it has started
-        self._last: StepDone | None = None  # the step whose recording comes next
+        self._last: events.StepDone | None = None  # the step whose recording comes next
         self._shown_position = 1
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
         self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # the last one, drawn at the end
@@ -67,18 +56,18 @@ class RunReport:
     def on_message(self, message: object) -> None:
         """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
         match message:
-            case TrainingReady():
+            case events.TrainingReady():
                 self._start(message)
-            case StepDone():
+            case events.StepDone():
                 counted = message.activation_bytes is not None
                 self._reporter.step(message, self._predicted_activations(message) if counted else None)
                 self._last = message
-            case StepRecorded():
+            case events.StepRecorded():
                 assert self._last is not None
                 self._recorded(self._last, message)
-            case Evaluated():
+            case events.Evaluated():
                 self._reporter.evaluated(message)
-            case CheckpointWritten():
+            case events.CheckpointWritten():
                 self._reporter.checkpointed(message.step)
             case _:
                 raise AssertionError(message)
@@ -103,7 +92,7 @@ class RunReport:
         elif error is not None:
             show_error(f"failed before the first step: {error}")
 
-    def _start(self, ready: TrainingReady) -> None:
+    def _start(self, ready: events.TrainingReady) -> None:
         write_whole(self._folder / CONFIG, to_yaml(self._prepared.config))
         # a step past the warm-up; not the last one of an epoch, which may be short
         self._shown_position = min(_SHOWN_POSITION, max(1, ready.steps_per_epoch - 1))
@@ -118,14 +107,14 @@ class RunReport:
             raise lost
         self._reporter.start()
 
-    def _predicted_activations(self, step: StepDone) -> tuple[int, ...]:
+    def _predicted_activations(self, step: events.StepDone) -> tuple[int, ...]:
         """What the plan's rules say of the very mini-batch whose activations were counted."""
         config, profile, plan = self._prepared.config, self._prepared.profile, self._prepared.plan
         if step.lengths != profile.lengths:
             profile = profile_model(config, lengths=step.lengths)
         return saved_bytes(config, profile, plan.bounds, plan.recompute, step.samples)
 
-    def _recorded(self, step: StepDone, recorded: StepRecorded) -> None:
+    def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
         config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
         micro_batches = len(micro_batch_sizes(step.samples, config.micro_batches))
@@ -184,13 +173,13 @@ class EvaluationReport(NoReport):
     def on_message(self, message: object) -> None:
         self.started = True
         match message:
-            case EvaluationReady():
+            case events.EvaluationReady():
                 pass
-            case SentencesDecoded():
+            case events.SentencesDecoded():
                 if time.monotonic() - self._last_line >= LINE_SECONDS:  # it may take minutes
                     show_line(Console(), f"translated   {message.done:,} of {message.of:,} sentences")
                     self._last_line = time.monotonic()
-            case EvaluationDone():
+            case events.EvaluationDone():
                 show_evaluation(Console(), self._folder, str(self._checkpoint), self._config.task, message)
             case _:
                 raise AssertionError(message)
@@ -209,16 +198,16 @@ def show_dry_run(prepared: Prepared, folder: Path) -> None:
 
     Raises ValueError for what the training would refuse.
     """
-    config, data, steps_per_epoch = prepared.config, DataFacts(), None
+    config, data, steps_per_epoch = prepared.config, events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:
             train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
         except ValueError as error:
-            data = DataFacts(notes=(("not read", one_line(error)),))
+            data = events.DataFacts(notes=(("not read", one_line(error)),))
         else:
             batches = mini_batches(config, train.catalogue, training=True)
             refuse_short_last(config, batches)
-            data, steps_per_epoch = DataFacts(len(train), len(test)), batches.steps_per_epoch
+            data, steps_per_epoch = events.DataFacts(len(train), len(test)), batches.steps_per_epoch
     write_whole(folder / CONFIG, to_yaml(config))
     reporter = Reporter(folder, _described(prepared, data, frozen_facts(prepared.placement), steps_per_epoch))
     reporter.banner()
@@ -226,7 +215,7 @@ def show_dry_run(prepared: Prepared, folder: Path) -> None:
 
 
 def _described(
-    prepared: Prepared, data: DataFacts, notes: Notes, steps_per_epoch: int | None, **more: Any
+    prepared: Prepared, data: events.DataFacts, notes: events.Notes, steps_per_epoch: int | None, **more: Any
 ) -> RunDescription:
     config, placement = prepared.config, prepared.placement
     return RunDescription(

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gpipe_cli.assembly.build import (
-    MEMORY_FORMATS,
-    build_model,
-    greatest_lengths,
-    memory_format_of,
-    model_inputs,
-    outputs_of,
-)
+from gpipe_cli.assembly import build
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
@@ -61,12 +54,12 @@ def profile_model(
 
     Raises ValueError, one line, for one that does not fit the data set, or itself.
     """
-    model = build_model(config) if model is None else model
-    inputs, lengths = model_inputs(config), greatest_lengths(config) if lengths is None else lengths
+    model = build.build_model(config) if model is None else model
+    inputs, lengths = build.model_inputs(config), build.greatest_lengths(config) if lengths is None else lengths
     shared = find_shared(model)
     frozen = find_frozen(config, model)
     freeze(model, frozen)
-    memory_format = MEMORY_FORMATS[memory_format_of(config)]
+    memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     evaluation = trace_layers(model, inputs, training=False, lengths=lengths, memory_format=memory_format)
     _check_outputs(config, evaluation[-1].outputs, lengths)
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
@@ -103,11 +96,11 @@ def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = Fal
     micro_batches = config.micro_batches
     if micro_batch_sizes(samples, micro_batches)[-1] > 1:
         return
-    model = build_model(config)
+    model = build.build_model(config)
     freeze(model, find_frozen(config, model))
-    memory_format = MEMORY_FORMATS[memory_format_of(config)]
+    memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     try:
-        run_shapes(model, model_inputs(config), greatest_lengths(config), memory_format)
+        run_shapes(model, build.model_inputs(config), build.greatest_lengths(config), memory_format)
     except ValueError as error:
         what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * micro_batches} or more"]
         if last:
@@ -135,7 +128,7 @@ def _layer_weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
 
 def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, ...]) -> None:
     """Raises ValueError if the last layer of a user's own model does not return logits for this data set."""
-    samples, classes = 2, outputs_of(config)
+    samples, classes = 2, build.outputs_of(config)
     wanted = (samples, *lengths[-1:], classes)
     found = outputs[0].shape(samples, lengths)
     if found != wanted:

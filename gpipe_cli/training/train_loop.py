@@ -21,22 +21,11 @@ from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
+from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.restore import restore, save_checkpoint
 from gpipe_cli.training.checkpoint.store import Progress, adopt
 from gpipe_cli.training.data_feed import Data, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
-from gpipe_cli.training.events import (
-    CheckpointWritten,
-    DataFacts,
-    Evaluated,
-    EvaluationDone,
-    EvaluationReady,
-    Scores,
-    SentencesDecoded,
-    StepDone,
-    StepRecorded,
-    TrainingReady,
-)
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
 from gpipe_cli.training.step import StepMetrics, evaluate, gather_metrics, rehearse, train_step
@@ -100,7 +89,7 @@ def train(
         data.save_vocabulary(folder)
         # asked here and not in the parent, where it would open a CUDA context
         gpus = tuple(torch.cuda.get_device_name(one) for one in dict.fromkeys(placement.devices) if one != "cpu")
-        process.report(TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus))
+        process.report(events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus))
 
     counted = False  # whether saved activations were
     recording, recording_began = None, 0.0  # of the step before
@@ -125,7 +114,7 @@ def train(
             metrics = metrics_of_all()
             refuse_nonsense(config, metrics.totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
             if recording is not None:
-                process.report(StepRecorded(metrics.seconds_before, recording_began))
+                process.report(events.StepRecorded(metrics.seconds_before, recording_began))
             process.report(_step_done(config, batches, progress, rate, metrics, began, counted=count))
         recording, recording_began = done, began
 
@@ -141,13 +130,13 @@ def train(
                 progress = replace(progress, best_score=score, best_step=progress.step)
             if control.leads:
                 scores = _scores(config, engine, totals)
-                process.report(Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
+                process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint -------------------------------------------------------------------------------------
         if best or milestones.saves_after(progress.step):
             save_checkpoint(engine, control, folder, progress, config_yaml, keep=config.checkpoint.keep)
             if control.leads:
-                process.report(CheckpointWritten(progress.step))
+                process.report(events.CheckpointWritten(progress.step))
         if progress.step == milestones.end_step:
             break
 
@@ -155,7 +144,7 @@ def train(
     if recording is not None:
         seconds = gather_metrics(config, engine, control, recording)().seconds_before
         if control.leads:
-            process.report(StepRecorded(seconds, recording_began))
+            process.report(events.StepRecorded(seconds, recording_began))
     training.close()
     test.close()
     engine.executor.settle()
@@ -172,13 +161,13 @@ def evaluate_checkpoint(
     model = build_model(config)
     engine = build_engine(config, placement, process.number, groups, model, process.watch, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
-    facts = data.facts() if control.leads else DataFacts()
+    facts = data.facts() if control.leads else events.DataFacts()
     if control.leads:
-        process.report(EvaluationReady())
+        process.report(events.EvaluationReady())
 
     def on_decoded(done: int, of: int) -> None:
         if control.leads:
-            process.report(SentencesDecoded(done, of))
+            process.report(events.SentencesDecoded(done, of))
 
     began = time.perf_counter()
     with engine.evaluating(averages=bool(engine.averages)):
@@ -191,7 +180,7 @@ def evaluate_checkpoint(
     if control.leads:
         scores, samples = _scores(config, engine, totals), test.batches.samples
         translation = score_translations(rows, of=samples, beam=decode.beam, seconds=decoding) if rows else None
-        process.report(EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
+        process.report(events.EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
     engine.executor.settle()
     control.barrier()
 
@@ -205,12 +194,12 @@ def _step_done(
     began: float,
     *,
     counted: bool,
-) -> StepDone:
+) -> events.StepDone:
     """What is reported of the step that led to `progress`."""
     text = config.task != "classification"
     loss, cross_entropy, top1, top5 = metrics.totals.means
     epoch, position = progress.epoch, progress.position
-    return StepDone(
+    return events.StepDone(
         step=progress.step,
         epoch=epoch + 1,
         position=position,
@@ -231,11 +220,11 @@ def _step_done(
     )
 
 
-def _scores(config: TrainConfig, engine: Engine, totals: Totals) -> Scores:
+def _scores(config: TrainConfig, engine: Engine, totals: Totals) -> events.Scores:
     text = config.task != "classification"
     loss, _, top1, top5 = totals.means
     tokens = totals.elements if text else None
-    return Scores(tokens, loss, top1, None if text else top5, averaged=bool(engine.averages))
+    return events.Scores(tokens, loss, top1, None if text else top5, averaged=bool(engine.averages))
 
 
 def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:

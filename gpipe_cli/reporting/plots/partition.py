@@ -10,23 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots import palette, picture
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK
-from gpipe_cli.reporting.plots.picture import (
-    BAR_HEIGHT,
-    DPI,
-    MARGIN,
-    WIDTH_INCHES,
-    Picture,
-    add_axes,
-    add_bars,
-    add_colour_table,
-    add_legend,
-    name_stages,
-    new_figure,
-    pixels,
-    show_axis,
-)
 from gpipe_cli.reporting.plots.timeline_values import BarKind, axis_unit
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.units import count, duration, percent, plural, size
@@ -47,15 +32,15 @@ def known(run: RunDescription) -> bool:
     return max(_seconds(run)) > 0
 
 
-def draw(run: RunDescription) -> Picture:
+def draw(run: RunDescription) -> picture.Picture:
     """The cut as an image of shape (height, width, 3)."""
     stages = _seconds(run)
     slowest, mean = max(stages), sum(stages) / len(stages)
     panel = min(ROW_INCHES * len(stages), PANEL_INCHES)
-    width = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
-    figure = new_figure(TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES)
-    axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES + LEGEND_INCHES, width, panel)
-    shown = name_stages(axes, len(stages))
+    width = picture.WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
+    figure = picture.new_figure(TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES)
+    axes = picture.add_axes(figure, LEFT_INCHES, AXIS_INCHES + LEGEND_INCHES, width, panel)
+    shown = picture.name_stages(axes, len(stages))
     if run.prediction is not None:
         scale, (name, unit) = 1.0, axis_unit(slowest)
         words = f"predicted time of one micro-batch, {name} (from {run.prediction.costs.source})"
@@ -63,14 +48,14 @@ def draw(run: RunDescription) -> Picture:
     else:  # without figures of this device seconds mean nothing; the shares of all stages do
         scale, unit, words = 1 / sum(stages), 0.01, "share of the model's computation, %"
         longest = percent(slowest / sum(stages))
-    show_axis(axes, scale * slowest, unit, words)
-    _layers(axes, run, scale, width / (scale * slowest * MARGIN), panel / len(stages))
+    picture.show_axis(axes, scale * slowest, unit, words)
+    _layers(axes, run, scale, width / (scale * slowest * picture.MARGIN), panel / len(stages))
     _numbers(axes, run, shown, width, panel)
     if len(stages) > 1:
         longest = f"slowest stage {longest} ({percent(slowest / mean - 1)} over the mean)"
         axes.axvline(scale * mean, zorder=3, **MEAN_LINE)
         line = Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE)
-        add_legend(figure, [line], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
+        picture.add_legend(figure, [line], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
     title = f"{run.model_name}  ·  {run.layers:,} layers on {plural(len(stages), 'stage')}"
     look: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
     y = 1 + (TITLE_INCHES - 0.27 + HEADING_INCHES) / panel
@@ -78,10 +63,10 @@ def draw(run: RunDescription) -> Picture:
     axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **look)
     layers = min(64, run.layers)
     rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
-    table = add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
+    table = picture.add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
     beside: dict[str, Any] = {"transform": table.transAxes, "va": "center_baseline", "fontsize": FONT, "color": INK}
     table.text(1.06, 0.5, "first to last layer", **beside)
-    return pixels(figure)
+    return picture.pixels(figure)
 
 
 def _layers(axes: Axes, run: RunDescription, scale: float, inches: float, row: float) -> None:
@@ -97,20 +82,20 @@ def _layers(axes: Axes, run: RunDescription, scale: float, inches: float, row: f
             parts += [(stage, left, middle), (stage, middle, right)]
             faces += [light, dark]
             layers.append((stage, left, right))
-            lines.append(0.9 if min((right - left) * inches, row) * DPI >= LEAST_GAP_PIXELS else 0.0)
+            lines.append(0.9 if min((right - left) * inches, row) * picture.DPI >= LEAST_GAP_PIXELS else 0.0)
             if forward > backward:
                 _name(axes, name, (left + middle) / 2, stage, (middle - left) * inches, row, (INK, light))
             else:
                 _name(axes, name, (middle + right) / 2, stage, (right - middle) * inches, row, ("white", dark))
             left = right
-    add_bars(axes, parts, facecolors=faces, linewidths=0.0)
-    add_bars(axes, layers, facecolors="none", edgecolors="white", linewidths=lines)
+    picture.add_bars(axes, parts, facecolors=faces, linewidths=0.0)
+    picture.add_bars(axes, layers, facecolors="none", edgecolors="white", linewidths=lines)
 
 
 def _name(axes: Axes, name: str, x: float, stage: int, width: float, row: float, colours: tuple[str, str]) -> None:
     """The name of a layer, across or upwards, where there is room for it, above the line of the mean; sizes in inches,
     colours of the name and of its bar."""
-    needed, height = CHARACTER_INCHES * len(name), BAR_HEIGHT * row
+    needed, height = CHARACTER_INCHES * len(name), picture.BAR_HEIGHT * row
     across, upwards = (FONT * (room - 0.06) / needed for room in (width, height))
     box = {"facecolor": colours[1], "edgecolor": "none", "pad": 0.8}
     style: dict[str, Any] = {"ha": "center", "color": colours[0], "zorder": 4, "bbox": box}

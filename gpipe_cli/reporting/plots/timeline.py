@@ -11,21 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots import palette, picture
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK
-from gpipe_cli.reporting.plots.picture import (
-    MARGIN,
-    WIDTH_INCHES,
-    Picture,
-    add_axes,
-    add_bars,
-    add_colour_table,
-    add_legend,
-    name_stages,
-    new_figure,
-    pixels,
-    show_axis,
-)
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
@@ -38,32 +25,32 @@ CHARACTER_INCHES = 0.068  # of a bar's name
 TITLE: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0, "pad": 7}
 
 
-def draw(views: Sequence[TimelineView]) -> Picture:
+def draw(views: Sequence[TimelineView]) -> picture.Picture:
     """The timelines under each other on one time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
     top = sum(heights) + TITLE_INCHES * len(views) + AXIS_INCHES + LEGEND_INCHES
-    figure = new_figure(top)
+    figure = picture.new_figure(top)
     end = max(view.end_seconds for view in views) or 1.0
     name, unit = axis_unit(end)
     micro_batches = max(view.micro_batches for view in views)
     single = sum(len(bars) for view in views for bars in view.stages) <= MOST_BARS
-    width = WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
+    width = picture.WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
     for view, height in zip(views, heights, strict=True):
         top -= TITLE_INCHES + height
-        axes = add_axes(figure, LEFT_INCHES, top, width, height)
-        name_stages(axes, len(view.stages))
-        show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
+        axes = picture.add_axes(figure, LEFT_INCHES, top, width, height)
+        picture.name_stages(axes, len(view.stages))
+        picture.show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
         shares = in_percent(view.breakdown)
         idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
         axes.set_title(f"{view.kind}  ·  {view.title}", loc="left", fontweight="bold", **TITLE)
         axes.set_title(f"step {duration(view.step_seconds)}   {idle}", loc="right", **TITLE)
         if single:
-            _bars(axes, view, micro_batches, width / (end * MARGIN), height / len(view.stages))
+            _bars(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
         else:
             _many_bars(axes, view, micro_batches)
     _legend(figure, micro_batches, {bar.what for view in views for bars in view.stages for bar in bars}, single)
-    return pixels(figure)
+    return picture.pixels(figure)
 
 
 def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
@@ -77,17 +64,17 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row
     idle: dict[str, Any] = {"edgecolors": palette.IDLE_LINE, "hatch": HATCHES["waiting"], "linewidths": 0.0}
     outlined: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.7}
     whole_step = [(stage, 0.0, view.step_seconds) for stage in range(len(view.stages))]
-    add_bars(axes, whole_step, facecolors=palette.IDLE, **idle)
+    picture.add_bars(axes, whole_step, facecolors=palette.IDLE, **idle)
     for (what, micro_batch), bars in groups.items():
         face = palette.colour(what, micro_batch, micro_batches)
         if what == "waiting":
-            add_bars(axes, bars, facecolors=face, **idle)
+            picture.add_bars(axes, bars, facecolors=face, **idle)
         elif what == "R":
             forward = palette.colour("F", micro_batch, micro_batches)
-            add_bars(axes, bars, facecolors=face, edgecolors=forward, hatch=HATCHES["R"], linewidths=0.0)
-            add_bars(axes, bars, facecolors="none", **outlined)
+            picture.add_bars(axes, bars, facecolors=face, edgecolors=forward, hatch=HATCHES["R"], linewidths=0.0)
+            picture.add_bars(axes, bars, facecolors="none", **outlined)
         else:
-            add_bars(axes, bars, facecolors=face, hatch=HATCHES.get(what), **outlined)
+            picture.add_bars(axes, bars, facecolors=face, hatch=HATCHES.get(what), **outlined)
     size = min(9.0, 60 * row)
     for stage, bar in placed:
         room = (bar.end_seconds - bar.start_seconds) * inches
@@ -107,8 +94,10 @@ def _many_bars(axes: Axes, view: TimelineView, micro_batches: int) -> None:
     placed = [(stage, bar) for stage, bars in enumerate(view.stages) for bar in bars]
     faces = [palette.colour(bar.what, bar.micro_batch, micro_batches) for _, bar in placed]
     whole_step = [(stage, 0.0, view.step_seconds) for stage in range(len(view.stages))]
-    add_bars(axes, whole_step, facecolors=palette.IDLE, **plain)
-    add_bars(axes, [(stage, bar.start_seconds, bar.end_seconds) for stage, bar in placed], facecolors=faces, **plain)
+    picture.add_bars(axes, whole_step, facecolors=palette.IDLE, **plain)
+    picture.add_bars(
+        axes, [(stage, bar.start_seconds, bar.end_seconds) for stage, bar in placed], facecolors=faces, **plain
+    )
 
 
 def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool) -> None:
@@ -120,7 +109,7 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
         if what in seen
     }
     if rows:
-        axes = add_colour_table(figure, rows, left + 0.95, 0.57, 2.3)
+        axes = picture.add_colour_table(figure, rows, left + 0.95, 0.57, 2.3)
         axes.xaxis.tick_top()
         axes.set_xticks(sorted({0, micro_batches - 1}))
         axes.tick_params(axis="x", pad=2, labelsize=8, labelcolor=INK)
@@ -138,4 +127,4 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
         for name, (face, edge, hatch, there) in marks.items()
         if there
     ]
-    add_legend(figure, patches, left, 0.22, handlelength=3.0, handleheight=1.4, columnspacing=3.0)
+    picture.add_legend(figure, patches, left, 0.22, handlelength=3.0, handleheight=1.4, columnspacing=3.0)

@@ -8,18 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.timeline_values import (
-    ACTIONS,
-    BUSY,
-    IDLE,
-    Bar,
-    StepPicture,
-    TimelineView,
-    axis_ticks,
-    axis_unit,
-    in_percent,
-)
+from gpipe_cli.reporting.plots import palette, timeline_values
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
@@ -100,14 +89,14 @@ tip.style.left=x+'px';tip.style.top=(y+tip.offsetHeight>innerHeight?event.client
 """
 
 
-def write_page(path: Path, run: str, pictures: Sequence[StepPicture]) -> None:
+def write_page(path: Path, run: str, pictures: Sequence[timeline_values.StepPicture]) -> None:
     """Writes the page about ``run``, its heading: the newest pictures, of which the very newest is shown first."""
     assert pictures, "a page without a picture"
     newest = sorted(pictures, key=lambda picture: picture.step, reverse=True)[:MOST_PICTURES]
     write_whole(path, "\n".join(_page(run, newest)) + "\n")
 
 
-def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
+def _page(run: str, pictures: Sequence[timeline_values.StepPicture]) -> Iterator[str]:
     micro_batches = max(view.micro_batches for picture in pictures for view in picture.views)
     yield "<!DOCTYPE html>"
     yield '<html lang="en"><head><meta charset="utf-8"/>'
@@ -128,7 +117,7 @@ def _page(run: str, pictures: Sequence[StepPicture]) -> Iterator[str]:
     yield f'</main><div id="tip" hidden="hidden"></div><script>{SCRIPT}</script></body></html>'
 
 
-def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
+def _section(picture: timeline_values.StepPicture, micro_batches: int) -> Iterator[str]:
     views = picture.views
     end = max(view.end_seconds for view in views) or 1.0
     if sum(len(bars) for view in views for bars in view.stages) > MOST_BARS:
@@ -144,16 +133,16 @@ def _section(picture: StepPicture, micro_batches: int) -> Iterator[str]:
     yield _table(picture)
 
 
-def _timeline(view: TimelineView, end: float) -> Iterator[str]:
+def _timeline(view: timeline_values.TimelineView, end: float) -> Iterator[str]:
     """One figure: a row per stage, times proportional to ``end`` seconds across."""
     scale = (WIDTH - LEFT - RIGHT) / end
     height = ROW * len(view.stages)
-    numbers = f"step {duration(view.step_seconds)}, idle {in_percent(view.breakdown)['idle']:.1f} %"
+    numbers = f"step {duration(view.step_seconds)}, idle {timeline_values.in_percent(view.breakdown)['idle']:.1f} %"
     caption = f"<b>{view.kind}</b> {escape(view.title)}<span>{numbers}</span>"
     yield f'<figure class="{view.kind}"><figcaption>{caption}</figcaption>'
     yield f'<svg viewBox="0 0 {WIDTH} {height + AXIS}" role="img" aria-label="{view.kind} timeline">'
-    name, unit = axis_unit(end)
-    for tick in axis_ticks(end):
+    name, unit = timeline_values.axis_unit(end)
+    for tick in timeline_values.axis_ticks(end):
         x = LEFT + tick * scale
         yield f'<path class="tick" d="M{x:.1f} 0V{height + 4}"/>'
         label = f"{tick / unit:g}" + (f" {name}" if tick == 0 else "")
@@ -168,11 +157,11 @@ def _timeline(view: TimelineView, end: float) -> Iterator[str]:
     yield "</svg></figure>"
 
 
-def _bar(bar: Bar, scale: float) -> str:
+def _bar(bar: timeline_values.Bar, scale: float) -> str:
     seconds = bar.end_seconds - bar.start_seconds
     x = max(0.0, bar.start_seconds * scale)  # clocks of several machines may put it a little before the step
     width = max(0.0, bar.end_seconds * scale - x)
-    action = bar.what in ACTIONS
+    action = bar.what in timeline_values.ACTIONS
     kind = f"{bar.what} {bar.name}" if action else bar.what
     for_whom = "" if action or bar.micro_batch is None else f" for micro-batch {bar.micro_batch}"
     what = f"{bar.name} {palette.WORDS[bar.what]}" if action else palette.WORDS[bar.what]
@@ -183,11 +172,11 @@ def _bar(bar: Bar, scale: float) -> str:
     return f'{shape}<text class="{bar.what}" x="{x + width / 2:.1f}" y="{BAR / 2 + 1:g}">{bar.name}</text>'
 
 
-def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
+def _legend(views: Iterable[timeline_values.TimelineView], micro_batches: int) -> str:
     """The actions in the colours of all micro-batches, then what has none."""
     seen = {bar.what for view in views for bars in view.stages for bar in bars}
     entries = []
-    for what in ACTIONS:
+    for what in timeline_values.ACTIONS:
         if what in seen:
             colours = [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
             stops = ",".join(colours if len(colours) > 1 else colours * 2)
@@ -201,15 +190,17 @@ def _legend(views: Iterable[TimelineView], micro_batches: int) -> str:
     return f'<p class="legend">{"".join(entries)}<em>{last}</em></p>'
 
 
-def _table(picture: StepPicture) -> str:
+def _table(picture: timeline_values.StepPicture) -> str:
     """Shares of a step, in columns of their own what was measured and what was predicted; below `idle` its causes."""
-    shares = (*BUSY, "idle", *IDLE)
-    columns = [Column("", cells=["step", *("of it " * (name in IDLE) + share_word(name) for name in shares)])]
+    shares = (*timeline_values.BUSY, "idle", *timeline_values.IDLE)
+    columns = [
+        Column("", cells=["step", *("of it " * (name in timeline_values.IDLE) + share_word(name) for name in shares)])
+    ]
     for kind in ("measured", "predicted"):
         cells = ["-"] * (1 + len(shares))
         for view in picture.views:
             if view.kind == kind:
-                shown = in_percent(view.breakdown)
+                shown = timeline_values.in_percent(view.breakdown)
                 cells = [duration(view.step_seconds), *(f"{shown[name]:.1f} %" for name in shares)]
         columns.append(Column(kind, cells=cells, number=True))
     return to_html(Table("", columns))
@@ -219,6 +210,6 @@ def _colours(micro_batches: int) -> Iterator[str]:
     """A rule for every action's colour; a recomputation has the rim of its forward."""
     for m in range(micro_batches):
         rim = palette.colour("F", m, micro_batches)
-        for what in ACTIONS:
+        for what in timeline_values.ACTIONS:
             fill = palette.colour(what, m, micro_batches)
             yield f".{what}{m}{{fill:{fill}{f';stroke:{rim}' if what == 'R' else ''}}}"

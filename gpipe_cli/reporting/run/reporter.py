@@ -17,19 +17,11 @@ from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
+from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import RunDescription, Status, Task, scores_of, words_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts
-from gpipe_cli.reporting.run.measurement import (
-    StepMedians,
-    flops_result,
-    hardware,
-    kind_of_speed,
-    memory_result,
-    process_seconds,
-    versions,
-)
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
@@ -55,20 +47,23 @@ class Reporter:
         self._folder = folder
         self._run = run
         self._text = words_of(run.config.task).text
-        self._begin = time.monotonic() - process_seconds()
+        self._begin = time.monotonic() - measurement.process_seconds()
         self._status: Status = "running"
         self._error: str | None = None
         self._steps = run.first_step
         self._memory_bytes: tuple[int, ...] = ()
         self._checkpoint = 0  # the step after which the last one was written
-        self._medians = StepMedians(run.warm_up_steps)
+        self._medians = measurement.StepMedians(run.warm_up_steps)
         # Of a step whose activations were counted: those of each stage, and its libraries' bytes.
         self._counted: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
         self._cut_drawn = False
-        self._machine = {"versions": versions(self._text), "hardware": hardware(run.gpu_names, run.placement.threads)}
+        self._machine = {
+            "versions": measurement.versions(self._text),
+            "hardware": measurement.hardware(run.gpu_names, run.placement.threads),
+        }
         self._test, self._best = _earlier(run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
@@ -204,7 +199,7 @@ class Reporter:
         self._compared = True
         console, share = self._console.console, self._medians.median("without_core")
         show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._counted[0]))
-        kind = kind_of_speed(self._run.placement.one_device, share)
+        kind = measurement.kind_of_speed(self._run.placement.one_device, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
 
@@ -228,15 +223,15 @@ class Reporter:
             "best": self._best,
             "samples_per_second": of("samples_per_second"),
             "samples_per_second_quartiles": self._medians.quartiles("samples_per_second"),
-            "samples_per_second_kind": kind_of_speed(placement.one_device, of("without_core")),
+            "samples_per_second_kind": measurement.kind_of_speed(placement.one_device, of("without_core")),
             "without_core": of("without_core"),
             "step_seconds": of("step_seconds"),
             "speed_includes_warm_up": 0 < done <= run.warm_up_steps,  # for want of other steps
             "speed_steps": steps,
             "warm_up_steps": run.warm_up_steps,
-            **flops_result(run.flops, of("samples_per_second"), of("tokens_per_second")),
+            **measurement.flops_result(run.flops, of("samples_per_second"), of("tokens_per_second")),
             "memory_bytes": self._memory_bytes,
-            "memory": memory_result(placement, run.plan.memory, self._memory_bytes, *self._counted),
+            "memory": measurement.memory_result(placement, run.plan.memory, self._memory_bytes, *self._counted),
             "global_batch": config.batch_size,
             "executor": run.executor,
             "ideal_bubble": run.ideal_bubble,

@@ -15,20 +15,7 @@ from gpipe_cli.config.model import choice_of
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import show
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.training.checkpoint.store import (
-    FORMAT,
-    DamagedError,
-    Head,
-    Index,
-    Progress,
-    begin_checkpoint,
-    finish_checkpoint,
-    heads,
-    read_index,
-    read_tensors,
-    select,
-    write_stage,
-)
+from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.engine import Engine
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,16 +39,16 @@ class Comparison:
     checkpoint: Path
     config: TrainConfig
     source: TrainConfig
-    index: Index
-    heads: Mapping[str, Head]  # of everything in the checkpoint
+    index: store.Index
+    heads: Mapping[str, store.Head]  # of everything in the checkpoint
     here: Shapes  # of the model
     there: Shapes
 
     @classmethod
     def of(cls, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential) -> "Comparison":
         """`model` is on the meta device. Raises DamagedError if the checkpoint cannot be read."""
-        index = read_index(checkpoint)
-        found = heads(checkpoint, index.files)
+        index = store.read_index(checkpoint)
+        found = store.heads(checkpoint, index.files)
         here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         there = {name.removeprefix("model/"): shape for name, (_, shape) in found.items() if name.startswith("model/")}
         return cls(f"{setting}={run}", checkpoint, config, load(run), index, found, here, there)
@@ -99,7 +86,7 @@ class Comparison:
         for name, tensor in wanted.items():
             head = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
             if (found := self.heads.get(name, "missing")) != head:
-                raise DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
+                raise store.DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
 
     def _as_there(self) -> str:
         """Which settings of the model, or of the classes that it tells apart, make it that of `source`."""
@@ -130,15 +117,15 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(
-    engine: Engine, control: ControlGroup, folder: Path, progress: Progress, config_yaml: str, *, keep: int
+    engine: Engine, control: ControlGroup, folder: Path, progress: store.Progress, config_yaml: str, *, keep: int
 ) -> None:
     """Every process writes the files of its stages, then the leading one completes the checkpoint.
 
     Raises CheckpointError.
     """
-    draft = control.collect(begin_checkpoint(folder, progress.step) if control.leads else None)[0]
+    draft = control.collect(store.begin_checkpoint(folder, progress.step) if control.leads else None)[0]
     states = {k: state_of_stage(engine, k) for k in engine.stages}
-    written = [write_stage(draft, k, state) for k, state in states.items()]
+    written = [store.write_stage(draft, k, state) for k, state in states.items()]
     without = [
         name
         for k, state in states.items()
@@ -148,8 +135,8 @@ def save_checkpoint(
     files, without_state = ([one for part in control.collect(mine) for one in part] for mine in (written, without))
     if control.leads:
         layers = [name for names in engine.placement.layer_names for name in names]
-        index = Index(FORMAT, progress, tuple(layers), tuple(files), tuple(without_state))
-        finish_checkpoint(draft, index, config=config_yaml, keep=keep)
+        index = store.Index(store.FORMAT, progress, tuple(layers), tuple(files), tuple(without_state))
+        store.finish_checkpoint(draft, index, config=config_yaml, keep=keep)
     control.barrier()
 
 
@@ -191,18 +178,18 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
 
     Raises DamagedError if it has been damaged since it was checked.
     """
-    updates = read_index(checkpoint).progress.ema_updates
+    updates = store.read_index(checkpoint).progress.ema_updates
     for k, stage in engine.stages.items():
         own = engine.placement.layer_names[k]
-        tensors = read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
-        _copy(stage.module.state_dict(), select(tensors, "model"))
+        tensors = store.read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
+        _copy(stage.module.state_dict(), store.select(tensors, "model"))
         if k in engine.averages:
             average = engine.averages[k]
             average.updates = updates
             # a run that had no average until now starts one from the weights it has
-            _copy(average.average, select(tensors, "ema") if updates else stage.module.state_dict())
+            _copy(average.average, store.select(tensors, "ema") if updates else stage.module.state_dict())
         if optimizer:
-            load_optimizer_state(engine.optimizers[k], engine.parameters[k], select(tensors, "optimizer"))
+            load_optimizer_state(engine.optimizers[k], engine.parameters[k], store.select(tensors, "optimizer"))
 
 
 def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
