@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gpipe_cli.config.dataset import AugmentationConfig, ImagesConfig
+from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.data.images import ImageSplit, open_images
 
 PLAIN = AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)

@@ -8,15 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gpipe_cli.config.dataset import ImagesConfig, TextConfig
-from gpipe_cli.config.model import (
-    AmoebaNetConfig,
-    CustomConfig,
-    ResNetConfig,
-    TimmConfig,
-    TransformerLMConfig,
-    TransformerNMTConfig,
-)
+from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.batches import Split
 from gpipe_cli.data.images import open_images
@@ -45,7 +37,7 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
     model once, from the same seed, and keeps the layers of its stages. `pretrained`: with the pretrained weights that
     the settings ask for; a run that goes on from a checkpoint needs none.
     """
-    if isinstance(config.model, (AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig)):
+    if isinstance(config.model, (groups.AmoebaNetConfig, groups.TransformerLMConfig, groups.TransformerNMTConfig)):
         return None
     return cache(lambda: _model(config, weights=pretrained))
 
@@ -56,27 +48,27 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     name = settings.pop("name")
     match model, dataset:
-        case CustomConfig(), _:
+        case groups.CustomConfig(), _:
             return build_custom(model.target, model.arguments or {})
-        case AmoebaNetConfig(), ImagesConfig():
+        case groups.AmoebaNetConfig(), groups.ImagesConfig():
             del settings["auxiliary_weight"]  # it is the loss's
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
-        case (ResNetConfig() | TimmConfig(), ImagesConfig()):
-            if isinstance(model, ResNetConfig):
+        case (groups.ResNetConfig() | groups.TimmConfig(), groups.ImagesConfig()):
+            if isinstance(model, groups.ResNetConfig):
                 name = f"resnet{settings.pop('depth')}"
             elif not weights:
                 settings |= {"pretrained": False, "weights": None}
             return build_timm(name, num_classes=dataset.model_classes, image_size=dataset.image_size, **settings)
-        case TransformerLMConfig(), TextConfig():
+        case groups.TransformerLMConfig(), groups.TextConfig():
             return transformer_lm(vocabulary=dataset.vocabulary, **settings)
-        case TransformerNMTConfig(), TextConfig():
+        case groups.TransformerNMTConfig(), groups.TextConfig():
             return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, **settings)
     raise AssertionError(f"model={name} cannot learn from dataset={dataset.name}; the settings were not checked")
 
 
 def model_inputs(config: TrainConfig) -> Boundary:
     """What the first layer gets: images (N, 3, S, S), tokens (N, S), or sources (N, S) and targets so far (N, T)."""
-    if isinstance(config.dataset, ImagesConfig):
+    if isinstance(config.dataset, groups.ImagesConfig):
         size = config.dataset.image_size
         return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
     dimensions = len(greatest_lengths(config))
@@ -87,7 +79,7 @@ def model_inputs(config: TrainConfig) -> Boundary:
 
 def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
     """The most tokens of each input of the first layer; () for images."""
-    if isinstance(config.dataset, ImagesConfig):
+    if isinstance(config.dataset, groups.ImagesConfig):
         return ()
     length = config.model.length  # type: ignore[union-attr]  # models of images were refused
     assert length is not None
@@ -105,7 +97,7 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
 def outputs_of(config: TrainConfig) -> int:
     """The number of logits: classes, or tokens of the vocabulary."""
     dataset = config.dataset
-    return dataset.model_classes if isinstance(dataset, ImagesConfig) else dataset.vocabulary
+    return dataset.model_classes if isinstance(dataset, groups.ImagesConfig) else dataset.vocabulary
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:
@@ -113,7 +105,7 @@ def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, 
 
     Raises ValueError, one line, for a folder that is missing, empty or different.
     """
-    if isinstance(config.dataset, ImagesConfig):
+    if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed)
     length, pairs = greatest_lengths(config)[0], config.task == "translation"
     return open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)

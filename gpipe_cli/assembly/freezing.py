@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.config.dataset import ImagesConfig
-from gpipe_cli.config.model import CustomConfig
+from gpipe_cli.config.groups import CustomConfig, ImagesConfig
 from gpipe_cli.config.settings import TAKEN, TrainConfig
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.pipeline.runtime.frozen import Frozen

@@ -12,23 +12,12 @@ from functools import cache
 import torch
 from torch import nn
 
-from gpipe_cli.config.optimizer import (
-    AdafactorConfig,
-    AdamConfig,
-    ConstantLearningRateConfig,
-    CosineLearningRateConfig,
-    InverseSqrtLearningRateConfig,
-    LearningRateConfig,
-    OptimizerConfig,
-    PaperLearningRateConfig,
-    RMSPropConfig,
-    SGDConfig,
-)
+from gpipe_cli.config import groups
 
 Named = Mapping[str, nn.Parameter]
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
+def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
     """The optimizer of one stage; None if nothing of it can be trained.
 
     The L2 penalty is added to the gradient, and spares biases and batch norm (all that is a vector), as the reference's
@@ -37,27 +26,27 @@ def build_optimizer(config: OptimizerConfig, parameters: Named) -> torch.optim.O
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     if not trainable:
         return None
-    groups = [
+    parts = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    parts = [group for group in parts if group["params"]]
     match config:  # the learning rate is set before every step
-        case RMSPropConfig():
+        case groups.RMSPropConfig():
             from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm imports torchvision, which takes seconds
 
             made: torch.optim.Optimizer = RMSpropTF(
-                groups, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
+                parts, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
             )
             return made
-        case SGDConfig():
-            return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, nesterov=config.nesterov)
-        case AdamConfig():
+        case groups.SGDConfig():
+            return torch.optim.SGD(parts, lr=0.0, momentum=config.momentum, nesterov=config.nesterov)
+        case groups.AdamConfig():
             kind = torch.optim.AdamW if config.decoupled else torch.optim.Adam
-            return kind(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon)
-        case AdafactorConfig():
+            return kind(parts, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon)
+        case groups.AdafactorConfig():
             # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
-            return torch.optim.Adafactor(groups, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
+            return torch.optim.Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -98,16 +87,16 @@ def load_optimizer_state(
         optimizer.state[parameter][key] = value
 
 
-def state_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
+def state_bytes(config: groups.OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
     """The bytes that the optimizer keeps for these parameters from its first step on; nothing is allocated."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(tensor.nbytes for p in trained for tensor in state_of(config, tuple(p.shape), p.dtype).values())
 
 
 @cache
-def state_of(config: OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """What the optimizer keeps for a parameter from its first step on, by key; tensors without values."""
-    if isinstance(config, AdafactorConfig):
+    if isinstance(config, groups.AdafactorConfig):
         # its step reads values, which meta tensors do not have; the state is one vector per factored dimension
         factored = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
         moments = factored if len(shape) > 1 else {"variance": shape}
@@ -126,7 +115,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def learning_rate(
-    config: LearningRateConfig, step: int, steps_per_epoch: int, batch_size: int | None, total_steps: int = 1
+    config: groups.LearningRateConfig, step: int, steps_per_epoch: int, batch_size: int | None, total_steps: int = 1
 ) -> float:
     """The learning rate of step number `step`, counted from 0 over the whole run of `total_steps`.
 
@@ -136,27 +125,27 @@ def learning_rate(
     """
     warm_up = warm_up_steps(config, steps_per_epoch)
     match config:
-        case PaperLearningRateConfig():
+        case groups.PaperLearningRateConfig():
             assert batch_size is not None  # nothing per sample where mini-batches are counted in tokens
             initial = config.per_sample * batch_size
             # whole steps: 3 epochs are exactly 3 * steps_per_epoch steps; a quotient of floats could fall just short
             decay_steps = max(1, round(config.every_epochs * steps_per_epoch))
             after = float(initial * config.decay ** (step // decay_steps))
-        case InverseSqrtLearningRateConfig():
+        case groups.InverseSqrtLearningRateConfig():
             initial = config.peak
             after = initial * math.sqrt(warm_up / (step + 1))
-        case CosineLearningRateConfig():
+        case groups.CosineLearningRateConfig():
             initial = config.peak
             done = min(1.0, (step - warm_up) / max(1, total_steps - warm_up))
             cosine = 0.5 * (1 + math.cos(math.pi * done))
             after = initial * (config.final_share + (1 - config.final_share) * cosine)
-        case ConstantLearningRateConfig():
+        case groups.ConstantLearningRateConfig():
             initial = after = config.peak
     return initial * (step + 1) / warm_up if step < warm_up else after
 
 
-def warm_up_steps(config: LearningRateConfig, steps_per_epoch: int) -> int:
+def warm_up_steps(config: groups.LearningRateConfig, steps_per_epoch: int) -> int:
     """How many steps the learning rate rises for."""
-    if isinstance(config, InverseSqrtLearningRateConfig):
+    if isinstance(config, groups.InverseSqrtLearningRateConfig):
         return config.warmup_steps
     return round(config.warmup_epochs * steps_per_epoch)

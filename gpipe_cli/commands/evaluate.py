@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from gpipe_cli.commands.command_line import compose, read, with_given
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, container, find_run, load
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of

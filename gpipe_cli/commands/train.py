@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
-from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep

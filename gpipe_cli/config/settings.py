@@ -15,18 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig, TextConfig
-from gpipe_cli.config.hardware import HardwareConfig
-from gpipe_cli.config.model import (
-    AmoebaNetConfig,
-    CustomConfig,
-    ModelConfig,
-    ResNetConfig,
-    TimmConfig,
-    TransformerLMConfig,
-    TransformerNMTConfig,
-)
-from gpipe_cli.config.optimizer import LearningRateConfig, OptimizerConfig
+from gpipe_cli.config import groups
 from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed
 
 T = TypeVar("T")
@@ -99,11 +88,11 @@ class TrainConfig:
     dry_run: bool
     cost: Literal["figures", "measured", "measured_anew"]
     checkpoint: CheckpointConfig
-    hardware: HardwareConfig
-    model: ModelConfig
-    dataset: DatasetConfig
-    optimizer: OptimizerConfig
-    learning_rate: LearningRateConfig
+    hardware: groups.HardwareConfig
+    model: groups.ModelConfig
+    dataset: groups.DatasetConfig
+    optimizer: groups.OptimizerConfig
+    learning_rate: groups.LearningRateConfig
 
     def __post_init__(self) -> None:
         self._check_task()
@@ -121,7 +110,8 @@ class TrainConfig:
             raise RefusedError(
                 "init_head", self.init_head, "no weights are taken, as init_from=null; give init_from=..."
             )
-        has_weights = isinstance(self.model, TimmConfig) and (self.model.pretrained or self.model.weights is not None)
+        model = self.model
+        has_weights = isinstance(model, groups.TimmConfig) and (model.pretrained or model.weights is not None)
         if TAKEN in (self.freeze or ()) and not has_weights:
             why = "nothing is taken, as init_from=null; give init_from=..., or name layers"
             raise RefusedError("freeze", self.freeze, why)
@@ -129,9 +119,9 @@ class TrainConfig:
     @property
     def task(self) -> Task:
         """What is learned: the model and the data set agree on it."""
-        if isinstance(self.dataset, ImagesConfig):
+        if isinstance(self.dataset, groups.ImagesConfig):
             return "classification"
-        if isinstance(self.model, TransformerNMTConfig) or self.dataset.name in ("cldr", "parallel_text"):
+        if isinstance(self.model, groups.TransformerNMTConfig) or self.dataset.name in ("cldr", "parallel_text"):
             return "translation"
         return "language_model"
 
@@ -139,17 +129,17 @@ class TrainConfig:
         """Raises ValueError if the model cannot learn from the data set."""
         name, pairs = f"dataset={self.dataset.name}", self.dataset.name in ("cldr", "parallel_text")
         match self.model, self.dataset:
-            case ((AmoebaNetConfig() | ResNetConfig() | TimmConfig()), TextConfig()):
+            case ((groups.AmoebaNetConfig() | groups.ResNetConfig() | groups.TimmConfig()), groups.TextConfig()):
                 why = f"takes images, and {name} is text; use model={'transformer_nmt' if pairs else 'transformer_lm'}"
-            case TransformerLMConfig(), ImagesConfig():
+            case groups.TransformerLMConfig(), groups.ImagesConfig():
                 why = f"takes text, and {name} has images; use dataset=python_docs"
-            case TransformerNMTConfig(), ImagesConfig():
+            case groups.TransformerNMTConfig(), groups.ImagesConfig():
                 why = f"takes text, and {name} has images; use dataset=cldr"
-            case TransformerLMConfig(), TextConfig() if pairs:
+            case groups.TransformerLMConfig(), groups.TextConfig() if pairs:
                 why = f"continues text, and {name} has pairs; use model=transformer_nmt"
-            case TransformerNMTConfig(), TextConfig(name="python_docs" | "text_files"):
+            case groups.TransformerNMTConfig(), groups.TextConfig(name="python_docs" | "text_files"):
                 why = f"translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
-            case CustomConfig(length=None), TextConfig():
+            case groups.CustomConfig(length=None), groups.TextConfig():
                 why = "text needs the most tokens of a sequence; give model.length=..."
                 raise RefusedError("model.length", None, why)
             case _:
@@ -291,12 +281,12 @@ def load_recipe(file: Path) -> dict[str, Any]:
     return container(OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own))
 
 
-def load_hardware(name: str) -> HardwareConfig:
+def load_hardware(name: str) -> groups.HardwareConfig:
     """The figures in `conf/hardware/<name>.yaml`."""
     text = resources.files("gpipe_cli.conf").joinpath("hardware", f"{name}.yaml").read_text(encoding="utf-8")
     tree = OmegaConf.create(text)
     assert isinstance(tree, DictConfig)
-    return from_tree(HardwareConfig, tree)
+    return from_tree(groups.HardwareConfig, tree)
 
 
 def find_run(key: str, run: str, output: str) -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from gpipe_cli.config.dataset import AugmentationConfig, ImagesConfig
+from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
 from gpipe_cli.data.photographs import read_photographs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.dataset import ImagesConfig
+from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked

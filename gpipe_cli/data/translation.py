@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of

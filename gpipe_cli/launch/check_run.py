@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import temporary_folder

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 
 from gpipe_cli.assembly.build import memory_format_of
-from gpipe_cli.config.dataset import AugmentationConfig, ImagesConfig
-from gpipe_cli.config.model import CustomConfig
-from gpipe_cli.config.optimizer import SGDConfig
+from gpipe_cli.config.groups import AugmentationConfig, CustomConfig, ImagesConfig, SGDConfig
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of

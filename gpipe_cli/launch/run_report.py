@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.assembly.build import open_data
-from gpipe_cli.config.dataset import ImagesConfig
+from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.launch.job import Bench

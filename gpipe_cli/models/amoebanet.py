@@ -22,17 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.models.operations import (
-    AfterRelu,
-    Convolution,
-    FactorizedReduction,
-    Linear,
-    Norm,
-    SameConvolution,
-    convolution,
-    operation,
-    relu_after_norm,
-)
+from gpipe_cli.models import operations
 
 
 class ScheduledDropPath(nn.Module):
@@ -156,18 +146,18 @@ class Cell(nn.Module):
         stride: int,
         current: FeatureMap,
         previous: FeatureMap | None,
-        norm: Norm,
+        norm: operations.Norm,
         drop_path: float,
     ) -> None:
         super().__init__()
         self.genotype = genotype
         size = -(-current.size // stride)  # SAME padding
         self.output = FeatureMap(filters * len(genotype.output), size)
-        self.current = convolution(current.channels, filters, norm)
+        self.current = operations.convolution(current.channels, filters, norm)
         self.previous = _match(previous, filters, current.size, norm)
         channels = [filters, current.channels if previous is None else filters] + [filters] * len(genotype.pairs)
         self.operations = nn.ModuleList(
-            operation(name, channels[state], filters, stride if state < 2 else 1, norm)
+            operations.operation(name, channels[state], filters, stride if state < 2 else 1, norm)
             for pair in genotype.pairs
             for name, state in pair
         )
@@ -177,13 +167,13 @@ class Cell(nn.Module):
         current, previous, *auxiliary = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         states = [self.current(F.relu(current)), self.previous(previous)]
         rectified: dict[int, Tensor] = {}
-        operations = iter(self.operations)
+        remaining = iter(self.operations)
         for pair in self.genotype.pairs:
             results = []
             for name, state in pair:
-                apply = next(operations)
+                apply = next(remaining)
                 x = states[state]
-                if isinstance(apply, AfterRelu):
+                if isinstance(apply, operations.AfterRelu):
                     if state not in rectified:
                         rectified[state] = F.relu(x)
                     x = rectified[state]
@@ -194,14 +184,14 @@ class Cell(nn.Module):
         return (output, current, *auxiliary)
 
 
-def _match(previous: FeatureMap | None, filters: int, size: int, norm: Norm) -> nn.Module:
+def _match(previous: FeatureMap | None, filters: int, size: int, norm: operations.Norm) -> nn.Module:
     """Changes the predecessor to `filters` channels and `size` pixels; where it does anything, ReLU comes first."""
     if previous is None:  # the very first cell reads the stem as it is, whatever its channels
         return nn.Identity()
     if previous.size != size:
-        return FactorizedReduction(previous.channels, filters, norm)
+        return operations.FactorizedReduction(previous.channels, filters, norm)
     if previous.channels != filters:
-        return nn.Sequential(nn.ReLU(), convolution(previous.channels, filters, norm))
+        return nn.Sequential(nn.ReLU(), operations.convolution(previous.channels, filters, norm))
     return nn.Identity()
 
 
@@ -223,21 +213,21 @@ class AuxiliaryHead(nn.Module):
     torch refuses to train it on a micro-batch of one example.
     """
 
-    def __init__(self, x: FeatureMap, num_classes: int, norm: Norm) -> None:
+    def __init__(self, x: FeatureMap, num_classes: int, norm: operations.Norm) -> None:
         super().__init__()
         inner, outer = AUXILIARY_CHANNELS
         size = (x.size - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
         self.features = nn.Sequential(
             nn.AvgPool2d(AUXILIARY_POOL, AUXILIARY_STRIDE),
-            Convolution(x.channels, inner),
+            operations.Convolution(x.channels, inner),
             norm(inner),
-            relu_after_norm(),
-            Convolution(inner, outer, (size, size)),
+            operations.relu_after_norm(),
+            operations.Convolution(inner, outer, (size, size)),
             norm(outer),
-            relu_after_norm(),
+            operations.relu_after_norm(),
             nn.Flatten(),
         )
-        self.logits = Linear(outer, num_classes)
+        self.logits = operations.Linear(outer, num_classes)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self.training:
@@ -254,7 +244,7 @@ class Classifier(nn.Module):
     def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.logits = Linear(channels, num_classes)
+        self.logits = operations.Linear(channels, num_classes)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         x, _, *auxiliary = inputs
@@ -332,15 +322,18 @@ def amoebanet(
     return nn.Sequential(layers)
 
 
-def _stem(image_size: int, norm: Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
+def _stem(image_size: int, norm: operations.Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
     """3x3 convolution to 32 channels and batch norm, without ReLU; a single tensor leaves it.
 
     Departs from the reference: its stem for small images does not pad (32 pixels become 30); ours does, so that 32 and
     64 pixels halve evenly. The paper itself never trains on such images.
     """
-    convolution: Convolution
+    convolution: operations.Convolution
     if small:
-        convolution, size = SameConvolution(3, STEM_CHANNELS, (3, 3)), image_size
+        convolution, size = operations.SameConvolution(3, STEM_CHANNELS, (3, 3)), image_size
     else:
-        convolution, size = Convolution(3, STEM_CHANNELS, (3, 3), (2, 2)), (image_size - 3) // 2 + 1
+        convolution, size = (
+            operations.Convolution(3, STEM_CHANNELS, (3, 3), (2, 2)),
+            (image_size - 3) // 2 + 1,
+        )
     return nn.Sequential(convolution, norm(STEM_CHANNELS)), FeatureMap(STEM_CHANNELS, size)

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 import torch
 
-from gpipe_cli.config.model import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
+from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun

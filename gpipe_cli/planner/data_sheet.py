@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
-from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import load_hardware
 
 _BY_NAME = {

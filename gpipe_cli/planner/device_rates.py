@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 

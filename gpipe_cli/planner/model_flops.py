@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpipe_cli.config.hardware import HardwareConfig
+from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.model_profile import ModelProfile

@@ -13,8 +13,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import classifier_of
-from gpipe_cli.config.dataset import DatasetConfig, ImagesConfig
-from gpipe_cli.config.model import CustomConfig
+from gpipe_cli.config.groups import CustomConfig, DatasetConfig, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.restore import Comparison

@@ -13,7 +13,7 @@ import torch
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.assembly.optimizer import learning_rate
-from gpipe_cli.config.model import CustomConfig, TimmConfig, choice_of
+from gpipe_cli.config.groups import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import ControlGroup

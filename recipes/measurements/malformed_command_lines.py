@@ -35,9 +35,7 @@ from runs import command_line
 
 from gpipe_cli.__main__ import main as gpipe
 from gpipe_cli.cli import COMMANDS
-from gpipe_cli.config.dataset import ImagesConfig
-from gpipe_cli.config.model import AmoebaNetConfig
-from gpipe_cli.config.optimizer import PaperLearningRateConfig, RMSPropConfig
+from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, PaperLearningRateConfig, RMSPropConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import Within, settings
 from gpipe_cli.system.files import FolderLock

@@ -60,7 +60,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
-from gpipe_cli.config.optimizer import RMSPropConfig
+from gpipe_cli.config.groups import RMSPropConfig
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet

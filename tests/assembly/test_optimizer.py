@@ -15,7 +15,7 @@ from gpipe_cli.assembly.optimizer import (
     state_bytes,
     warm_up_steps,
 )
-from gpipe_cli.config.optimizer import (
+from gpipe_cli.config.groups import (
     AdafactorConfig,
     AdamConfig,
     ConstantLearningRateConfig,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.corpora import read_python_docs, read_text_files, split_sections
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_documents, open_text, unigram_perplexity
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary

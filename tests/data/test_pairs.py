@@ -7,7 +7,7 @@ import pytest
 import torch
 from babel import Locale
 
-from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.corpora import Pairs, languages_of, read_cldr, read_parallel_text, target_language
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD

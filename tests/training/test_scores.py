@@ -3,7 +3,7 @@
 import pytest
 from decode_runs import SOURCES, Case, decode_here, engine_of, plan, tiny_split
 
-from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.corpora import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs

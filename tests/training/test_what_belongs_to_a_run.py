@@ -8,7 +8,7 @@ import timm
 from safetensors.torch import save_file
 from training_runs import TINY, command, configure
 
-from gpipe_cli.config.dataset import TextConfig
+from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import read_result

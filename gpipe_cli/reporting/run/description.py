@@ -7,14 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gpipe_cli.config.model import (
-    AmoebaNetConfig,
-    CustomConfig,
-    ResNetConfig,
-    TimmConfig,
-    TransformerLMConfig,
-    TransformerNMTConfig,
-)
+from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.training.events import DataFacts, Notes, Scores
@@ -85,17 +78,17 @@ class RunDescription:
 def model_name(config: TrainConfig) -> str:
     """As the paper writes it: AmoebaNet-D (18, 256)."""
     match config.model:
-        case AmoebaNetConfig() as model:
+        case groups.AmoebaNetConfig() as model:
             return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
-        case ResNetConfig() as model:
+        case groups.ResNetConfig() as model:
             return f"ResNet-{model.depth}"
-        case TransformerLMConfig() as model:
+        case groups.TransformerLMConfig() as model:
             return f"Transformer-{model.layers}" + _width(model.width, 2048)
-        case TransformerNMTConfig() as model:
+        case groups.TransformerNMTConfig() as model:
             return f"Transformer T({model.layers}, {model.hidden}, {model.heads})" + _width(model.width, 1024)
-        case CustomConfig() as model:
+        case groups.CustomConfig() as model:
             return model.target
-        case TimmConfig() as model:
+        case groups.TimmConfig() as model:
             return f"{model.name} (timm)"
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
-from gpipe_cli.config.dataset import ImagesConfig, TextConfig
-from gpipe_cli.config.model import choice_of
+from gpipe_cli.config.groups import ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import show
 from gpipe_cli.distributed.control_group import ControlGroup

@@ -1,0 +1,292 @@
+"""The settings of the groups that one chooses among: model=, dataset=, optimizer=, learning_rate=, hardware=.
+
+In each, `name` identifies the choice. Models are those of the paper's sections 3 to 5, timm's, and one's own; data sets
+the paper's images (section 4) and text (sections 2.2 and 5), and one's own; weights are updated by the paper's RMSProp
+and decay, or as its Transformers and today's models are trained; the figures of hardware are all that a plan needs of
+an accelerator and of the link to the next (the paper's: TPUs, and GPUs without a fast interconnect, 3 and 3.2).
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, RefusedError, Share, Within
+
+# --- model
+
+Layers = Annotated[int, Within(1, 10_000)]
+Channels = Annotated[int, Within(1, 1_000_000)]
+Heads = Annotated[int, Within(1, 10_000)]
+Tokens = Annotated[int, Within(2, 1_000_000)]  # of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AmoebaNetConfig:
+    name: Literal["amoebanet"]
+    variant: Literal["b", "d"]
+    normal_cells: Annotated[int, Within(3, 1000)]
+    filters: Annotated[int, Within(1, 65_536)]
+    auxiliary_head: bool
+    auxiliary_weight: NotNegative
+    dropout: Share
+    drop_path: Share
+    batch_norm_epsilon: Positive
+    batch_norm_momentum: Annotated[float, Within(SMALLEST, 1)]
+    stem: Literal["auto", "imagenet", "small"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResNetConfig:
+    name: Literal["resnet"]
+    depth: Literal[18, 34, 50, 101, 152]
+    dropout: Share
+    drop_path: Share
+
+
+@dataclass(frozen=True, slots=True)
+class CustomConfig:
+    """A function of one's own."""
+
+    name: Literal["custom"]
+    target: str  # package.module:function
+    arguments: dict[str, Any] | None
+    length: Tokens | None  # tokens, for text
+
+
+@dataclass(frozen=True, slots=True)
+class TimmConfig:
+    """Any of timm's models that is a chain; its `name` is timm's."""
+
+    name: str
+    pretrained: bool
+    weights: str | None
+    dropout: Share
+    drop_path: Share
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerLMConfig:
+    """Table 1's Transformer-L."""
+
+    name: Literal["transformer_lm"]
+    layers: Layers
+    width: Channels
+    hidden: Channels
+    heads: Heads
+    length: Tokens
+    dropout: Share
+    attention_dropout: Share
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerNMTConfig:
+    """Section 5's T(L, H, A)."""
+
+    name: Literal["transformer_nmt"]
+    layers: Layers
+    hidden: Channels
+    heads: Heads
+    width: Channels
+    head_width: Annotated[int, Within(1, 10_000)]
+    length: Tokens
+    dropout: Share
+    attention_dropout: Share
+    depth_scaled: bool
+    logit_clip: NotNegative
+    shared_embedding: bool
+
+
+ModelConfig = AmoebaNetConfig | ResNetConfig | TransformerLMConfig | TransformerNMTConfig | CustomConfig | TimmConfig
+
+
+def choice_of(config: Any) -> str:
+    """The file in `conf/` that a group's settings came from."""
+    return "timm" if isinstance(config, TimmConfig) else str(config.name)
+
+
+# --- dataset
+
+Pixels = Annotated[int, Within(0, 16_384)]
+Samples = Annotated[int, Within(1, 100_000_000)]
+Vocabulary = Annotated[int, Within(5, 10_000_000)]
+_Area = Annotated[float, Within(SMALLEST, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class AugmentationConfig:
+    random_resized_crop: tuple[_Area, _Area] | None  # least and most share of the area
+    horizontal_flip: bool
+    cutout: Pixels  # of a side
+    shift: Pixels
+
+    def __post_init__(self) -> None:
+        key, crop = "dataset.augmentation.random_resized_crop", self.random_resized_crop
+        if crop is not None and crop[0] > crop[1]:
+            raise RefusedError(key, crop, f"must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesConfig:
+    """A set of images. The settings with a default are those that only some sets have; their YAML says which."""
+
+    name: Literal[
+        "digits", "cifar10", "cifar100", "image_folder", "synthetic_images",
+        "imagenet", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap",
+    ]  # fmt: skip
+    image_size: Annotated[int, Within(8, 16_384)]  # pixels of a side
+    num_classes: Annotated[int, Within(2, 10_000_000)]
+    augmentation: AugmentationConfig
+    root: str | None = None
+    download: bool = False
+    partial: bool = False
+    classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
+    train_samples: Samples | None = None
+    test_samples: Samples | None = None
+    drop_last: bool = False  # leave out the last mini-batch of an epoch if it is not full
+
+    def __post_init__(self) -> None:
+        synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
+        _check_needed(self, root=on_disk, train_samples=synthetic, test_samples=synthetic)
+        if self.download and self.name not in ("cifar10", "cifar100", "oxford_pets", "food101", "fgvc_aircraft"):
+            raise RefusedError("dataset.download", True, f"dataset={self.name} cannot be downloaded; leave it out")
+        if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
+            raise RefusedError("dataset.partial", True, f"dataset={self.name} has no such setting; leave it out")
+
+    @property
+    def model_classes(self) -> int:
+        """The classes that a model distinguishes."""
+        return self.num_classes if self.classes is None else len(self.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """Text for a language model, or pairs of sentences for translation."""
+
+    name: Literal["python_docs", "text_files", "cldr", "parallel_text", "synthetic_text"]
+    vocabulary: Vocabulary  # ids
+    cache: str | None = None
+    root: str | None = None
+    direction: Literal["to_english", "from_english", "both"] | None = None
+    temperature: Annotated[float, Within(1, 1000)] | None = None
+    drop_long: bool = False
+    train_samples: Samples | None = None
+    test_samples: Samples | None = None
+    drop_last: bool = False  # as for images
+
+    def __post_init__(self) -> None:
+        synthetic, pairs = self.name == "synthetic_text", self.name in ("cldr", "parallel_text")
+        files = self.name in ("text_files", "parallel_text")
+        _check_needed(self, root=files, train_samples=synthetic, test_samples=synthetic, temperature=pairs)
+        _check_needed(self, direction=self.name == "cldr")
+        if self.drop_long and not pairs:
+            raise RefusedError("dataset.drop_long", True, f"dataset={self.name} has no such setting; leave it out")
+
+
+DatasetConfig = ImagesConfig | TextConfig
+
+
+def _check_needed(config: DatasetConfig, **needed: bool) -> None:
+    """Raises ValueError for a setting that the data set needs and does not have, or has and does not need."""
+    for key, is_needed in needed.items():
+        value = getattr(config, key)
+        if value is None and is_needed:
+            raise RefusedError(f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=...")
+        if value is not None and not is_needed:
+            raise RefusedError(f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out")
+
+
+# --- learning_rate and optimizer
+
+Epochs = Annotated[float, Within(0, 10**9)]
+
+
+@dataclass(frozen=True, slots=True)
+class RMSPropConfig:
+    name: Literal["rmsprop"]
+    decay: Share
+    momentum: Share
+    epsilon: Positive
+    weight_decay: NotNegative
+
+
+@dataclass(frozen=True, slots=True)
+class SGDConfig:
+    name: Literal["sgd"]
+    momentum: Share
+    nesterov: bool
+    weight_decay: NotNegative
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise RefusedError("optimizer.nesterov", True, "needs a momentum; use optimizer.momentum=0.9")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamConfig:
+    name: Literal["adam"]
+    beta1: Share
+    beta2: Share
+    epsilon: Positive
+    weight_decay: NotNegative
+    decoupled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdafactorConfig:
+    name: Literal["adafactor"]
+    beta2_decay: Annotated[float, Within(-1, 0, below=True, use=-0.8)]
+    clipping: Positive
+    weight_decay: NotNegative
+
+
+@dataclass(frozen=True, slots=True)
+class PaperLearningRateConfig:
+    name: Literal["paper"]
+    per_sample: Positive  # times batch_size: the initial learning rate
+    decay: Annotated[float, Within(SMALLEST, 1)]
+    every_epochs: Annotated[float, Within(SMALLEST, 10**9, use=3)]
+    warmup_epochs: Epochs
+
+
+@dataclass(frozen=True, slots=True)
+class InverseSqrtLearningRateConfig:
+    name: Literal["inverse_sqrt"]
+    peak: Positive
+    warmup_steps: Count
+
+
+@dataclass(frozen=True, slots=True)
+class CosineLearningRateConfig:
+    name: Literal["cosine"]
+    peak: Positive
+    warmup_epochs: Epochs
+    final_share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantLearningRateConfig:
+    name: Literal["constant"]
+    peak: Positive
+    warmup_epochs: Epochs
+
+
+OptimizerConfig = RMSPropConfig | SGDConfig | AdamConfig | AdafactorConfig
+LearningRateConfig = (
+    PaperLearningRateConfig | InverseSqrtLearningRateConfig | CosineLearningRateConfig | ConstantLearningRateConfig
+)
+
+
+# --- hardware
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareConfig:
+    """One device and one link; None: not known, or with `auto` read from the device at hand."""
+
+    name: Literal["auto", "cpu", "h200", "p40", "p100_pcie", "tpu_v2", "tpu_v3"]
+    tflops: Positive | None  # that layers reach, in 10^12 a second; of a CPU, one thread's
+    peak_tflops: Positive | None  # by the data sheet, of one device; of a CPU, all its cores'
+    memory_gib: Positive | None  # that a stage must stay below
+    memory_gb_per_second: Positive | None
+    operation_microseconds: NotNegative | None  # from one operation to the next, however small
+    link_gb_per_second: Positive | None  # one way
+    link_microseconds: NotNegative | None  # until the first byte has arrived
