@@ -12,8 +12,8 @@ from engine_runs import Case, SumOfSquares, run_in_process
 from torch import nn
 from training_runs import LIVELY, TINY, assert_same_tensors, command, final_tensors
 
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, build

@@ -7,6 +7,8 @@ In a run of one process the same calls return at once.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from enum import IntEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,8 +16,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.distributed.activity import Awaited
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
+
+
+class Awaited(IntEnum):
+    NOTHING = 0
+    PROCESS = 1  # another one of the run
+    DATA = 2
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process is doing, as numbers in memory that its parent reads: how a process that hangs is found."""
+
+    changes: int  # how often it has begun something
+    awaited: int  # Awaited
+    # its last action; then its samples, and what they are padded to along up to two dimensions
+    kind: int  # 1 F, 2 R, 3 B, 0 none yet
+    stage: int
+    micro_batch: int
+    samples: int
+    length_0: int
+    length_1: int
+
+
+ACTIVITY_NUMBERS = len(fields(Activity))
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
 Gathered = Callable[[], list[torch.Tensor]]  # waits: a vector of each process, in the order of the stages

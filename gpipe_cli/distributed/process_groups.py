@@ -11,8 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.distributed.activity import Awaited
-from gpipe_cli.distributed.control_group import ControlGroup, Waits
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
 

@@ -30,18 +30,7 @@ from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_chec
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
-from gpipe_cli.verify.variants import (
-    EXECUTORS,
-    MODES,
-    SCHEDULES,
-    Executor,
-    LayersWatched,
-    ReferenceDone,
-    Row,
-    Variant,
-    Verdict,
-    check,
-)
+from gpipe_cli.verify import variants as verify
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -68,14 +57,14 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
         def on_message(message: object) -> None:
             checked.on_message(message)
-            if isinstance(message, LayersWatched):
+            if isinstance(message, verify.LayersWatched):
                 show_facts(console, checked.facts(message))
             status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
         for placements, variants in checked.runs:
             waiting = checked.worth_running(variants)
             if waiting:
-                task = partial(check, config, placements, variants=waiting, earlier=checked.references,
+                task = partial(verify.check, config, placements, variants=waiting, earlier=checked.references,
                                folder=Path(gradients), source=source)  # fmt: skip
                 placement = placements[max(placements)]
                 failure = run_task(task, placement, config.timeout_seconds, on_message)
@@ -93,13 +82,13 @@ class _Checked:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self.rows: dict[Variant, Row] = {}
-        self.references: dict[str, ReferenceDone] = {}  # by schedule
+        self.rows: dict[verify.Variant, verify.Row] = {}
+        self.references: dict[str, verify.ReferenceDone] = {}  # by schedule
         # The variants, with their placements by partitions, that the same processes run one after another; what others
         # are compared with comes first.
-        self.runs: list[tuple[dict[int, Placement], list[Variant]]] = []
+        self.runs: list[tuple[dict[int, Placement], list[verify.Variant]]] = []
         self._findings: list[Finding] = []
-        self._watched: LayersWatched | None = None
+        self._watched: verify.LayersWatched | None = None
         self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
         self._shared: tuple[str, ...] = ()
         try:
@@ -133,8 +122,8 @@ class _Checked:
                     self._add(self._ways(partitions, "distributed"), "left out", text)
         whole = self._config.micro_batches
         together = [
-            Variant(partitions, whole, schedule, mode, "in_process")
-            for schedule, mode in product(SCHEDULES, MODES)
+            verify.Variant(partitions, whole, schedule, mode, "in_process")
+            for schedule, mode in product(verify.SCHEDULES, verify.MODES)
             for partitions in sorted(self._together)
         ]
         together.insert(1, together[0]._replace(executor="pytorch"))
@@ -143,30 +132,30 @@ class _Checked:
         self.runs.append((self._together, together))
         self.runs += [({k: apart[k]}, self._ways(k, "distributed")) for k in sorted(apart)]
 
-    def _ways(self, partitions: int, executor: Executor) -> list[Variant]:
+    def _ways(self, partitions: int, executor: verify.Executor) -> list[verify.Variant]:
         """Every schedule and recomputation."""
         whole = self._config.micro_batches
-        return [Variant(partitions, whole, *way, executor) for way in product(SCHEDULES, MODES)]
+        return [verify.Variant(partitions, whole, *way, executor) for way in product(verify.SCHEDULES, verify.MODES)]
 
     def on_message(self, message: object) -> None:
         """Take a worker's message."""
         match message:
-            case LayersWatched():
+            case verify.LayersWatched():
                 self._findings += message.findings
                 self._watched = message
-            case ReferenceDone():
+            case verify.ReferenceDone():
                 self.references[message.schedule] = message
-            case Row():
+            case verify.Row():
                 self.rows.setdefault(message.variant, message)  # of several stages that fail the first
 
-    def worth_running(self, variants: Sequence[Variant]) -> list[Variant]:
+    def worth_running(self, variants: Sequence[verify.Variant]) -> list[verify.Variant]:
         """Leaves out what has failed in one process already, or could not be compared there with anything."""
         in_process = {variant: self.rows.get(variant._replace(executor="in_process")) for variant in variants}
         without = [v for v, alone in in_process.items() if alone is not None and alone.verdict in ("fails", "left out")]
         self._add(without, "left out", "what has no result in one process is not run in several")
         return [variant for variant in variants if variant not in self.rows]
 
-    def end(self, variants: Sequence[Variant], failure: Failure | None, *, alone: bool) -> None:
+    def end(self, variants: Sequence[verify.Variant], failure: Failure | None, *, alone: bool) -> None:
         """Workers, or one that was `alone`, have run these variants, or failed; what they did not come to is left out.
 
         Raises ValueError for what the user can mend.
@@ -181,10 +170,12 @@ class _Checked:
             self._add([missing.pop(0)], "fails", failure.text)  # it was killed, or could not report it itself
         self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
-    def _add(self, variants: Sequence[Variant], verdict: Verdict, text: str, layer: str | None = None) -> None:
-        self.rows |= {variant: Row(*variant, verdict, layer=layer, text=text) for variant in variants}
+    def _add(
+        self, variants: Sequence[verify.Variant], verdict: verify.Verdict, text: str, layer: str | None = None
+    ) -> None:
+        self.rows |= {variant: verify.Row(*variant, verdict, layer=layer, text=text) for variant in variants}
 
-    def facts(self, found: LayersWatched) -> list[tuple[str, str]]:
+    def facts(self, found: verify.LayersWatched) -> list[tuple[str, str]]:
         """What is checked, in labelled lines."""
         config = self._config
         layers = sum(len(names) for names in self._together[1].layer_names)
@@ -196,7 +187,7 @@ class _Checked:
         ]
 
     def report(self) -> CheckReport:
-        first = self.references.get(SCHEDULES[0])
+        first = self.references.get(verify.SCHEDULES[0])
         return CheckReport(
             rows=tuple(sorted((self._explained(row) for row in self.rows.values()), key=_order)),
             findings=tuple(self._findings),
@@ -205,7 +196,7 @@ class _Checked:
             config=asdict(self._config),
         )
 
-    def _explained(self, row: Row) -> Row:
+    def _explained(self, row: verify.Row) -> verify.Row:
         """With the reason, where a probe has found it."""
         if not row.bad:
             return row
@@ -228,12 +219,12 @@ class _Checked:
         return replace(row, text=f"{row.text}; {why}" if row.text and why else row.text or why)
 
 
-def _order(row: Row) -> tuple[int, ...]:
+def _order(row: verify.Row) -> tuple[int, ...]:
     """As the table has them: by schedule, partitions, mode and executor; other micro-batches last."""
     return (
         -row.micro_batches,
-        SCHEDULES.index(row.schedule),
+        verify.SCHEDULES.index(row.schedule),
         row.partitions,
-        MODES.index(row.recompute),
-        EXECUTORS.index(row.executor),
+        verify.MODES.index(row.recompute),
+        verify.EXECUTORS.index(row.executor),
     )

@@ -14,7 +14,7 @@ from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.planner.model_flops import step_flops

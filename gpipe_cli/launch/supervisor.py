@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import wait
 
-from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Activity, Awaited
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task

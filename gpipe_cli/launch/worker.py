@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.distributed.activity import ACTIVITY_NUMBERS, Awaited
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError

@@ -1,4 +1,1 @@
-"""GPipe itself (section 2 of the paper): the schedule and everything that runs, predicts, checks or draws it.
-
-Plain arguments in: no settings, no dashboard, no printing. `schedule/` needs no torch.
-"""
+"""GPipe itself (section 2 of the paper): plain arguments in, no settings, no printing; `schedule/` needs no torch."""

@@ -15,9 +15,8 @@ from gpipe_cli.assembly.optimizer import state_bytes
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.runtime.boundary import Boundary, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.planner.shared_layers import Shared, find_shared
 from gpipe_cli.units import plural
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import live, peak_bytes

@@ -22,10 +22,8 @@ import torch
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.activity import Awaited
-from gpipe_cli.distributed.control_group import ControlGroup, gradient_norm
-from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup, gradient_norm
+from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
 from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
 from gpipe_cli.planner.step_schedule import checked_schedule

@@ -23,8 +23,7 @@ from gpipe_cli.data.corpora import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.schedule.schedules import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.training.data_feed import Reading

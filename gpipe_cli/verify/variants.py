@@ -28,11 +28,10 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, watching
-from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest
+from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, micro_batch_sizes, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split_all
 from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_generator
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples

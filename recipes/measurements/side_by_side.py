@@ -65,9 +65,8 @@ from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value
+from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage

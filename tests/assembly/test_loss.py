@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes, split_all
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes, split_all
 
 N, CLASSES = 11, 7
 

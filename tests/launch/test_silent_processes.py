@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_cli.distributed.activity import Activity, Awaited
+from gpipe_cli.distributed.control_group import Activity, Awaited
 from gpipe_cli.launch import supervisor
 from gpipe_cli.launch.supervisor import SilenceTimer
 

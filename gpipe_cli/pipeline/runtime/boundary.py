@@ -109,3 +109,26 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """The sizes of M pieces that differ by at most one, larger ones first; of fewer samples than M one piece a sample.
+
+    Departs from the paper (section 2.2): N need not be a multiple of M. `torch.chunk` may return fewer pieces than
+    asked for; counting them wrongly is what broke deferred batch norm in torchgpipe.
+
+    >>> micro_batch_sizes(7, 3)
+    (3, 2, 2)
+    """
+    if samples < 1:
+        raise ValueError(f"a mini-batch needs at least one sample, not {samples}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches}: at least 1 is needed; use micro_batches=1")
+    pieces = min(samples, micro_batches)
+    small, larger = divmod(samples, pieces)
+    return tuple(small + 1 if piece < larger else small for piece in range(pieces))
+
+
+def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
+    """The micro-batches of a mini-batch of several tensors, (N, ...) each."""
+    return tuple(zip(*(tensor.split(list(sizes)) for tensor in batch), strict=True))

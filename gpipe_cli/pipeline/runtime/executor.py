@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-from gpipe_cli.pipeline.runtime.boundary import Tensors
+from gpipe_cli.pipeline.runtime.boundary import Tensors, split_all
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
-from gpipe_cli.pipeline.runtime.micro_batch import split_all
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms, deferring
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 
 
 def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:

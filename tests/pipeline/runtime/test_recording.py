@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_of, tricky_model
 
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.micro_batch import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
