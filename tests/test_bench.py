@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY, TINY, command, configure, of_type, train_here
 
 from gpipe_cli.commands import bench
-from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.planner.placement import make_placement, step_flops
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
 from gpipe_cli.training.events import StepDone

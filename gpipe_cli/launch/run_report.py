@@ -17,8 +17,8 @@ from gpipe_cli.launch.prepare import Prepared
 from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.planner.model_flops import step_flops
 from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.placement import step_flops
 from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view

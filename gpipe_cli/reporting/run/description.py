@@ -13,8 +13,7 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.training.events import DataFacts, Notes, Scores
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
-    from gpipe_cli.planner.model_flops import StepFlops
-    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.placement import Placement, StepFlops
     from gpipe_cli.planner.plan import Plan
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 
 if TYPE_CHECKING:  # they import torch
-    from gpipe_cli.planner.model_flops import StepFlops
-    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.placement import Placement, StepFlops
     from gpipe_cli.planner.stage_memory import StageMemory
 
 # contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
