@@ -115,19 +115,21 @@ class FactorizedReduction(nn.Module):
     """ReLU, then half the resolution without losing every second pixel, (N, C, H, W) -> (N, C', ceil(H/2), ceil(W/2)).
 
     One 1x1 convolution reads the pixels (0, 0), (0, 2), ..., the other those one step down and to the right, and zeros
-    where an odd size leaves none.
+    where an odd size leaves none. They are picked before the convolutions: the backward of a 1x1 convolution with a
+    stride writes past its memory on CPUs for some sizes (torch 2.15: 12 channels of 56 x 56, channels last).
     """
 
     def __init__(self, in_channels: int, out_channels: int, norm: Norm) -> None:
         super().__init__()
-        self.even = Convolution(in_channels, out_channels // 2, stride=(2, 2))
-        self.odd = Convolution(in_channels, out_channels - out_channels // 2, stride=(2, 2))
+        self.even = Convolution(in_channels, out_channels // 2)
+        self.odd = Convolution(in_channels, out_channels - out_channels // 2)
         self.norm = norm(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(x)
         shifted = F.pad(x, (-1, x.shape[3] % 2, -1, x.shape[2] % 2))
-        return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
+        even, odd = self.even(x[:, :, ::2, ::2]), self.odd(shifted[:, :, ::2, ::2])
+        return self.norm(torch.cat([even, odd], dim=1))
 
 
 class AfterRelu(nn.Sequential):

@@ -2,6 +2,8 @@
 whole network with the paper's sizes, the reference's layout, and its ends."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -112,6 +114,20 @@ def test_factorized_reduction_reads_both_lattices(size: int) -> None:
     expected[: lattice.shape[0], : lattice.shape[1]] = lattice  # zeros where an odd size leaves no pixel
     assert torch.equal(odd, expected)
     assert torch.equal(apply(-x), torch.zeros_like(apply(x))), "ReLU comes first"
+
+
+def test_a_backward_of_large_images_does_not_crash() -> None:
+    """`gpipe train dataset=synthetic_images` ended by SIGSEGV: torch wrote past its memory in a strided convolution."""
+    script = """
+import torch
+from gpipe_cli.models.operations import FactorizedReduction
+torch.set_num_threads(1)
+reduce = FactorizedReduction(12, 16, torch.nn.BatchNorm2d).to(memory_format=torch.channels_last)
+for _ in range(20):
+    reduce(torch.randn(8, 12, 56, 56).to(memory_format=torch.channels_last).requires_grad_()).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 @pytest.mark.parametrize(
