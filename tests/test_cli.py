@@ -150,16 +150,21 @@ def test_what_torchrun_never_sets_is_refused(variables: str, line: str, monkeypa
         run_command("train", ["dry_run=true"])
 
 
+# a few lines that stand for 9^9 values
+BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ("defaults:\n  - table\n  - _self_\n", "a file includes itself in its defaults"),
         ("a: " + "[" * 5000 + "]" * 5000, "table.yaml: holds no settings (maximum recursion depth"),
         ("output: gr\udcfc\udcdfe", "table.yaml: holds no settings ('utf-8' codec"),
+        (BOMB, "table.yaml: has more than 20 aliases"),
         ("", "partitions: the setting is missing"),
         ("3", "table.yaml: holds no settings"),
     ],
-    ids=["itself", "deep", "latin1", "empty", "number"],
+    ids=["itself", "deep", "latin1", "aliases", "empty", "number"],
 )
 def test_a_file_that_is_no_configuration_is_one_line(
     text: str, line: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

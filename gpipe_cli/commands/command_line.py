@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.settings import OWNERS, TrainConfig, from_tree, key_of, owner, replaced_batch
+from gpipe_cli.config.settings import OWNERS, TrainConfig, from_tree, key_of, owner, refuse_aliases, replaced_batch
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
@@ -188,10 +188,12 @@ class _Files(FileConfigSource):
     """Configuration files of users as Hydra reads them; what is none is an error that names the file."""
 
     def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
         try:
+            if file.is_file():  # or else Hydra reports it
+                refuse_aliases(file)
             return super().load_config(config_path)
         except (OSError, UnicodeDecodeError, RecursionError) as error:  # OSError: it holds a number
-            file = Path(self.path, self._normalize_file_name(config_path))
             why = f"holds no settings ({one_line(error)}); write lines key: value, in UTF-8"
             raise ValueError(f"{file}: {why}") from error
 

@@ -11,15 +11,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed
 
 T = TypeVar("T")
 
+MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
 CONFIG = "config.yaml"  # a folder that holds it is a run
 TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
 
@@ -259,6 +260,12 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
+def refuse_aliases(file: Path) -> None:
+    """Raises ValueError for a file of so many aliases that a few lines can stand for more than a machine holds."""
+    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file.read_text(encoding="utf-8"))) > MOST_ALIASES:
+        raise ValueError(f"{file}: has more than {MOST_ALIASES} aliases (*name); write the values in their place")
+
+
 def load(path: Path) -> TrainConfig:
     """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
 
@@ -266,10 +273,11 @@ def load(path: Path) -> TrainConfig:
     """
     file = path / CONFIG if path.is_dir() else path
     try:
+        refuse_aliases(file)
         tree = OmegaConf.load(file)
         assert isinstance(tree, DictConfig)
         return from_tree(TrainConfig, tree)
-    except (OSError, AssertionError, RecursionError, YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (OSError, AssertionError, RecursionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
 
 

@@ -71,6 +71,9 @@ class Line:
 # --- the folder in which they are typed
 
 DEEP = "[" * 100_000 + "]" * 100_000
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{key}: &{key} [{','.join([f'*{before}'] * 9)}]\n" for before, key in zip("abcdefgh", "bcdefghi", strict=True)
+)
 FILES = {
     "empty": b"", "text": b"some words\n" * 3, "binary": bytes(range(256)), "deep": DEEP.encode(), "list": b"- a\n",
     "no_text/a.txt": b" \n", "latin1.txt": "Gr\u00fc\u00dfe\n".encode("latin-1"),
@@ -78,7 +81,7 @@ FILES = {
     "latin1.tsv": "\u00fc\tb\tde-en\n".encode("latin-1"),
     "broken.py": b"def build(:\n", "raises.py": b"def build():\n    raise RuntimeError('two\\nlines')\n",
     "number.py": b"def build():\n    return 3\n", "leaves.py": b"import sys\n\ndef build():\n    sys.exit(7)\n",
-    "conf/self.yaml": b"defaults: [self, _self_]\n", "conf/empty.yaml": b"", "conf/alias.yaml": b"a: *b\n",
+    "conf/self.yaml": b"defaults: [self, _self_]\n", "conf/empty.yaml": b"", "conf/bomb.yaml": BOMB.encode(),
     "conf/deep.yaml": f"a: {DEEP}\n".encode(), "conf/binary.yaml": bytes(range(256)),
     "conf/latin1.yaml": "output: \u00fc\n".encode("latin-1"), "conf/tab.yaml": b"a:\n\t- b\n",
     "conf/list.yaml": b"- a\n- b\n", "conf/word.yaml": b"word\n", "conf/number.yaml": b"3\n",
