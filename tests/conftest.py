@@ -24,5 +24,5 @@ def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the tests themselves are started by something that sets torchrun's variables."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -127,9 +127,8 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(x)
-        shifted = F.pad(x, (-1, x.shape[3] % 2, -1, x.shape[2] % 2))
-        even, odd = self.even(x[:, :, ::2, ::2]), self.odd(shifted[:, :, ::2, ::2])
-        return self.norm(torch.cat([even, odd], dim=1))
+        odd = F.pad(x[:, :, 1::2, 1::2], (0, x.shape[3] % 2, 0, x.shape[2] % 2))
+        return self.norm(torch.cat([self.even(x[:, :, ::2, ::2]), self.odd(odd)], dim=1))
 
 
 class AfterRelu(nn.Sequential):

@@ -100,7 +100,7 @@ def test_a_killed_consumer_leaves_no_process_behind(tmp_path: Path) -> None:
         killed, interrupted = consumers
         killed.kill()
         os.killpg(interrupted.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-        errors = [consumer.communicate(timeout=120)[1] for consumer in consumers]
+        errors = [consumer.communicate(timeout=60)[1] for consumer in consumers]
     finally:
         for consumer in consumers:
             with contextlib.suppress(ProcessLookupError):

@@ -12,6 +12,7 @@ import custom_models
 import pytest
 import torch
 from custom_models import with_layers
+from engine_runs import SumOfSquares
 from torch import nn
 from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
@@ -19,7 +20,6 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, o
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.check_run import _Checked
 from gpipe_cli.pipeline.profile.layer_probes import Watch, watching
-from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -33,14 +33,6 @@ from gpipe_cli.verify.variants import LayersWatched, Place, Row, Variant, What, 
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
-
-
-class SumOfSquares:
-    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        return outputs[0].square().sum()
-
-    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        pass
 
 
 def watched(model: nn.Sequential) -> Watch:

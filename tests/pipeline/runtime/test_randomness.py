@@ -14,9 +14,8 @@ CPU = torch.device("cpu")
 
 def test_the_numbers_are_the_same_everywhere() -> None:
     """Fixed: another machine, process or version must resume a run with the same masks."""
-    assert mix(0) == mix(0)
     assert mix(1, 2, 3) != mix(3, 2, 1)
-    assert seed_of_name(0, "stem") == seed_of_name(0, "stem")
+    assert seed_of_name(0, "stem") == 0x116912FC65A1F8B5  # as it was first
     # SplitMix64 of a zero state that takes in a zero, computed by hand from its published constants
     state = (0x9E3779B97F4A7C15 * 2) & (2**64 - 1)
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
