@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping
 
+GIB, MIB = 2**30, 2**20
+
 
 def count(number: int) -> str:
     """`1.2 M`; small numbers as they are."""

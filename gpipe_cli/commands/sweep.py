@@ -186,8 +186,8 @@ class Sweep(Launcher):
             self._ended, now = KeyboardInterrupt, outcome.Outcome(outcome.INTERRUPTED)
         if now.exit_code == outcome.UNREAD:
             self._ended = BrokenPipeError
-        if now.exit_code not in (0, outcome.FAILED, outcome.BAD_INPUT):
-            fork_server.kill()  # with the workers of a fork that could not end them itself
+        if now.exit_code < 0 or now.exit_code in (outcome.INTERRUPTED, outcome.UNREAD):
+            fork_server.kill()  # with the workers of a run that was killed before it could end them
         error = str(result_or_nothing(folder).get("error") or now.error) if now.exit_code else ""
         attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
         self._folder.record(attempt)

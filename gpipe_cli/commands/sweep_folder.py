@@ -97,7 +97,7 @@ class SweepFolder:
         """The run will begin again in a new folder; the old one goes, where it holds nothing to go on from.
 
         Comparisons and TensorBoard would show a run that was stopped half-way beside the one that took its place. A
-        failed run may hold the reason, and a checkpoint may be of use: these stay.
+        failed run may hold the reason, and a checkpoint may be of use: these stay, and are compared too.
         """
         assert self.path is not None
         folder = self.path / attempt.folder

@@ -1,9 +1,9 @@
 """The image data sets themselves: what is on disk (or in a library) becomes samples of a training and a test split.
 
-The paper trains on ImageNet and transfers to CIFAR-10, CIFAR-100 and six sets of photographs (Table 4, read in
-`photographs.py`); a user's own photographs are folders. The handwritten digits are not in the paper: they need no
-download and teach a small model in minutes. Each reader checks what a user can get wrong before the first step, without
-decoding an image.
+The paper trains on ImageNet and transfers to CIFAR-10, CIFAR-100 and five sets of photographs (Table 4; these and
+ImageNet: `photographs.py`); a user's own photographs are folders. The handwritten digits are not in the paper: they
+need no download and teach a small model in minutes. Each reader checks what a user can get wrong before the first step,
+without decoding an image.
 """
 
 import math

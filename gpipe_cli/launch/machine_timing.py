@@ -2,9 +2,8 @@
 
 Workers that start like those of a run do the timing, and the result is remembered in a file. The file's name is a
 digest of all that the seconds depend on, so what was timed for other settings, on another machine or with another
-version of torch is never taken for it. It is timed again when a short probe shows that the machine has become faster or
-slower since, or that other programs have its cores now, or had them then. The machine itself is timed for a few
-seconds, with a few layers of each kind (`reference_layers.py`).
+version of torch is never taken for it. The machine is timed for a few seconds, with a few layers of each kind
+(`reference_layers.py`), and again when a short probe shows that it has become faster or slower since.
 """
 
 import json

@@ -80,13 +80,12 @@ class Supervisor:
             interrupt.check()
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
             self._note_ended()
-            if self._failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-                continue
             doing = {process: self._doing(process) for process in self._running}
             stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
-            if found := silence.find(doing, stopped):
+            if not self._failures and (found := silence.find(doing, stopped)):
                 self._failures.append(self._silent(*found))
+            if self._failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         # the cause: never a lost peer if there is another; then the earliest
         return min(self._failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
 

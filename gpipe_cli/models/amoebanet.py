@@ -328,12 +328,8 @@ def _stem(image_size: int, norm: operations.Norm, *, small: bool) -> tuple[nn.Mo
     Departs from the reference: its stem for small images does not pad (32 pixels become 30); ours does, so that 32 and
     64 pixels halve evenly. The paper itself never trains on such images.
     """
-    convolution: operations.Convolution
+    convolution = operations.Convolution(3, STEM_CHANNELS, (3, 3), (2, 2))
     if small:
-        convolution, size = operations.SameConvolution(3, STEM_CHANNELS, (3, 3)), image_size
-    else:
-        convolution, size = (
-            operations.Convolution(3, STEM_CHANNELS, (3, 3), (2, 2)),
-            (image_size - 3) // 2 + 1,
-        )
+        convolution = operations.SameConvolution(3, STEM_CHANNELS, (3, 3))
+    size = image_size if small else (image_size - 3) // 2 + 1
     return nn.Sequential(convolution, norm(STEM_CHANNELS)), FeatureMap(STEM_CHANNELS, size)

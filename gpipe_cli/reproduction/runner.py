@@ -2,7 +2,7 @@
 
 Each command runs in a process of its own. What it prints goes to a log file: a recipe runs up to twenty commands and
 prints one report. A difference is taken only where both numbers are of the same data and size: what runs at a desk has
-none, and what runs with a setting of the user that may have changed either has none.
+none (but of `breakdown`, whose model the paper does not name), nor what a setting of the user may have changed.
 """
 
 import os

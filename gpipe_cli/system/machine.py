@@ -23,7 +23,8 @@ def usable_cores(root: Path = _ROOT) -> int:
     pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [text.split() for text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")]
     # microseconds of computing in each period of so many; `max`, or -1: no limit
-    shares = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal()]
+    limits = [[int(word) for word in words] for words in quotas if all(map(str.isdecimal, words))]
+    shares = [limit[0] / limit[1] for limit in limits if len(limit) == 2 and limit[1] > 0]
     return max(1, int(min([pinned, *shares])))
 
 

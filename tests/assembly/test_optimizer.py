@@ -15,25 +15,14 @@ from gpipe_cli.assembly.optimizer import (
     state_bytes,
     warm_up_steps,
 )
-from gpipe_cli.config.groups import (
-    AdafactorConfig,
-    AdamConfig,
-    ConstantLearningRateConfig,
-    CosineLearningRateConfig,
-    InverseSqrtLearningRateConfig,
-    LearningRateConfig,
-    OptimizerConfig,
-    PaperLearningRateConfig,
-    RMSPropConfig,
-    SGDConfig,
-)
+from gpipe_cli.config import groups
 
 RATES = (0.1, 0.1, 0.02, 0.5, 0.003)
 
 
-def config(**changes: float) -> RMSPropConfig:
+def config(**changes: float) -> groups.RMSPropConfig:
     settings = {"decay": 0.9, "momentum": 0.8, "epsilon": 1.0, "weight_decay": 0.01} | changes
-    return RMSPropConfig(name="rmsprop", **settings)
+    return groups.RMSPropConfig(name="rmsprop", **settings)
 
 
 def module() -> nn.Sequential:
@@ -81,12 +70,18 @@ def test_it_is_tensorflows(epsilon: float, momentum: float) -> None:
 
 
 ADAM = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-9, "weight_decay": 1e-2}
-EXPECTED: dict[OptimizerConfig, tuple[type, dict[str, Any]]] = {
-    SGDConfig("sgd", 0.9, nesterov=True, weight_decay=1e-3): (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    SGDConfig("sgd", 0.0, nesterov=False, weight_decay=0): (torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
-    AdamConfig("adam", **ADAM, decoupled=True): (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-9}),
-    AdamConfig("adam", **ADAM, decoupled=False): (torch.optim.Adam, {"betas": (0.9, 0.98), "eps": 1e-9}),
-    AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0): (
+EXPECTED: dict[groups.OptimizerConfig, tuple[type, dict[str, Any]]] = {
+    groups.SGDConfig("sgd", 0.9, nesterov=True, weight_decay=1e-3): (
+        torch.optim.SGD,
+        {"momentum": 0.9, "nesterov": True},
+    ),
+    groups.SGDConfig("sgd", 0.0, nesterov=False, weight_decay=0): (
+        torch.optim.SGD,
+        {"momentum": 0.0, "nesterov": False},
+    ),
+    groups.AdamConfig("adam", **ADAM, decoupled=True): (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-9}),
+    groups.AdamConfig("adam", **ADAM, decoupled=False): (torch.optim.Adam, {"betas": (0.9, 0.98), "eps": 1e-9}),
+    groups.AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0): (
         torch.optim.Adafactor,
         {"beta2_decay": -0.8, "d": 1.0, "eps": (None, 1e-3)},
     ),
@@ -108,7 +103,7 @@ def test_others_are_the_librarys_and_spare_vectors_the_penalty() -> None:
     [(config(), True), *((settings, False) for settings in (config(), *OTHERS))],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_state_goes_by_name_through_another_cut(settings: OptimizerConfig, channels_last: bool) -> None:
+def test_state_goes_by_name_through_another_cut(settings: groups.OptimizerConfig, channels_last: bool) -> None:
     """Saved by one optimizer of all layers, loaded by two of some layers each: the next steps have the same bits.
     Adafactor keeps rows and columns, whose shapes are not the parameter's."""
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -141,7 +136,7 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
 
 
 @pytest.mark.parametrize("settings", [config(), config(momentum=0.0), *OTHERS], ids=lambda settings: settings.name)
-def test_the_bytes_of_its_state_are_known_from_shapes(settings: OptimizerConfig) -> None:
+def test_the_bytes_of_its_state_are_known_from_shapes(settings: groups.OptimizerConfig) -> None:
     """Of matrices, kernels, vectors and numbers; what is frozen has none."""
     dtype = torch.float64
     shapes = [(3, 4), (5,), (2, 3, 5, 7), (), (5,), (6, 1)]
@@ -164,8 +159,8 @@ def test_the_bytes_of_its_state_are_known_from_shapes(settings: OptimizerConfig)
 # --- learning rates
 
 
-def staircase(every_epochs: float = 3) -> PaperLearningRateConfig:
-    return PaperLearningRateConfig("paper", 0.00125, decay=0.97, every_epochs=every_epochs, warmup_epochs=0)
+def staircase(every_epochs: float = 3) -> groups.PaperLearningRateConfig:
+    return groups.PaperLearningRateConfig("paper", 0.00125, decay=0.97, every_epochs=every_epochs, warmup_epochs=0)
 
 
 @pytest.mark.parametrize("steps_per_epoch", [1, 49])
@@ -184,14 +179,14 @@ def test_the_border_of_a_fraction_of_an_epoch() -> None:
 
 def test_the_inverse_square_root() -> None:
     """Vaswani et al.: both branches of the minimum meet at the peak, which is the last step of the warm-up."""
-    settings = InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.2, warmup_steps=40)
+    settings = groups.InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.2, warmup_steps=40)
     for step in range(500):
         expected = 0.2 * 40**0.5 * min((step + 1) * 40**-1.5, (step + 1) ** -0.5)
         assert learning_rate(settings, step, 10, 8, 500) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
-    settings = CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1)
+    settings = groups.CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1)
     rates = [learning_rate(settings, step, 10, 8, 100) for step in range(101)]
     assert rates[:20] == pytest.approx([0.4 * (step + 1) / 20 for step in range(20)])
     assert [rates[20], rates[60], rates[100]] == pytest.approx([0.4, 0.5 * (0.4 + 0.04), 0.04])
@@ -201,17 +196,17 @@ def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        (PaperLearningRateConfig("paper", per_sample=0.05, decay=0.97, every_epochs=3, warmup_epochs=1), 10),
-        (InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.4, warmup_steps=40), 40),
-        (CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1), 20),
-        (ConstantLearningRateConfig("constant", peak=0.4, warmup_epochs=0.5), 5),
+        (groups.PaperLearningRateConfig("paper", per_sample=0.05, decay=0.97, every_epochs=3, warmup_epochs=1), 10),
+        (groups.InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.4, warmup_steps=40), 40),
+        (groups.CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1), 20),
+        (groups.ConstantLearningRateConfig("constant", peak=0.4, warmup_epochs=0.5), 5),
     ],
 )
-def test_the_warm_up_ends_where_the_rate_is_highest(settings: LearningRateConfig, steps: int) -> None:
+def test_the_warm_up_ends_where_the_rate_is_highest(settings: groups.LearningRateConfig, steps: int) -> None:
     """What the banner says: not the rate of the first step, which is a small part of it."""
     assert warm_up_steps(settings, 10) == steps
     rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
     assert rates[max(0, steps - 1)] == pytest.approx(0.4) == pytest.approx(max(rates))
     assert rates[:steps] == sorted(rates[:steps])
-    if isinstance(settings, ConstantLearningRateConfig):
+    if isinstance(settings, groups.ConstantLearningRateConfig):
         assert set(rates[steps:]) == {0.4}

@@ -141,7 +141,7 @@ class BatchStatistics:
             self.newest += zip(running, new, strict=True)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)  # of all stages in a process, for each size of mini-batch
 def _values_of_channels(
     rows: tuple[tuple[int, ...], ...], channels: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:

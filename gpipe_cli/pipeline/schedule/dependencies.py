@@ -27,7 +27,7 @@ def source(action: Action, stages: int) -> Action | None:
 
 
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
-    """All actions in one order in which a single process can perform them, breadth first by unit clock.
+    """The actions of a checked schedule in an order in which one process can perform them, breadth first by unit clock.
 
     ``0F0``, ``1F0 0F1``, ``2F0 1F1 0F2``, ...: what a clock tick holds does not depend on itself, so a process that
     launches work on several devices in this order keeps all of them busy. Any stages picked out of it keep an order

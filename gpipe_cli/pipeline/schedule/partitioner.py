@@ -64,7 +64,7 @@ def partition(
     back_costs = [0.0] * (layers - 1) if backward_sends is None else list(backward_sends)
     assert len(on_costs) == len(back_costs) == layers - 1, "one cost for each place between layers"
     assert furthest is None or (len(furthest) == partitions and {len(row) for row in furthest} == {layers})
-    assert all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *on_costs, *back_costs]), "costs were measured"
+    assert all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *on_costs, *back_costs]), "finite, not negative"
     whole = np.array(_whole_numbers([*costs, *on_costs, *back_costs]), dtype=np.int64)
     before = np.concatenate(([0], whole[:layers].cumsum()))
     on, back = before.copy(), before.copy()

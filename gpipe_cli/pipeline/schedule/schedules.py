@@ -75,6 +75,7 @@ def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) 
     Raises:
         ValueError: an unknown name or recomputation mode, fewer than one partition or micro-batch.
     """
+    assert isinstance(recompute, str) or len(recompute) == partitions, "one set of micro-batches per stage"
     schedule = []
     passes = (_passes(kind, partitions, micro_batches) for kind in (Kind.F, Kind.B))
     for stage, (forwards, backwards) in enumerate(zip(*passes, strict=True)):
@@ -93,7 +94,7 @@ def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) 
     return tuple(schedule)
 
 
-@lru_cache(maxsize=16)
+@lru_cache
 def forward_only(partitions: int, micro_batches: int) -> Schedule:
     """The forwards alone, for evaluation; nothing is kept."""
     return tuple(map(tuple, _passes(Kind.F, partitions, micro_batches)))

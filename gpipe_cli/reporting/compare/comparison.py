@@ -13,9 +13,8 @@ from typing import Any
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.tables.table import Column
-from gpipe_cli.units import operations, rate, spans
+from gpipe_cli.units import GIB, MIB, operations, rate, spans
 
-GIB, MIB = 2**30, 2**20
 WHOLE = "{:,.0f}".format
 NOT_COMPARED = frozenset({"run_folder", "output", "resume"})  # where a run lies, not what it is
 MOST_NAMING = 3  # settings that a name is made of; more make no name

@@ -95,9 +95,8 @@ def _many_bars(axes: Axes, view: TimelineView, micro_batches: int) -> None:
     faces = [palette.colour(bar.what, bar.micro_batch, micro_batches) for _, bar in placed]
     whole_step = [(stage, 0.0, view.step_seconds) for stage in range(len(view.stages))]
     picture.add_bars(axes, whole_step, facecolors=palette.IDLE, **plain)
-    picture.add_bars(
-        axes, [(stage, bar.start_seconds, bar.end_seconds) for stage, bar in placed], facecolors=faces, **plain
-    )
+    bars = [(stage, bar.start_seconds, bar.end_seconds) for stage, bar in placed]
+    picture.add_bars(axes, bars, facecolors=faces, **plain)
 
 
 def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool) -> None:

@@ -60,10 +60,8 @@ class Reporter:
         self._compared = False
         self._pictures: list[StepPicture] = []
         self._cut_drawn = False
-        self._machine = {
-            "versions": measurement.versions(self._text),
-            "hardware": measurement.hardware(run.gpu_names, run.placement.threads),
-        }
+        hardware = measurement.hardware(run.gpu_names, run.placement.threads)
+        self._machine = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _earlier(run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written

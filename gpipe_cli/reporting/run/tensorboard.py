@@ -1,4 +1,4 @@
-"""The TensorBoard events of a run: every tag of the project is in this file.
+"""The TensorBoard events of a run: every tag but those of pictures is in this file.
 
 One writer per run, in the parent process. Steps count those done; accuracies are shares, 0 to 1.
 """
@@ -26,6 +26,7 @@ from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import naming, write_whole
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
+from gpipe_cli.units import GIB
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +48,6 @@ _OF_ALL = ("step_seconds", "bubble", "memory_gib", "loss")
 FINAL_OF_IMAGES = ("top1", "samples_per_second", *_OF_ALL, "top5")
 FINAL_OF_TEXT = ("perplexity", "tokens_per_second", *_OF_ALL, "token_accuracy")
 
-GIB = 2**30
 FLUSH_SECONDS = 10.0  # a run that is killed loses no more than this
 _numbers = count()  # of the files of this process, whose names differ in nothing else within a second
 

@@ -29,13 +29,12 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import share_lines
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.units import count, duration, operations, percent, plural, rate, rounded, size
+from gpipe_cli.units import GIB, MIB, count, duration, operations, percent, plural, rate, rounded, size
 
 PLAN = "plan.json"
 MOST_ROWS = 40  # of a table; of more the first and the last are shown
 GRID_STAGES, GRID_TICKS = 16, 400  # a larger one cannot be read
 GRID_LINES = 34  # in the console: two blocks of sixteen stages
-GIB, MIB = 2**30, 2**20
 
 Facts = dict[str, Any]  # of plan.json
 

@@ -275,6 +275,8 @@ def _check_index(index: Index, folder: str) -> None:
         f"best_step={show(at.best_step)}, best_score={show(at.best_score)}: do not go together": (
             (at.best_step is None) != (at.best_score is None) or (at.best_step or 0) > at.step
         ),
+        f"ema_updates={at.ema_updates}: there were {at.step} steps": at.ema_updates > at.step,
+        "batch_size, batch_tokens: not one of them is null": (at.batch_size is None) == (at.batch_tokens is None),
         "files: a name is not that of a stage's file": not all(_FILE.fullmatch(name) for name in names),
         "files: a name is there twice": len({*names}) < len(names),
     }

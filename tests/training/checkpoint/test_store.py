@@ -6,18 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_cli.training.checkpoint.store import (
-    FORMAT,
-    Index,
-    Progress,
-    begin_checkpoint,
-    checkpoints_in,
-    find_checkpoint,
-    finish_checkpoint,
-    read_index,
-    read_tensors,
-    write_stage,
-)
+from gpipe_cli.training.checkpoint import store
 
 KINDS = ("model", "optimizer", "ema")
 
@@ -36,44 +25,44 @@ def tensors(step: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def progress(step: int, best: int | None = None) -> Progress:
-    return Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
+def progress(step: int, best: int | None = None) -> store.Progress:
+    return store.Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
-    draft = begin_checkpoint(run, step)
-    files = [write_stage(draft, stage, named) for stage, named in enumerate(tensors(step))]
-    index = Index(FORMAT, progress(step, best), ("stem", "head"), tuple(files))
-    return finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
+    draft = store.begin_checkpoint(run, step)
+    files = [store.write_stage(draft, stage, named) for stage, named in enumerate(tensors(step))]
+    index = store.Index(store.FORMAT, progress(step, best), ("stem", "head"), tuple(files))
+    return store.finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
 
 
 def test_strides_shared_memory_and_types_come_back(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 5, best=5)
-    found, expected = read_tensors(checkpoint, ("stem", "head"), KINDS), tensors(5)[0] | tensors(5)[1]
+    found, expected = store.read_tensors(checkpoint, ("stem", "head"), KINDS), tensors(5)[0] | tensors(5)[1]
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
-    assert read_index(checkpoint).progress == progress(5, 5)
+    assert store.read_index(checkpoint).progress == progress(5, 5)
 
 
 def test_only_what_is_asked_for(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 1)
-    assert set(read_tensors(checkpoint, ("stem",), ("model",))) == {"model/stem.weight"}
+    assert set(store.read_tensors(checkpoint, ("stem",), ("model",))) == {"model/stem.weight"}
     (checkpoint / "stage_0.safetensors").unlink()  # nobody who needs only the head looks at it
-    assert len(read_tensors(checkpoint, ("head",), KINDS)) == 3
+    assert len(store.read_tensors(checkpoint, ("head",), KINDS)) == 3
     with pytest.raises(ValueError, match=r"stage_0.safetensors: part of the checkpoint cannot be read"):
-        read_tensors(checkpoint, ("stem",), KINDS)
+        store.read_tensors(checkpoint, ("stem",), KINDS)
 
 
 def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
-        find_checkpoint(tmp_path, "last", "resume")
+        store.find_checkpoint(tmp_path, "last", "resume")
     write(tmp_path, 1)
-    draft = begin_checkpoint(tmp_path, 2)
-    write_stage(draft, 0, tensors(2)[0])  # and then it was killed
-    assert [folder.name for folder in checkpoints_in(tmp_path)] == ["step_00000001"]
-    assert find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
+    draft = store.begin_checkpoint(tmp_path, 2)
+    store.write_stage(draft, 0, tensors(2)[0])  # and then it was killed
+    assert [folder.name for folder in store.checkpoints_in(tmp_path)] == ["step_00000001"]
+    assert store.find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
     write(tmp_path, 3)
     assert sorted(path.name for path in draft.parent.iterdir() if not path.is_symlink()) == [
         "step_00000001",
@@ -86,8 +75,8 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> No
     first = write(tmp_path, 1)
     shutil.copytree(first, first.with_name(f".{first.name}.replaced"))
     again = write(tmp_path, 1, best=1)
-    assert read_index(again).progress.best_step == 1
-    assert len(read_tensors(again, ("stem", "head"), KINDS)) == 6
+    assert store.read_index(again).progress.best_step == 1
+    assert len(store.read_tensors(again, ("stem", "head"), KINDS)) == 6
     assert sorted(path.name for path in first.parent.iterdir()) == ["best", "last", "step_00000001"]
 
 
@@ -95,10 +84,14 @@ def test_links_and_what_stays(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         write(tmp_path, step, best=best, keep=2)
     folder = tmp_path / "checkpoints"
-    assert [found.name for found in checkpoints_in(tmp_path)] == ["step_00000002", "step_00000004", "step_00000005"]
+    assert [found.name for found in store.checkpoints_in(tmp_path)] == [
+        "step_00000002",
+        "step_00000004",
+        "step_00000005",
+    ]
     assert (folder / "last").readlink() == Path("step_00000005")
     assert (folder / "best").readlink() == Path("step_00000002")
-    assert find_checkpoint(tmp_path, "best", "run").name == "step_00000002"
+    assert store.find_checkpoint(tmp_path, "best", "run").name == "step_00000002"
     write(tmp_path, 6, best=6, keep=1)
-    assert [found.name for found in checkpoints_in(tmp_path)] == ["step_00000006"]
+    assert [found.name for found in store.checkpoints_in(tmp_path)] == ["step_00000006"]
     assert (folder / "best").resolve() == (folder / "last").resolve() == (folder / "step_00000006").resolve()
