@@ -200,7 +200,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
             _point(final.parent / "best", best)
         _sync_folder(final.parent)
         found = checkpoints_in(final.parent.parent)
-        done = found[: found.index(final) + 1]
+        done = [one for one in found if int(one.name.removeprefix(_PREFIX)) <= progress.step]
         for other in found:
             if other not in done[-keep:] and other.name != best:
                 shutil.rmtree(other)
