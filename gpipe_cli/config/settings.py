@@ -262,7 +262,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 def refuse_aliases(file: Path) -> None:
     """Raises ValueError for a file of so many aliases that a few lines can stand for more than a machine holds."""
-    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file.read_text(encoding="utf-8"))) > MOST_ALIASES:
+    yaml.compose(text := file.read_text(encoding="utf-8"))  # RecursionError at once; events of a deep file take minutes
+    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MOST_ALIASES:
         raise ValueError(f"{file}: has more than {MOST_ALIASES} aliases (*name); write the values in their place")
 
 
@@ -291,8 +292,7 @@ def load_recipe(file: Path) -> dict[str, Any]:
 
 def load_hardware(name: str) -> groups.HardwareConfig:
     """The figures in `conf/hardware/<name>.yaml`."""
-    text = resources.files("gpipe_cli.conf").joinpath("hardware", f"{name}.yaml").read_text(encoding="utf-8")
-    tree = OmegaConf.create(text)
+    tree = OmegaConf.create((resources.files("gpipe_cli.conf") / "hardware" / f"{name}.yaml").read_text("utf-8"))
     assert isinstance(tree, DictConfig)
     return from_tree(groups.HardwareConfig, tree)
 
