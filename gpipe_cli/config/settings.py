@@ -20,7 +20,7 @@ from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, With
 
 T = TypeVar("T")
 
-MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
+_MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
 CONFIG = "config.yaml"  # a folder that holds it is a run
 TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
 
@@ -263,8 +263,8 @@ def to_yaml(config: TrainConfig) -> str:
 def refuse_aliases(file: Path) -> None:
     """Raises ValueError for a file of so many aliases that a few lines can stand for more than a machine holds."""
     yaml.compose(text := file.read_text(encoding="utf-8"))  # RecursionError at once; events of a deep file take minutes
-    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MOST_ALIASES:
-        raise ValueError(f"{file}: has more than {MOST_ALIASES} aliases (*name); write the values in their place")
+    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
+        raise ValueError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
 
 
 def load(path: Path) -> TrainConfig:
