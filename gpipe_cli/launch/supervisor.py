@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Activity, Awaited
+from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
@@ -41,13 +42,17 @@ def run_task(
     """
     with interruptible() as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         supervisor = Supervisor(placement, timeout_seconds)
+        started = torchrun()
+        heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
-            return supervisor.watch(on_message, interrupt)
+            return supervisor.watch(on_message, interrupt, heartbeat)
         except KeyboardInterrupt:
             supervisor.stop()  # once more below: a second Ctrl-C may come in the middle of this
             raise
         finally:
+            if heartbeat is not None:
+                heartbeat.stop()
             supervisor.stop()
 
 
@@ -72,7 +77,7 @@ class Supervisor:
             interrupt.check()
         self._running = dict(self._workers)
 
-    def watch(self, on_message: OnMessage, interrupt: Interrupt) -> Failure | None:
+    def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
         deadline = float("inf")
         silence = SilenceTimer(self._timeout_seconds, whole=torchrun() is None)
@@ -84,6 +89,13 @@ class Supervisor:
             stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
             if not self._failures and (found := silence.find(doing, stopped)):
                 self._failures.append(self._silent(*found))
+            elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
+                process, seconds = lost
+                text = (
+                    f"{self._who(process)}: nothing was heard of its supervisor for {seconds:.0f} s "
+                    f"(timeout_seconds={self._timeout_seconds:g}); its machine is lost, stopped or cut off"
+                )
+                self._failures.append(Failure(process, text, time.time()))
             if self._failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         # the cause: never a lost peer if there is another; then the earliest

@@ -1,0 +1,54 @@
+"""A process on another machine that is stopped is found, one that has ended is not missed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from gpipe_cli.distributed.heartbeat import Heartbeat
+from gpipe_cli.distributed.torchrun import Torchrun
+
+OTHER = """
+import sys, time
+from gpipe_cli.distributed.heartbeat import Heartbeat
+from gpipe_cli.distributed.torchrun import Torchrun
+
+heartbeat = Heartbeat(Torchrun(int(sys.argv[1]), 3, 1, 0), "start", 2.0)
+sys.stdin.read()
+heartbeat.stop()
+time.sleep(2)
+"""
+
+
+def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(shared.port))
+    others = [subprocess.Popen([sys.executable, "-c", OTHER, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2)]
+    own = Heartbeat(Torchrun(0, 3, 1, 0), "start", 2.0)
+
+    def wait(seconds: float) -> tuple[int, float] | None:
+        until = time.monotonic() + seconds
+        while (found := own.lost()) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    try:
+        while not shared.check([f"start/heartbeat/{rank}" for rank in range(3)]):
+            time.sleep(0.05)
+        others[0].stdin.close()  # type: ignore[union-attr]
+        assert wait(4) is None
+        os.kill(others[1].pid, signal.SIGSTOP)
+        found = wait(20)
+        assert found is not None
+        assert found[0] == 2
+        assert found[1] > 2
+    finally:
+        own.stop()
+        for other in others:
+            other.kill()
+            other.wait()
