@@ -60,19 +60,26 @@ class CrossEntropy:
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
         self._counted: list[torch.Tensor] = []
+        self._plain = torch.zeros(())  # cross entropy without smoothing, of the last micro-batch
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        targets = self._targets[micro_batch]
-        return _weighted(outputs, targets, self._smoothing, self._auxiliary_weight) / self._elements
+        loss, self._plain = _weighted(outputs, self._targets[micro_batch], self._smoothing, self._auxiliary_weight)
+        return loss / self._elements
 
     @torch.no_grad()
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
         logits, targets = outputs[0], self._targets[micro_batch]
-        best = logits.topk(min(self._ranks, logits.shape[-1]), dim=-1).indices == targets[..., None]
-        total = loss.double() * self._elements
-        plain = _summed(logits, targets, 0.0).double() if self._smoothing or len(outputs) > 1 else total
+        ranks = min(self._ranks, logits.shape[-1])
+        best = logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks, dim=-1).indices
+        right = best == targets[..., None]
+        counted = (
+            loss.double() * self._elements,
+            self._plain.double(),
+            right[..., 0].sum().double(),
+            right.sum().double(),
+        )
         # stays on the device: reading it here would make the pipeline wait for this micro-batch
-        self._counted.append(torch.stack([total, plain, best[..., 0].sum().double(), best.sum().double()]))
+        self._counted.append(torch.stack(counted))
 
     def totals(self) -> Totals:
         """Read the sums over the mini-batch; on a GPU this waits for it."""
@@ -85,25 +92,30 @@ def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[
     """The loss of logits on the meta device, to count what it costs."""
 
     def loss(outputs: Tensors) -> torch.Tensor:
-        targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device="meta")
-        return _weighted(outputs, targets, label_smoothing, auxiliary_weight) / max(1, targets.numel())
+        targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device=outputs[0].device)
+        return _weighted(outputs, targets, label_smoothing, auxiliary_weight)[0] / max(1, targets.numel())
 
     return loss
 
 
-def _weighted(outputs: Tensors, targets: torch.Tensor, smoothing: float, auxiliary_weight: float) -> torch.Tensor:
+def _weighted(
+    outputs: Tensors, targets: torch.Tensor, smoothing: float, auxiliary_weight: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum that is minimised, and that of the plain cross entropy of the main logits."""
     logits, *auxiliary = outputs
-    loss = _summed(logits, targets, smoothing)
+    loss, plain = _summed(logits, targets, smoothing)
     for other in auxiliary:
-        loss = loss + auxiliary_weight * _summed(other, targets, smoothing)
-    return loss
+        loss = loss + auxiliary_weight * _summed(other, targets, smoothing)[0]
+    return loss, plain.detach()
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    return F.cross_entropy(
-        logits.float().flatten(0, -2),
-        targets.flatten(),
-        label_smoothing=smoothing,
-        reduction="sum",
-        ignore_index=IGNORED,
-    )
+def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy smoothed and plain, of one pass over the vocabulary; the operations are those of torch's own."""
+    logits, targets = logits.float().flatten(0, -2), targets.flatten()
+    if not smoothing:
+        plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return plain, plain
+    logarithms = F.log_softmax(logits, dim=1)
+    plain = F.nll_loss(logarithms, targets, reduction="sum", ignore_index=IGNORED)
+    uniform = -logarithms.sum(dim=1).masked_fill(targets == IGNORED, 0.0)
+    return (1 - smoothing) * plain + uniform.sum() * (smoothing / logits.shape[1]), plain
