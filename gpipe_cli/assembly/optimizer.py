@@ -31,6 +31,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     parts = [group for group in parts if group["params"]]
+    fused = _fused(trainable)
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
             from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm imports torchvision, which takes seconds
@@ -40,13 +41,18 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
             )
             return made
         case groups.SGDConfig():
-            return torch.optim.SGD(parts, lr=0.0, momentum=config.momentum, nesterov=config.nesterov)
+            return torch.optim.SGD(parts, lr=0.0, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
         case groups.AdamConfig():
             kind = torch.optim.AdamW if config.decoupled else torch.optim.Adam
-            return kind(parts, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon)
+            return kind(parts, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=fused)
         case groups.AdafactorConfig():
             # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
             return torch.optim.Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
+
+
+def _fused(parameters: Sequence[nn.Parameter]) -> bool:
+    """One kernel for all parameters of a GPU; timm's RMSProp has a few there, and torch's Adafactor one for each."""
+    return parameters[0].device.type == "cuda"
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -77,9 +83,8 @@ def load_optimizer_state(
         parameter = parameters.get(name)
         if parameter is None or not parameter.requires_grad:
             continue
-        if tensor.dim() == 0:
-            # a step count: torch keeps it as a tensor on the CPU, older timm as a plain number
-            value = tensor.clone()
+        if key == "step":  # on the CPU, but where the optimizer is fused
+            value = tensor.to(parameter.device if _fused([parameter]) else "cpu", copy=True)
         elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
             value = tensor.to(parameter.device, copy=True)
         else:
