@@ -39,16 +39,15 @@ def seed_of_name(run_seed: int, name: str) -> int:
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the default generator that `F.dropout` and friends draw from on `device`.
+    """Seed the default generators that `F.dropout` and friends draw from on `device` and on the CPU.
 
     `torch.manual_seed` would seed every device of the machine; called before each layer of each micro-batch, that
     costs.
     """
+    torch.default_generator.manual_seed(seed)  # a layer on a GPU may draw on the CPU
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def materialize(
