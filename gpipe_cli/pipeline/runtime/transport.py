@@ -43,22 +43,42 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """All stages in one process: one device, or several driven by asynchronous launches."""
+    """All stages in one process: one device, or several driven by asynchronous launches.
+
+    Copies from GPU to GPU have streams of their own at both ends: on the streams that compute they would wait for what
+    the sender has launched since, and hold up the receiver before it needs them.
+    """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
+        several = {device for device in devices if device.type == "cuda"} if len(set(devices)) > 1 else set()
+        self._copying = {device: torch.cuda.Stream(device) for device in several}
         self._sent: dict[Action, OptionalTensors] = {}  # by the action that will receive it
+        self._copied: dict[Action, torch.cuda.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._sent.clear()  # whatever a failed step left
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
-        device = self._devices[receiver]
-        moved = tuple(None if t is None else t.detach().to(device, non_blocking=True) for t in tensors)
-        self._sent[Action(action.kind, receiver, action.micro_batch)] = moved
+        awaiting = Action(action.kind, receiver, action.micro_batch)
+        there, back = self._devices[receiver], self._devices[action.stage]
+        if there == back:
+            self._sent[awaiting] = tuple(None if t is None else t.detach() for t in tensors)
+            return
+        source, target = self._copying[back], self._copying[there]
+        source.wait_stream(torch.cuda.current_stream(back))
+        with torch.cuda.stream(source), torch.cuda.stream(target):
+            moved = tuple(None if t is None else t.detach().to(there, non_blocking=True) for t in tensors)
+        for tensor, copy in zip(tensors, moved, strict=True):
+            if tensor is not None and copy is not None:  # neither's memory is free before the other stream is done
+                tensor.record_stream(source)
+                copy.record_stream(torch.cuda.current_stream(there))
+        self._sent[awaiting], self._copied[awaiting] = moved, target.record_event()
 
     def receive(self, action: Action) -> OptionalTensors:
+        if (copied := self._copied.pop(action, None)) is not None:
+            torch.cuda.current_stream(self._devices[action.stage]).wait_event(copied)
         return self._sent.pop(action)
 
     def release(self, stage: int, micro_batch: int) -> None:
