@@ -22,8 +22,9 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, Scale, load, names
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, gpus_here, last_wins
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, last_wins
 from gpipe_cli.system.files import LOCK
+from gpipe_cli.system.gpus import usable_gpus
 
 HELP = """Runs a table, figure or result of the GPipe paper, and prints the paper's numbers beside ours.
 
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:
     console = Console()
     import_torch()
-    gpus = gpus_here()
+    gpus = usable_gpus()
     chosen: Scale
     if whole.scale != "auto":
         chosen, why = whole.scale, "as was asked for"

@@ -277,16 +277,29 @@ LearningRateConfig = (
 
 # --- hardware
 
+Precision = Literal["float32", "tf32", "bfloat16"]
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareConfig:
     """One device and one link; None: not known, or with `auto` read from the device at hand."""
 
-    name: Literal["auto", "cpu", "h200", "p40", "p100_pcie", "tpu_v2", "tpu_v3"]
+    name: Literal[
+        "auto", "cpu", "a100_40", "a100_80", "gh200", "h100", "h200", "l4", "l40s", "p40", "p100_pcie", "rtx_4090",
+        "t4", "v100", "tpu_v2", "tpu_v3",
+    ]  # fmt: skip
     tflops: Positive | None  # that layers reach, in 10^12 a second; of a CPU, one thread's
     peak_tflops: Positive | None  # by the data sheet, of one device; of a CPU, all its cores'
+    tf32_tflops: Positive | None  # the peak with precision=tf32; None: as in float32
+    bfloat16_tflops: Positive | None  # and with precision=bfloat16
     memory_gib: Positive | None  # that a stage must stay below
     memory_gb_per_second: Positive | None
     operation_microseconds: NotNegative | None  # from one operation to the next, however small
     link_gb_per_second: Positive | None  # one way
     link_microseconds: NotNegative | None  # until the first byte has arrived
+
+    def gain(self, precision: Precision) -> float:
+        """How many times as fast as in float32 products and convolutions can be, by the peaks."""
+        peaks = {"float32": self.peak_tflops, "tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}
+        peak = peaks[precision]
+        return 1.0 if peak is None or self.peak_tflops is None else peak / self.peak_tflops

@@ -32,7 +32,7 @@ from gpipe_cli.launch.layer_benchmark import measure
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
-from gpipe_cli.planner.data_sheet import gpu_model, resolved
+from gpipe_cli.planner.data_sheet import first_gpu, resolved
 from gpipe_cli.planner.device_rates import DeviceRates, Rates, fit_rates, rates_of_sheet
 from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
@@ -262,7 +262,7 @@ def _machine_facts(device: str, processes: int, threads: int, memory_format: str
 def _layer_facts(config: TrainConfig, placement: Placement, profile: ModelProfile, samples: int) -> dict[str, Any]:
     """What the seconds of the layers of a model depend on."""
     settings = asdict(config)
-    device = "cpu" if placement.devices[0] == "cpu" else gpu_model()
+    device = "cpu" if placement.devices[0] == "cpu" else str(first_gpu())
     return {
         **{key: settings[key] for key in _DECISIVE},
         **_machine_facts(device, placement.processes, placement.threads, placement.memory_format),

@@ -8,13 +8,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-import torch
-
 from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
@@ -123,7 +122,7 @@ def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhe
     """Raises ValueError if there is only one value of `micro_batches`."""
     partitions, micro_batches = [config.partitions], [config.micro_batches]
     if "partitions" in auto:
-        gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+        gpus = number_of_gpus(config)
         started = torchrun()
         devices = [1, 2, 4, 8] if elsewhere else range(1, (gpus or usable_cores()) + 1)  # elsewhere: the paper's
         partitions = [k for k in (devices if started is None else [started.processes]) if k <= layers]

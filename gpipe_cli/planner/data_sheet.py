@@ -1,17 +1,28 @@
 """Which data sheet holds for the device at hand."""
 
 from dataclasses import fields, replace
-from functools import cache
-from pathlib import Path
+
+import torch
 
 from gpipe_cli.config.groups import HardwareConfig
-from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.system.gpus import Gpu, usable_gpus
 
-_BY_NAME = {
-    "H200": "h200",
-    "P100-PCIE": "p100_pcie",
-    "P40": "p40",
-}  # as drivers call a GPU -> its file in conf/hardware
+# Words of the name that the driver has for a GPU, the least memory in GB, and its file in conf/hardware.
+_SHEETS = (
+    ("A100", 60, "a100_80"),
+    ("A100", 0, "a100_40"),
+    ("GH200", 0, "gh200"),
+    ("H100", 0, "h100"),
+    ("H200", 0, "h200"),
+    ("L4", 0, "l4"),
+    ("L40S", 0, "l40s"),
+    ("P40", 0, "p40"),
+    ("P100 PCIE", 0, "p100_pcie"),
+    ("4090", 0, "rtx_4090"),
+    ("T4", 0, "t4"),
+    ("V100", 0, "v100"),
+)
 
 
 def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
@@ -21,20 +32,33 @@ def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
     """
     if hardware.name != "auto":
         return hardware
-    model = gpu_model()
-    name = "cpu" if device == "cpu" else next((file for part, file in _BY_NAME.items() if part in model), None)
-    if name is None:
-        return hardware
-    found = load_hardware(name)
+    gpu = None if device == "cpu" else first_gpu()
+    name = "cpu" if device == "cpu" else gpu and sheet_of(gpu)
     given = {
         f.name: value for f in fields(hardware) if f.name != "name" and (value := getattr(hardware, f.name)) is not None
     }
-    return replace(found, **given)
+    if gpu is not None:
+        given = {"memory_gib": gpu.memory_bytes / 2**30} | given
+    return replace(load_hardware(name) if name else hardware, **given)
 
 
-@cache
-def gpu_model() -> str:
-    """Of the first GPU, by the driver's own list: asking CUDA would open a context in a process that needs none."""
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        return file.read_text(encoding="utf-8", errors="replace").partition("Model:")[2].partition("\n")[0].strip()
-    return ""
+def sheet_of(gpu: Gpu) -> str | None:
+    """The file in conf/hardware of a GPU; None if there is none."""
+    name = set(gpu.name.replace("-", " ").split())
+    fitting = (file for words, least, file in _SHEETS if name >= set(words.split()) and gpu.memory_bytes >= least * 1e9)
+    return next(fitting, None)
+
+
+def first_gpu() -> Gpu | None:
+    return next(iter(usable_gpus()), None)
+
+
+def number_of_gpus(config: TrainConfig) -> int:
+    """Those that a run may use."""
+    return len(usable_gpus()) if config.device != "cpu" and torch.version.cuda is not None else 0
+
+
+def computes_on_gpu(config: TrainConfig) -> bool:
+    """Whether the run, or the machine that it is planned for, has GPUs."""
+    name = config.hardware.name
+    return number_of_gpus(config) > 0 if name == "auto" else name in {file for _, _, file in _SHEETS}

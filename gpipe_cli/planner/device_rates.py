@@ -1,7 +1,9 @@
 """How fast a device is at each kind of operation: by its data sheet, or fitted to layers that were timed on it.
 
 The paper's cost estimate c_i of a layer (section 2.1) is the FLOPs of it. On real devices an operation also takes time
-to begin, and one that computes little takes the time of the bytes that it moves; so seconds are a sum of all three.
+to begin, and one that computes little takes the time of the bytes that it moves. By a data sheet a device computes
+and moves bytes at the same time, as in the roofline model (Williams et al., CACM 2009); rates that are fitted to timed
+layers are those of a sum.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from gpipe_cli.config.groups import HardwareConfig
+from gpipe_cli.config.groups import HardwareConfig, Precision
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 
@@ -36,14 +38,17 @@ class Rates:
     flop: Mapping[OperationKind, float] = field(default_factory=dict)
     byte: Mapping[OperationKind, float] = field(default_factory=dict)
     weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a kind that is missing: as any byte
+    overlap: bool = False  # it computes and moves bytes at the same time
 
     def seconds(self, work: Work, samples: float) -> float:
         """Of a micro-batch of so many samples."""
         total = self.layer if work.by_kind else 0.0
         for kind, each in work.by_kind.items():
             byte = self.byte.get(kind, 0.0)
-            total += each.count * self.operation.get(kind, 0.0) + each.flops * samples * self.flop.get(kind, 0.0)
-            total += each.bytes * samples * byte + each.fixed_bytes * self.weight_byte.get(kind, byte)
+            computing = each.flops * samples * self.flop.get(kind, 0.0)
+            moving = each.bytes * samples * byte + each.fixed_bytes * self.weight_byte.get(kind, byte)
+            total += each.count * self.operation.get(kind, 0.0)
+            total += max(computing, moving) if self.overlap else computing + moving
         return total
 
 
@@ -63,7 +68,7 @@ class DeviceRates:
     together: int = 1
 
 
-def rates_of_sheet(hardware: HardwareConfig, threads: int) -> DeviceRates:
+def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
     """The rates of a data sheet, where all kinds of operations are alike; a CPU's sheet is that of one thread. Those of
     an H200 where there is none."""
     basis: Basis = "data_sheet"
@@ -76,8 +81,9 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int) -> DeviceRates:
     rates = Rates(
         0.0,
         dict.fromkeys(OperationKind, each),
-        dict.fromkeys(OperationKind, 1 / (hardware.tflops * 1e12 * speed)),
+        dict.fromkeys(OperationKind, 1 / (hardware.tflops * hardware.gain(precision) * 1e12 * speed)),
         dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
+        overlap=hardware.name != "cpu",  # whose figures are fitted ones
     )
     return DeviceRates(
         f"hardware={hardware.name} figures",

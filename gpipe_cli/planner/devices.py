@@ -3,14 +3,11 @@
 Decided from the settings, from torchrun's environment and from what this machine has, before anything is allocated.
 """
 
-import os
 from dataclasses import dataclass
-
-import torch
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 
 
@@ -64,11 +61,9 @@ def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | N
 def _devices(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
     """The device of every stage, and whether each gets a process of its own."""
     partitions, executor, started = config.partitions, config.executor, torchrun()
-    # counted through the driver's management library: asking CUDA itself would open a context in this process
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus = number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
-        raise ValueError("device=cuda: torch finds no CUDA device on this machine; use device=cpu or device=auto")
+        raise ValueError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
     if started is not None:
         many = f"torchrun started {started.processes} processes"
         if executor == "in_process":

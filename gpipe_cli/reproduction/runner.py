@@ -19,7 +19,7 @@ from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.system.forked_call import Fork
+from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.units import duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
@@ -46,26 +46,6 @@ class Findings:
     notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
     files: tuple[tuple[str, str], ...] = ()  # what it is, path: pictures, pages
     comparable: bool = True  # False: data or sizes are not the paper's, and no difference from it was taken
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU of this machine."""
-
-    name: str
-    memory_bytes: int
-
-
-def gpus_here() -> list[Gpu]:
-    """Those of this machine. CUDA is asked in a fork: a process that has used CUDA can fork none that uses it."""
-
-    def found() -> list[Gpu]:
-        from torch import cuda
-
-        devices = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
-        return [Gpu(str(one.name), int(one.total_memory)) for one in devices]
-
-    return Fork(found).wait()[0] or []
 
 
 class CommandFailedError(RuntimeError):
