@@ -3,6 +3,7 @@
 One pool of processes (fork server, torch preloaded) serves every case: a case of K stages uses the first K of them.
 """
 
+import datetime
 import itertools
 import multiprocessing
 import os
@@ -25,12 +26,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.process_groups import edge_links
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.link import Edge, Link
+from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
@@ -188,7 +191,7 @@ def costs_of(model: str, frozen: Frozen) -> tuple[LayerCost, ...]:
     return trace_layers(described, as_boundary((torch.empty(1, 3, SIZE, SIZE),)), training=True)
 
 
-def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> dict[str, torch.Tensor]:
+def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> dict[str, torch.Tensor]:
     """Run the case on the stages `here`; returns losses, the gradients that there are, the final state by global name,
     and the losses of an evaluation."""
     model, costs = MODELS[case.model](), costs_of(case.model, case.frozen)
@@ -199,10 +202,11 @@ def train(case: Case, here: Sequence[int], groups: tuple[Any, Any] | None) -> di
         model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen
     )
     transport: Any = LocalTransport([device] * case.partitions)
-    if groups is not None:
+    if links is not None:
+        boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
         transport = P2PTransport(
-            here[0], [costs[end - 1].outputs for end in accumulate(balance[:-1])], ranks=range(case.partitions),
-            forward=groups[0], backward=groups[1], device=device, memory_format=memory_format, timeout_seconds=60,
+            here[0], range(case.partitions), links, Boundaries(boundaries, boundaries), device=device,
+            memory_format=memory_format, early=case.device == "cpu", timeout_seconds=60,
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.count_saved(case.recompute != "never")
@@ -241,11 +245,12 @@ def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
     """A process of the pool: stage `rank`, case after case."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
-    groups = dist.new_group(), dist.new_group()
+    every = edge_links(rank, range(processes), CPU, datetime.timedelta(seconds=60))
     while (case := connection.recv()) is not None:
+        links = {edge: link for edge, link in every.items() if link.peer < case.partitions}
         try:
             # as plain numbers: tensors would travel through shared memory and need their sender alive
-            connection.send({name: value.numpy() for name, value in train(case, [rank], groups).items()})
+            connection.send({name: value.numpy() for name, value in train(case, [rank], links).items()})
         except Exception:
             connection.send(traceback.format_exc())
     dist.destroy_process_group()
@@ -256,11 +261,12 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    groups = dist.new_group(), dist.new_group()
+    links = edge_links(rank, range(2), CPU, datetime.timedelta(seconds=120))
+    boundary = [(BoundaryTensor((0, 2), (1, 0), torch.float32, True),)]
     try:
         transport = P2PTransport(
-            rank, [[BoundaryTensor((0, 2), (1, 0), torch.float32, True)]], ranks=range(2), forward=groups[0],
-            backward=groups[1], device=CPU, memory_format=torch.contiguous_format, timeout_seconds=120,
+            rank, range(2), links, Boundaries(boundary, boundary), device=CPU, memory_format=torch.contiguous_format,
+            early=True, timeout_seconds=120,
         )  # fmt: skip
         control = ControlGroup(rank, 2, dist.group.WORLD)
         order = schedule.build("gpipe", 2, 2, "never")
@@ -268,6 +274,8 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
             connection.recv()  # until the other one waits
             os._exit(9)
         transport.begin_step(order, (3, 2))
+        for _ in range(2):  # the forwards: then gradients may come
+            transport.launched()
         connection.send("waiting")
         for wait in (
             lambda: transport.receive(schedule.Action(schedule.Kind.B, 0, 1)),

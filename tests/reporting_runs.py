@@ -56,7 +56,8 @@ def placement(**changes: Any) -> Placement:
         "cost": (0.512, 0.488),
         "lengths": (),
         "devices": ("cuda:0", "cuda:1"),
-        "distributed": True,
+        "owners": (0, 1),
+        "precision": "float32",
         "threads": 1,
     }
     return Placement(**(unread | values | changes))

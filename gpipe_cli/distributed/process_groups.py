@@ -3,7 +3,7 @@
 import datetime
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,34 +14,39 @@ import torch.distributed as dist
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, ThreadedLink
+from gpipe_cli.pipeline.schedule.schedules import Kind
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
 # wait for them. Should one of them die, the parent ends the others.
 _PREPARING = datetime.timedelta(days=1)
 _LONGER_SECONDS = 10.0
+_LINK_BLOCKS = 4  # of a GPU, that a send or a receive occupies while it waits for the other end
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """One process group per direction, and one on the CPU for what is not tensors of the model.
+    """The links of this process to those of neighbouring stages, each over a process group of two, and a group of all
+    processes on the CPU for what is not tensors of the model.
 
     Inside of `waits` a process waits for another one, for `timeout_seconds` at most.
     """
 
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    links: dict[Edge, Link]
     control: dist.ProcessGroup
     timeout_seconds: float
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def connect_processes(
-    process: int, processes: int, device: torch.device, rendezvous: str, timeout_seconds: float, waits: Waits
+    process: int, owners: Sequence[int], device: torch.device, rendezvous: str, timeout_seconds: float, waits: Waits
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run, this one of which computes on `device`; one on its own needs no connection.
 
-    `rendezvous` is a file where all are on this machine and, under torchrun, the name of this start.
+    `owners` are the processes of the stages. `rendezvous` is a file where all are on this machine and, under torchrun,
+    the name of this start.
     """
+    processes = 1 + max(owners)
     if processes == 1:
         return ControlGroup(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
@@ -50,17 +55,45 @@ def connect_processes(
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif here:
+    if here:
         # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
     own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
     dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     control = dist.new_group(backend="gloo", timeout=timeout)
-    forward, backward = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
     assert isinstance(control, dist.ProcessGroup)
-    assert isinstance(forward, dist.ProcessGroup)
-    assert isinstance(backward, dist.ProcessGroup)
-    groups = ProcessGroups(forward, backward, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
+    links = edge_links(process, owners, device, timeout)
+    groups = ProcessGroups(links, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
     return ControlGroup(process, processes, control, waits), groups
+
+
+def edge_links(
+    process: int, owners: Sequence[int], device: torch.device, timeout: datetime.timedelta
+) -> dict[Edge, Link]:
+    """A link for every edge of the pipeline that begins or ends in this process and not both; called in all processes,
+    as all of them have to make all groups in the same order."""
+    options = None
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = _LINK_BLOCKS
+    forward = [(Kind.F, stage, stage + 1) for stage in range(len(owners) - 1)]
+    backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
+    links: dict[Edge, Link] = {}
+    for kind, sender, receiver in forward + backward:
+        ends = (owners[sender], owners[receiver])
+        if ends[0] == ends[1]:
+            continue
+        group = dist.new_group(
+            ends,
+            timeout,
+            "nccl" if device.type == "cuda" else "gloo",
+            options,
+            # NCCL's group is bound to this device, and not to one that torch derives from the rank
+            device_id=device if device.type == "cuda" and process in ends else None,
+        )
+        if process in ends:
+            assert isinstance(group, dist.ProcessGroup)
+            kind_of_link = GroupLink if device.type == "cuda" else ThreadedLink
+            links[kind, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
+    return links

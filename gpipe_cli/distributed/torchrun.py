@@ -13,6 +13,7 @@ class Torchrun:
     rank: int
     processes: int
     here: int  # of them, on this machine
+    local_rank: int  # number of this one on its machine, and of its GPU
 
 
 def torchrun() -> Torchrun | None:
@@ -31,7 +32,8 @@ def torchrun() -> Torchrun | None:
             "or unset WORLD_SIZE and RANK"
         )
     store_address()
-    return Torchrun(rank, processes, _number("LOCAL_WORLD_SIZE", 1, processes, processes))
+    here = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
+    return Torchrun(rank, processes, here, _number("LOCAL_RANK", 0, here - 1, rank % here))
 
 
 def store_address() -> tuple[str, int]:

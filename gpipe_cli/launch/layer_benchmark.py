@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model
@@ -26,7 +25,7 @@ from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedules import Retain
+from gpipe_cli.pipeline.schedule.schedules import Kind, Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.engine import WorkerProcess, build_stage
@@ -207,18 +206,21 @@ class _Timer:
 
 def _time_link(placement: Placement, process: int, groups: ProcessGroups) -> tuple[float, float]:
     """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
-    device = torch.device(placement.devices[process])
+    device = torch.device(placement.device_of(process))
+    there, back = (
+        groups.links.get(edge) for edge in ((Kind.F, placement.stages_of(1)[0]), (Kind.B, placement.stages_of(0)[-1]))
+    )
     seconds = []
     for size in _LINK_BYTES if process < 2 else ():
-        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        assert there is not None
+        assert back is not None
+        message = [torch.zeros(size, dtype=torch.uint8, device=device)]
         taken = []
         for _ in range(_LINK_ROUNDS):
             began = time.perf_counter()
-            for sends in (process == 0, process == 1):
-                if sends:
-                    dist.send(message, dst=1 - process, group=groups.forward)
-                else:
-                    dist.recv(message, src=1 - process, group=groups.forward)
+            for link, receiver in ((there, 1), (back, 0)):
+                for work in link.receive(message) if process == receiver else link.send(message):
+                    work.wait()
             if device.type != "cpu":
                 torch.cuda.synchronize(device)
             taken.append((time.perf_counter() - began) / 2)

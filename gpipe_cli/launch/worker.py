@@ -48,9 +48,8 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
             activity[base] += 1
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
-        device = torch.device(job.placement.devices[job.process])
-        processes = job.placement.processes
-        return connect_processes(job.process, processes, device, job.rendezvous, job.timeout_seconds, waits)
+        device = torch.device(job.placement.device_of(job.process))
+        return connect_processes(job.process, job.placement.owners, device, job.rendezvous, job.timeout_seconds, waits)
 
     def report(message: object) -> None:
         connection.send(message)

@@ -16,24 +16,30 @@ class Devices:
     """The devices and the processes of a configuration."""
 
     stages: tuple[str, ...]  # device of each stage: `cpu`, `cuda:0`
-    distributed: bool  # each stage has a process of its own
+    owners: tuple[int, ...]  # process of each stage
     threads: int  # of each process: its share of the cores, if they are not given
     at_once: int  # how many stages can compute at the same time; the others take turns with them
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.owners[-1] > 0
 
 
 def place(config: TrainConfig) -> Devices:
     """Raises ValueError, one line, for devices that are not there and for processes that do not fit them."""
-    stages, distributed = _devices(config)
-    threads = config.threads or max(1, usable_cores() // (config.partitions if distributed else 1))
+    stages, owners = _devices(config)
+    processes = owners[-1] + 1
+    threads = config.threads or max(1, usable_cores() // processes)
     if config.hardware.name != "auto":  # a machine that is not here has a device for each
         at_once = config.partitions
-    elif not distributed:
+    elif processes == 1:
         at_once = len(set(stages))
     elif stages[0] == "cpu" and torchrun() is None:
-        at_once = max(1, usable_cores() // threads)
+        at_once = min(processes, max(1, usable_cores() // threads))
     else:
-        at_once = config.partitions
-    return Devices(stages, distributed, threads, at_once)
+        at_once = processes
+    return Devices(stages, owners, threads, at_once)
 
 
 def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:
@@ -43,23 +49,28 @@ def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | N
     """
     limit = config.hardware.memory_gib
     if limit is None and config.recompute == "auto":
-        stages = (devices or place(config)).stages
-        limit = resolved(config.hardware, stages[0]).memory_gib
-        if limit is None and stages[0] == "cpu":
+        devices = devices or place(config)
+        limit = resolved(config.hardware, devices.stages[0]).memory_gib
+        if limit is None and devices.stages[0] == "cpu":
             limit = usable_memory_bytes() / 2**30
         if limit is None:
-            raise ValueError(
-                "recompute=auto: needs the memory of this GPU, which has no file in conf/hardware; give "
-                "hardware.memory_gib=..."
-            )
-        if config.hardware.name == "auto":  # stages share the memory of a GPU, or of this machine
-            started = torchrun() if stages[0] == "cpu" else None
-            limit /= max(map(stages.count, stages)) if started is None else started.here
+            raise ValueError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
+        if config.hardware.name == "auto":
+            limit /= _stages_of_a_device(devices)
     return None if limit is None else int(limit * 2**30)
 
 
-def _devices(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
-    """The device of every stage, and whether each gets a process of its own."""
+def _stages_of_a_device(devices: Devices) -> int:
+    """How many stages share the memory of one: of a GPU, or of this machine."""
+    started, stages = torchrun(), devices.stages
+    if started is None:
+        return max(stages.count(device) for device in stages)
+    of_a_process = max(devices.owners.count(process) for process in devices.owners)
+    return of_a_process * (started.here if stages[0] == "cpu" else 1)
+
+
+def _devices(config: TrainConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The device and the process of every stage."""
     partitions, executor, started = config.partitions, config.executor, torchrun()
     gpus = number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
@@ -68,22 +79,36 @@ def _devices(config: TrainConfig) -> tuple[tuple[str, ...], bool]:
         many = f"torchrun started {started.processes} processes"
         if executor == "in_process":
             raise ValueError(f"executor=in_process: {many}; start one, or leave executor out")
-        if started.processes != partitions:
+        if started.processes > partitions:
             raise ValueError(
-                f"partitions={partitions}: {many}, one per partition is needed; use partitions={started.processes} or "
-                f"--nproc-per-node={partitions}"
+                f"partitions={partitions}: {many}, and each needs a stage; use partitions={started.processes} or more, "
+                f"or --nproc-per-node={partitions}"
             )
+    each = config.stages_per_process
+    if started is None and (partitions == 1 or executor == "in_process"):
+        processes = 1
+    elif started is not None:
+        processes = started.processes
+    elif each is not None:
+        processes = -(-partitions // each)
+    else:
+        processes = min(partitions, gpus) if gpus else partitions
+    if started is not None and each is not None and processes != -(-partitions // each):
+        raise ValueError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
+    if each is None or processes == 1:
+        owners = tuple(stage * processes // partitions for stage in range(partitions))
+    else:
+        owners = tuple(stage // each for stage in range(partitions))
     if gpus == 0:
-        return ("cpu",) * partitions, partitions > 1 and executor != "in_process"
-    here = partitions if started is None else started.here
-    enough = gpus >= here
-    if executor == "distributed" and not enough:
+        return ("cpu",) * partitions, owners
+    if processes == 1:  # one process drives all GPUs
+        return tuple(f"cuda:{stage * min(gpus, partitions) // partitions}" for stage in range(partitions)), owners
+    here = processes if started is None else started.here
+    if gpus < here:
         raise ValueError(
-            f"executor=distributed: {here} processes need a GPU each and there are {gpus}; "
-            "use executor=in_process, fewer partitions, or device=cpu"
+            f"partitions={partitions}: {here} processes need a GPU each and there are {gpus}; use "
+            f"stages_per_process={-(-partitions // gpus)}, executor=in_process or device=cpu"
         )
-    if partitions > 1 and enough and executor != "in_process":
-        return tuple(f"cuda:{stage % here}" for stage in range(partitions)), True
-    return tuple(
-        f"cuda:{stage * gpus // partitions if gpus < partitions else stage}" for stage in range(partitions)
-    ), False
+    # under torchrun this process knows its own GPU; each machine counts them from 0
+    own = {} if started is None else {started.rank: started.local_rank}
+    return tuple(f"cuda:{own.get(owner, owner % here)}" for owner in owners), owners

@@ -39,7 +39,7 @@ class Placement:
     parameter_tensors: tuple[int, ...]
     recompute: Recompute
     devices: tuple[str, ...]
-    distributed: bool
+    owners: tuple[int, ...]  # the process of each stage
     threads: int
     memory_format: str
 
@@ -49,7 +49,11 @@ class Placement:
 
     @property
     def processes(self) -> int:
-        return self.partitions if self.distributed else 1
+        return self.owners[-1] + 1
+
+    @property
+    def distributed(self) -> bool:
+        return self.processes > 1
 
     @property
     def first_layers(self) -> tuple[int, ...]:
@@ -76,10 +80,14 @@ class Placement:
     @property
     def most_parameter_tensors(self) -> int:
         """Of any process: the room that a vector with a number per parameter tensor needs."""
-        return max(self.parameter_tensors) if self.distributed else sum(self.parameter_tensors)
+        return max(sum(self.parameter_tensors[k] for k in self.stages_of(p)) for p in range(self.processes))
+
+    def device_of(self, process: int) -> str:
+        return self.devices[self.owners.index(process)]
 
     def stages_of(self, process: int) -> range:
-        return range(process, process + 1) if self.distributed else range(self.partitions)
+        """Consecutive ones."""
+        return range(self.owners.index(process), self.owners.index(process) + self.owners.count(process))
 
 
 def make_placement(config: TrainConfig, profile: ModelProfile | None = None, plan: Plan | None = None) -> Placement:
@@ -103,7 +111,7 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         parameter_tensors=tuple(sum(w.tensors for w in profile.weights[first:end]) for first, end in bounds),
         recompute=plan.recompute,
         devices=devices.stages,
-        distributed=devices.distributed,
+        owners=devices.owners,
         threads=devices.threads,
         memory_format=memory_format_of(config),
     )

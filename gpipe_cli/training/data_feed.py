@@ -72,7 +72,7 @@ class Data:
             self._splits = open_data(config, saved.read_bytes() if saved is not None and saved.is_file() else None)
         if self._splits is None or not self._first:
             return
-        pin = config.device != "cpu" and torch.cuda.device_count() > 0
+        pin = placement.device_of(process) != "cpu"
         for training, split in zip((True, False), self._splits, strict=True):
             if training and start is None:
                 continue

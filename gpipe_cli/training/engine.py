@@ -16,10 +16,10 @@ from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.executor import Executor, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
-from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.planner.placement import Placement
 
 
@@ -40,7 +40,6 @@ class Engine:
     placement: Placement
     stages: dict[int, Stage]
     executor: Executor
-    links: P2PTransport | None
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
     parameters: dict[int, dict[str, nn.Parameter]]  # of each stage, by global name, in global order
@@ -86,9 +85,6 @@ class Engine:
     def _switch(self, *, training: bool) -> None:
         for stage in self.stages.values():
             stage.set_training(training)
-        if self.links is not None:
-            placement = self.placement
-            self.links.describe(placement.training_boundaries if training else placement.evaluation_boundaries)
 
 
 def build_engine(
@@ -109,26 +105,24 @@ def build_engine(
     """
     whole = real_model(config, pretrained=pretrained)
     stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
-    links = None
+    transport: Transport = LocalTransport([torch.device(device) for device in placement.devices])
     if groups is not None:
-        links = P2PTransport(
+        transport = P2PTransport(
             process,
-            placement.training_boundaries,
-            ranks=range(placement.partitions),
-            forward=groups.forward,
-            backward=groups.backward,
-            device=torch.device(placement.devices[process]),
+            placement.owners,
+            groups.links,
+            Boundaries(placement.training_boundaries, placement.evaluation_boundaries),
+            device=torch.device(placement.device_of(process)),
             memory_format=MEMORY_FORMATS[placement.memory_format],
+            early=placement.device_of(process) == "cpu",
             timeout_seconds=groups.timeout_seconds,
             waits=groups.waits,
         )
-    transport = links or LocalTransport([torch.device(device) for device in placement.devices])
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
         placement,
         stages,
         Executor(stages, placement.partitions, transport, watch),
-        links,
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,

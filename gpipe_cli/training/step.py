@@ -203,7 +203,7 @@ def gather_metrics(
     what is returned waits for the other processes."""
     placement = engine.placement
     sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
-    stages_here = 1 if placement.distributed else placement.partitions
+    stages_here = max(len(placement.stages_of(process)) for process in range(placement.processes))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])

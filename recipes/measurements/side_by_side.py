@@ -45,6 +45,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from itertools import accumulate, product
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -62,12 +63,13 @@ from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.config.groups import RMSPropConfig
 from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.distributed.process_groups import edge_links
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
@@ -236,12 +238,10 @@ def ours(contestant: Contestant, settings: Settings, process: int) -> tuple[nn.M
     module = settings.part(contestant, process)
     transport: Transport = LocalTransport([CPU])
     if partitions > 1:
-        forward, backward = (dist.new_group(backend="gloo") for _ in range(2))
-        assert isinstance(forward, dist.ProcessGroup)
-        assert isinstance(backward, dist.ProcessGroup)
+        links = edge_links(process, range(partitions), CPU, timedelta(seconds=TIMEOUT_SECONDS))
         transport = P2PTransport(
-            process, boundaries, ranks=range(partitions), forward=forward, backward=backward, device=CPU,
-            memory_format=memory_format, timeout_seconds=TIMEOUT_SECONDS,
+            process, range(partitions), links, Boundaries(boundaries, boundaries), device=CPU,
+            memory_format=memory_format, early=True, timeout_seconds=TIMEOUT_SECONDS,
         )  # fmt: skip
     stage = Stage(
         process, module, first_layer=sum(settings.balances[partitions][:process]),

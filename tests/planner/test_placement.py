@@ -25,6 +25,8 @@ def test_processes_follow_the_executor() -> None:
     assert (spread.distributed, spread.processes) == (True, 3)
     assert [spread.stages_of(process) for process in range(3)] == [range(0, 1), range(1, 2), range(2, 3)]
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
+    pairs = placed("partitions=3", "stages_per_process=2")
+    assert (pairs.owners, pairs.processes, pairs.stages_of(0)) == ((0, 0, 1), 2, range(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_limits_are_given_or_the_devices_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("partitions=2", r"partitions=2: torchrun started 3 processes, one per partition is needed; use partitions=3"),
+        ("partitions=2", r"partitions=2: torchrun started 3 processes, and each needs a stage; use partitions=3"),
         ("partitions=3 executor=in_process", r"executor=in_process: torchrun started 3 processes"),
     ],
 )

@@ -82,11 +82,11 @@ class Executor:
     def _perform(self, action: Action, keep: Retain, micro_batches: Sequence[Tensors], recording: Recording) -> None:
         """One action on stage k, in four steps; the recording gets the time between them.
 
-             1. receive             2. compute                           3. send             4. release
+             1. receive             2. compute                           3. send        4. post
 
-        F    outputs of k-1  ---->  run the layers, keep input or graph  ----> outputs       if nothing is kept
-        R                           run them again, keep the graph
-        B    gradients of k+1 --->  run the graph backward, drop it      ----> gradients     the input's buffer
+        F    outputs of k-1  ---->  run the layers, keep input or graph  ----> outputs   receives of
+        R                           run them again, keep the graph                       actions that
+        B    gradients of k+1 --->  run the graph backward, drop it      ----> gradients come later
         """
         stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
         given: OptionalTensors = ()
@@ -105,9 +105,8 @@ class Executor:
             if (action.kind is Kind.F and action.stage < self._last) or (action.kind is Kind.B and action.stage > 0):
                 self._transport.send(action, result)
 
-            # 4. Release the buffer that the input was received into: nothing of this micro-batch is kept any more.
-            if keep is Retain.NOTHING:
-                self._transport.release(action.stage, action.micro_batch)
+            # 4. Post the receives that waited for this action to be launched, or for a buffer that it has used.
+            self._transport.launched()
             recording.action(action.stage, begun, received, computed, clock.now(), core_after - core_before)
         except (PeerLostError, ChangedInputError):
             raise

@@ -1,181 +1,200 @@
-"""Stages in processes of their own, linked to their neighbours over torch.distributed: Gloo on CPUs, NCCL on GPUs.
+"""Stages in several processes, linked over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
 Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives
-are posted before they are needed, into buffers that live as long as the run (`receive_buffers.py`); sends go straight
-from the tensor, in a thread of their own, while the stage computes on.
+are posted before they are needed (`schedule/posting.py`), into buffers that live as long as the run; sends go straight
+from the tensor, while the stage computes on.
 """
 
 import datetime
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 
 import torch
-import torch.distributed as dist
 
-from gpipe_cli.pipeline.runtime.boundary import Boundary, as_sent
-from gpipe_cli.pipeline.runtime.receive_buffers import ReceiveBuffers
-from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight
-
-_OTHER = {Kind.F: Kind.B, Kind.B: Kind.F}
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
+from gpipe_cli.pipeline.runtime.link import Edge, Link, Work
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, PeerLostError
+from gpipe_cli.pipeline.schedule.posting import Posting, postings
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, eq=False)
 class _Sending:
-    """A tensor on its way; it must live until it has been sent."""
+    """Tensors on their way; they must live until they have been sent."""
 
-    tensor: torch.Tensor
-    work: Future[dist.Work]
+    tensors: Sequence[torch.Tensor]
+    works: Sequence[Work]
 
-    def is_completed(self) -> bool:
-        return self.work.done() and self.work.exception() is None and self.work.result().is_completed()
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What crosses from each stage to the next; in evaluation a model may hand on something else."""
+
+    training: Sequence[Boundary]
+    evaluation: Sequence[Boundary]
 
 
 class P2PTransport:
-    """One stage in this process; its neighbours are processes `stage - 1` and `stage + 1` of the pipeline.
+    """The stages of process number `process`; `owners` are the processes of all stages, `links` those of this one.
 
-    `boundaries[k]` describes what crosses from stage k to stage k + 1. `forward` and `backward` are process groups of
-    their own: in one group a waiting send would hold up the receive that frees it. `ranks[k]` is the process of stage
-    k. Inside of `waits` this process waits for a neighbour, for `timeout_seconds` at most.
+    Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`).
+    Inside of `waits` this process waits for another one, for `timeout_seconds` at most.
     """
 
     def __init__(
         self,
-        stage: int,
-        boundaries: Sequence[Boundary],
+        process: int,
+        owners: Sequence[int],
+        links: Mapping[Edge, Link],
+        boundaries: Boundaries,
         *,
-        ranks: Sequence[int],
-        forward: dist.ProcessGroup,
-        backward: dist.ProcessGroup,
         device: torch.device,
         memory_format: torch.memory_format,
+        early: bool,
         timeout_seconds: float,
         waits: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._stage = stage
+        self._process, self._owners, self._links = process, tuple(owners), links
+        self._described, self._boundaries = boundaries, boundaries.training
         self._device, self._memory_format = device, memory_format
+        self._early = early
         self._timeout, self._waits = datetime.timedelta(seconds=timeout_seconds), waits
+        self._local = LocalTransport([device] * len(owners))  # between neighbours that are both here
         self._sends: deque[_Sending] = deque()
-        # Gloo writes to the socket in the thread that sends; NCCL launches on that thread's stream and returns at once
-        self._sender = ThreadPoolExecutor(1, "gpipe-send") if device.type == "cpu" else None
-        self._groups = {Kind.F: forward, Kind.B: backward}
-        # activations are received from the stage before, gradients from the stage after
-        self._buffers = {
-            kind: ReceiveBuffers(ranks[other], self._groups[kind], device, memory_format)
-            for kind, other in ((Kind.F, stage - 1), (Kind.B, stage + 1))
-            if 0 <= other <= len(boundaries)
-        }
-        self.describe(boundaries)
+        self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # edge, place, tensor: memory, which only grows
+        self._to_post: deque[Posting] = deque()
+        self._posted: dict[Action, tuple[Sequence[Work], list[torch.Tensor]]] = {}
+        self._launched = 0
+        # NCCL receives after all that the current stream has: on its own stream a receive waits for its buffer only
+        self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ends: dict[int, torch.cuda.Event] = {}  # of actions, by how many have been launched
+        self._sizes: Sequence[int] = ()
+        self._lengths: Sequence[int] = ()
         self._connect()
-
-    def describe(self, boundaries: Sequence[Boundary]) -> None:
-        """What crosses each edge from now on: in evaluation a model may hand on fewer tensors."""
-        self.settle()
-        self._boundaries = {
-            kind: boundaries[self._stage - 1 if kind is Kind.F else self._stage] for kind in self._buffers
-        }
-        for kind, buffers in self._buffers.items():
-            buffers.described = tuple(t for t in self._boundaries[kind] if kind is Kind.F or t.has_gradient)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
-        actions = schedule[self._stage]
-        # gradients are consumed at once: one being used, one on its way; inputs stay as long as they are in flight
-        depths = {Kind.F: in_flight(actions) + 1, Kind.B: 2}
-        for kind, buffers in self._buffers.items():
-            buffers.begin_step([a.micro_batch for a in actions if a.kind is kind], sizes, lengths, depths[kind])
+        trains = any(action.kind is Kind.B for action in schedule[0])
+        self._boundaries = self._described.training if trains else self._described.evaluation
+        self._sizes, self._lengths = sizes, lengths
+        self._local.begin_step(schedule, sizes, lengths)
+        self._to_post = deque(postings(schedule, self._owners, self._process, early=self._early))
+        self._launched = 0
+        self._ends.clear()
+        if self._receiving is not None:  # what the step before has left in the buffers is read no more
+            self._receiving.wait_stream(torch.cuda.current_stream(self._device))
+        self._post()
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        if action.kind is Kind.B:
-            returning = [described.has_gradient for described in self._boundaries[Kind.F]]
-            tensors = tuple(gradient for gradient, returns in zip(tensors, returning, strict=True) if returns)
-        for tensor in tensors:
+        receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
+        link = self._links.get((action.kind, receiver))
+        if link is None:
+            self._local.send(action, tensors)
+            return
+        sent = []
+        for tensor, described in zip(tensors, self._boundary(action.kind, receiver), strict=True):
+            if action.kind is Kind.B and not described.has_gradient:
+                continue
             if tensor is None:
                 raise ValueError(
                     f"a tensor that stage {action.stage} received got no gradient, but it did when the model was "
                     "traced: which inputs a layer uses must not depend on the data"
                 )
-            self._send(action.kind, tensor)
+            sent.append(as_sent(tensor.detach(), self._memory_format))
+        while self._sends and all(work.is_completed() for work in self._sends[0].works):
+            self._sends.popleft()
+        with self._waiting(f"send to process {link.peer}"):
+            self._sends.append(_Sending(sent, link.send(sent)))
 
     def receive(self, action: Action) -> OptionalTensors:
-        kind, buffers = action.kind, self._buffers[action.kind]
-        what = "activation" if kind is Kind.F else "gradient"
-        works, tensors = buffers.take(action.micro_batch)
-        for work in works:
-            self._wait(work, f"receive the {what} of micro-batch {action.micro_batch} from process {buffers.peer}")
+        edge = (action.kind, action.stage)
+        if edge not in self._links:
+            return self._local.receive(action)
+        works, tensors = self._posted.pop(action)
+        what = f"{'activation' if action.kind is Kind.F else 'gradient'} of micro-batch {action.micro_batch}"
+        with self._waiting(f"receive the {what} from process {self._links[edge].peer}"):
+            self._wait(works)
         arrived = iter(tensors)
-        return tuple(next(arrived) if kind is Kind.F or t.has_gradient else None for t in self._boundaries[kind])
+        return tuple(next(arrived) if action.kind is Kind.F or t.has_gradient else None for t in self._boundary(*edge))
 
-    def release(self, stage: int, micro_batch: int) -> None:
-        for buffers in self._buffers.values():
-            memory = buffers.memory_of(micro_batch)
-            if memory and buffers.expects_more:
-                # a layer may have passed its input on: that must have left before the next one is received over it
-                for sending in [sending for sending in self._sends if sending.tensor.data_ptr() in memory]:
-                    self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
-                    self._wait(sending.work, "finish a send")
-            buffers.release(micro_batch)
+    def launched(self) -> None:
+        self._launched += 1
+        if self._receiving is not None:
+            self._ends[self._launched] = torch.cuda.current_stream(self._device).record_event()
+        self._post()
 
     def finish_step(self) -> None:
         # what is still being sent may go on meanwhile: a stage that is ahead has its optimizer to run
-        for buffers in self._buffers.values():
-            buffers.finish_step()
+        self._local.finish_step()
+        assert not self._posted, f"never received: {list(map(str, self._posted))}"
+        assert not self._to_post, f"never posted: {[str(posting.action) for posting in self._to_post]}"
 
     def settle(self) -> None:
         while self._sends:
-            self._wait(self._sends.popleft().work, "finish a send")
+            self._finish(self._sends.popleft())
+
+    def _post(self) -> None:
+        """The receives that may be posted by now."""
+        while self._to_post and self._to_post[0].after <= self._launched:
+            posting = self._to_post.popleft()
+            edge = (posting.action.kind, posting.action.stage)
+            received = [t for t in self._boundary(*edge) if t.has_gradient or edge[0] is Kind.F]
+            samples = self._sizes[posting.action.micro_batch]
+            if self._receiving is not None and posting.freed:
+                self._receiving.wait_event(self._ends[posting.freed])
+            with torch.cuda.stream(self._receiving):  # on a CPU: nothing
+                tensors = [self._buffer((edge, posting.buffer, i), t, samples) for i, t in enumerate(received)]
+                if posting.freed:
+                    self._let_leave({tensor.data_ptr() for tensor in tensors})
+                with self._waiting(f"receive from process {self._links[edge].peer}"):
+                    works = self._links[edge].receive([as_sent(tensor, self._memory_format) for tensor in tensors])
+            self._posted[posting.action] = works, tensors
+
+    def _let_leave(self, addresses: set[int]) -> None:
+        """Wait for sends from this memory: a layer may have passed its input on, which is then received over."""
+        for sending in [s for s in self._sends if any(t.data_ptr() in addresses for t in s.tensors)]:
+            self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
+            self._finish(sending)
+
+    def _boundary(self, kind: Kind, receiver: int) -> Boundary:
+        return self._boundaries[receiver - 1 if kind is Kind.F else receiver]
+
+    def _buffer(self, key: tuple[Edge, int, int], described: BoundaryTensor, samples: int) -> torch.Tensor:
+        shape = described.shape(samples, self._lengths)
+        memory = self._buffers.get(key)
+        if memory is None or memory.numel() < prod(shape) or memory.dtype is not described.dtype:
+            memory = self._buffers[key] = torch.empty(prod(shape), dtype=described.dtype, device=self._device)
+        return memory.as_strided(shape, layout_strides(shape, self._memory_format))
 
     def _connect(self) -> None:
-        """One message each way over each edge, in an order that cannot deadlock.
+        """One message over each edge, in one order for all processes, which cannot deadlock.
 
-        Connections (for NCCL: communicators) are made at a pair's first message; made lazily, in whatever order
-        processes arrive, they can deadlock. It also shows at the start that neighbours agree on their boundary.
+        Connections (for NCCL: communicators) may be made at the first message; made in whatever order processes arrive,
+        they can deadlock. It also shows at the start that neighbours agree on their edges.
         """
-        for kind in (Kind.F, Kind.B):
-            token = torch.zeros(1, device=self._device)
-            try:
-                with self._waits():
-                    if kind in self._buffers:
-                        dist.recv(token, src=self._buffers[kind].peer, group=self._groups[kind])
-                    if _OTHER[kind] in self._buffers:
-                        dist.send(token, dst=self._target(kind), group=self._groups[kind])
-            except RuntimeError as error:
-                raise PeerLostError(f"stage {self._stage} could not connect to a neighbour: {error}") from error
+        for (_, stage), link in sorted(self._links.items()):
+            token = [torch.zeros(1, device=self._device)]
+            with self._waiting(f"connect to process {link.peer}"):
+                self._wait(link.receive(token) if self._owners[stage] == self._process else link.send(token))
 
-    def _target(self, kind: Kind) -> int:
-        """The process that activations (F) or gradients (B) are sent to: the one that the other kind comes from."""
-        return self._buffers[_OTHER[kind]].peer
+    def _finish(self, sending: _Sending) -> None:
+        with self._waiting("finish a send"):
+            self._wait(sending.works)
 
-    def _send(self, kind: Kind, tensor: torch.Tensor) -> None:
-        while self._sends and self._sends[0].is_completed():
-            self._sends.popleft()
-        flat = as_sent(tensor.detach(), self._memory_format)
-        if self._sender is not None:
-            work = self._sender.submit(self._isend, flat, kind)
-        else:
-            work = Future()
-            work.set_result(self._isend(flat, kind))
-        self._sends.append(_Sending(flat, work))
+    def _wait(self, works: Sequence[Work]) -> None:
+        for work in works:
+            if self._device.type == "cpu":
+                work.wait(self._timeout)
+            else:  # the kernels that follow wait, and this thread does not
+                work.wait()
 
-    def _isend(self, tensor: torch.Tensor, kind: Kind) -> dist.Work:
-        target = self._target(kind)
-        try:
-            work = dist.isend(tensor, dst=target, group=self._groups[kind])
-        except RuntimeError as error:
-            raise PeerLostError(f"stage {self._stage} could not send to process {target}: {error}") from error
-        assert work is not None
-        return work
-
-    def _wait(self, waited: dist.Work | Future[dist.Work], what: str) -> None:
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
         try:
             with self._waits():
-                work = waited.result() if isinstance(waited, Future) else waited
-                if self._device.type == "cpu":
-                    work.wait(self._timeout)
-                else:
-                    work.wait()
+                yield
         except RuntimeError as error:
-            raise PeerLostError(f"stage {self._stage} could not {what}") from error
+            raise PeerLostError(f"process {self._process} could not {what}: {error}") from error

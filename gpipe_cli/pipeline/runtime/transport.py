@@ -32,8 +32,8 @@ class Transport(Protocol):
     def receive(self, action: Action) -> OptionalTensors:
         """What `action` needs from a neighbour: an F the outputs of the stage before, a B gradients from the next."""
 
-    def release(self, stage: int, micro_batch: int) -> None:
-        """Stage `stage` will not look at the inputs of this micro-batch again."""
+    def launched(self) -> None:
+        """After every action of this process, in the order of the schedule: on a GPU it may still be running."""
 
     def finish_step(self) -> None:
         """After the last action: everything has been received. What was sent may still be on its way."""
@@ -81,7 +81,7 @@ class LocalTransport:
             torch.cuda.current_stream(self._devices[action.stage]).wait_event(copied)
         return self._sent.pop(action)
 
-    def release(self, stage: int, micro_batch: int) -> None:
+    def launched(self) -> None:
         pass
 
     def finish_step(self) -> None:

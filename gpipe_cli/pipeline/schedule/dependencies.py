@@ -37,10 +37,15 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
     if stuck:
         raise _deadlock(schedule, stuck)
     by_tick: list[list[Action]] = [[] for _ in range(max((t[-1] + 1 for t in ticks if t), default=0))]
-    for stage in reversed(range(len(schedule))):
-        for action, tick in zip(schedule[stage], ticks[stage], strict=True):
+    for actions, own in zip(schedule, ticks, strict=True):
+        for action, tick in zip(actions, own, strict=True):
             by_tick[tick].append(action)
-    return tuple(action for actions in by_tick for action in actions)
+
+    # within a tick forwards come first, and senders before their receivers: receives are posted by this order
+    def first(action: Action) -> tuple[bool, int]:
+        return action.kind is not Kind.F, action.stage if action.kind is Kind.F else -action.stage
+
+    return tuple(action for actions in by_tick for action in sorted(actions, key=first))
 
 
 def check(schedule: Schedule) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 
@@ -87,17 +87,19 @@ def memory_result(
     peaks: Sequence[int],
     counted: Sequence[int] | None,
     libraries: Sequence[int] | None,
-) -> list[dict[str, int | None]]:
-    """The entry ``memory`` of result.json: the bytes of each stage, or of all (``stage`` is None) where they are in one
-    process on a CPU. The parts add up to the peak.
+) -> list[dict[str, Any]]:
+    """The entry ``memory`` of result.json: the bytes of each stage, or of several that are in one
+    process on a CPU (``stage`` is None for all). The parts add up to the peak.
 
     ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
     """
-    together = not placement.distributed and set(placement.devices) == {"cpu"}
-    result: list[dict[str, int | None]] = []
-    every = range(len(peaks))
-    for stages in [every] if together and peaks else [range(k, k + 1) for k in every]:
+    alone = [range(k, k + 1) for k in range(placement.partitions)]
+    on_cpu = set(placement.devices) == {"cpu"}
+    result: list[dict[str, Any]] = []
+    for stages in [placement.stages_of(process) for process in range(placement.processes)] if on_cpu else alone:
+        if not peaks:
+            break
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),
@@ -106,8 +108,8 @@ def memory_result(
             "activations": sum(counted[k] if counted else planned[k].activations_bytes for k in stages),
         }
         peak = peaks[stages[0]]
-        alone = stages[0] if len(stages) == 1 else None
-        result.append({"stage": alone, **parts, "other": peak - sum(parts.values()), "peak": peak})
+        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else f"{stages[0]}-{stages[-1]}"
+        result.append({"stage": stage, **parts, "other": peak - sum(parts.values()), "peak": peak})
     return result
 
 

@@ -179,7 +179,9 @@ def memory_table(stages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str
     fullest = max(stages, key=lambda stage: int(stage["peak"]))
     for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
         shown = rounded({part: stage[part] / unit for part in parts})
-        label = "all stages" if stage["stage"] is None else f"stage {stage['stage']}"
+        label = (
+            "all stages" if stage["stage"] is None else f"stage{'s' * isinstance(stage['stage'], str)} {stage['stage']}"
+        )
         yield label, line([f"{value:,.1f}" for value in shown.values()], f"{sum(shown.values()):,.1f}")
 
 

@@ -43,7 +43,7 @@ def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str
 
 def test_linearize_launches_breadth_first() -> None:
     order = " ".join(map(str, linearize(build("gpipe", 3, 3, "never"))))
-    assert order == "0F0 1F0 0F1 2F0 1F1 0F2 2F1 1F2 2F2 2B2 2B1 1B2 2B0 1B1 0B2 1B0 0B1 0B0"
+    assert order == "0F0 0F1 1F0 0F2 1F1 2F0 1F2 2F1 2F2 2B2 2B1 1B2 2B0 1B1 0B2 1B0 0B1 0B0"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
         {"stage": 0, "libraries": 1000, **parts, "activations": 401, "other": 39, "peak": 1500},
         {"stage": 1, "libraries": 0, **parts, "activations": 402, "other": -2, "peak": 460},  # not all of it at once
     ]
-    one_process = placement(distributed=False, devices=("cpu", "cpu"))
+    one_process = placement(owners=(0, 0), devices=("cpu", "cpu"))
     (together,) = memory_result(one_process, planned, [2000, 2000], None, [1000, 1000])
     assert (together["stage"], together["weights"], together["activations"]) == (None, 20, 800)
     assert together["peak"] == 2000 == sum(v or 0 for k, v in together.items() if k not in ("stage", "peak"))

@@ -1,0 +1,65 @@
+"""When a process posts the receive of each tensor, and into which buffer: read off the schedule, before it runs.
+
+On a GPU a posted receive is a kernel that runs until its tensor arrives, and a send one that runs until it is received.
+Now and then a launch waits until the device is idle: a kernel that is loaded for the first time, memory that the
+allocator gives back. If the tensors that it then waits for depend on what this or another process has not launched
+yet, nothing ever ends.
+
+So all processes follow one order of all actions, in which each comes after what it needs (`linearize`): a process posts
+the receive of a tensor after those of its own actions that come before the action which makes the tensor. Whatever
+then waits does so for something that comes earlier in that order, and there can be no circle. It costs nothing, as a
+process launches its actions long before the GPU gets to them.
+
+On a CPU launching is performing, and a posted receive costs nothing: it is posted as soon as its buffer is free.
+"""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gpipe_cli.pipeline.schedule.dependencies import linearize, source
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """The receive of what `action` needs from another process."""
+
+    action: Action
+    after: int  # posted when the process has launched so many of its actions
+    buffer: int  # of those that its stage has for this kind
+    freed: int  # the buffer is free when so many of the actions have ended; 0: nothing of this step was in it
+
+
+@lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
+def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early: bool) -> tuple[Posting, ...]:
+    """All receives of `process`, in the order in which it posts them, or as `early` as buffers are free; `owners` are
+    the processes of the stages.
+
+    A buffer is free again when nothing is kept of its micro-batch any more. Raises ValueError if the schedule
+    deadlocks.
+    """
+    keep = {action: retain for actions in schedule for action, retain in stage_retained(actions)}
+    own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule[stage]]
+    receivers = {source(action, len(schedule)): action for action in own}
+    free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)  # since when, and which
+    made: Counter[tuple[Kind, int]] = Counter()
+    posted: Counter[tuple[Kind, int]] = Counter()  # when the last one is
+    buffers: dict[Action, int] = {}
+    found = []
+    launched = 0
+    for action in linearize(schedule):
+        if owners[action.stage] == process:
+            launched += 1
+            if keep[action] is Retain.NOTHING:
+                for kind in Kind:
+                    if (buffer := buffers.get(Action(kind, action.stage, action.micro_batch))) is not None:
+                        free[kind, action.stage].append((launched, buffer))
+        elif (receiver := receivers.get(action)) is not None:
+            edge = (receiver.kind, receiver.stage)
+            reused = bool(free[edge])
+            since, buffers[receiver] = free[edge].popleft() if reused else (0, made[edge])
+            made[edge] += not reused
+            posted[edge] = max(posted[edge], since) if early else launched  # over one edge they keep their order
+            found.append(Posting(receiver, posted[edge], buffers[receiver], since))
+    return tuple(sorted(found, key=lambda posting: posting.after))

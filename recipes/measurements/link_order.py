@@ -1,0 +1,268 @@
+"""Whether schedules finish over links with NCCL's rule of order, without a GPU: the executor of a training, stages that
+compute nothing, and links that only a simulated device moves.
+
+The rule: what a process gives to a process group runs one after another, and a send ends only when its receive runs.
+Groups: one for each edge and direction, as in a run; or one for forwards and one for backwards. Receives: posted in
+the order of `schedule/posting.py`, as in a run on GPUs; early, as on CPUs; or as many ahead as inputs are in flight.
+Launches: at once; or each when the device is idle, as the first use of a kernel does.
+
+Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from runs import command_line
+
+from gpipe_cli.pipeline.runtime import p2p_transport
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.link import Edge
+from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.schedule.dependencies import source
+from gpipe_cli.pipeline.schedule.posting import Posting
+from gpipe_cli.pipeline.schedule.schedules import (
+    RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Kind,
+    Retain,
+    Schedule,
+    build,
+    forward_only,
+    in_flight,
+    stage_retained,
+)
+from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
+
+CPU = torch.device("cpu")
+BOUNDARY = (BoundaryTensor((1,), (0,), torch.float32, True),)
+Groups = Literal["edge", "direction"]
+Receives = Literal["in order", "early", "in flight"]
+
+
+class StuckError(RuntimeError):
+    """Every process waits, and nothing can move."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """A send or a receive in the queue of a process and a group."""
+
+    edge: Edge
+    sends: bool
+    tensors: Sequence[torch.Tensor]
+    peer: int
+    device: "Device"
+    done: bool = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        self.device.wait(lambda: self.done)
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+@dataclass
+class Device:
+    """The queues of all processes, one for each process and group, and the threads that wait for what is in them."""
+
+    processes: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    queues: dict[tuple[int, Any], deque[Operation]] = field(default_factory=dict)
+    waiting: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    stuck: bool = False
+
+    def put(self, process: int, group: Any, operation: Operation) -> None:
+        with self.changed:
+            self.queues.setdefault((process, group), deque()).append(operation)
+            self._move(process, group)
+
+    def _move(self, process: int, group: Any) -> None:
+        """Run the heads of two queues that are the two ends of one transfer, and what comes after them."""
+        while queue := self.queues.get((process, group)):
+            head = queue[0]
+            there = self.queues.get((head.peer, group))
+            if not there or there[0].edge != head.edge or there[0].sends == head.sends:
+                return
+            other = there[0]
+            source, target = (head, other) if head.sends else (other, head)
+            for sent, received in zip(source.tensors, target.tensors, strict=True):
+                received.copy_(sent)
+            for end in (head, other):
+                end.done = True
+            queue.popleft()
+            there.popleft()
+            self.changed.notify_all()
+            self._move(head.peer, group)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        with self.changed:
+            self.waiting[threading.get_ident()] = done
+            while not done():
+                self._look()
+                if self.stuck:
+                    raise StuckError("every process waits")
+                self.changed.wait()
+            del self.waiting[threading.get_ident()]
+
+    def idle(self, process: int) -> bool:
+        return not any(queue for (owner, _), queue in self.queues.items() if owner == process)
+
+    def leave(self) -> None:
+        with self.changed:
+            self.processes -= 1
+            self._look()
+
+    def _look(self) -> None:
+        if len(self.waiting) == self.processes and not any(done() for done in self.waiting.values()):
+            self.stuck = True
+            self.changed.notify_all()
+
+
+@dataclass
+class OrderedLink:
+    """One end of an edge."""
+
+    device: Device
+    process: int
+    peer: int
+    edge: Edge
+    group: Any
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Operation]:
+        return self._put(tensors, sends=True)
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Operation]:
+        return self._put(tensors, sends=False)
+
+    def _put(self, tensors: Sequence[torch.Tensor], *, sends: bool) -> Sequence[Operation]:
+        operation = Operation(self.edge, sends, tensors, self.peer, self.device)
+        self.device.put(self.process, self.group, operation)
+        return [operation]
+
+
+class Stage:
+    """Adds its number to the value of a micro-batch, and hands gradients back."""
+
+    device, layer_name = CPU, ""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.values: dict[int, float] = {}
+
+    def forward(self, micro_batch: int, inputs: Tensors, keep: object) -> Tensors:
+        self.values[micro_batch] = float(inputs[0])
+        return (inputs[0] + self.index,)
+
+    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+        gradient = gradients[0] if gradients else torch.tensor([float(micro_batch)])
+        assert gradient is not None
+        assert float(gradient) == micro_batch, "the gradient of another micro-batch"
+        return (gradient.clone(),)
+
+    def recompute(self, micro_batch: int) -> None: ...
+
+    def begin_step(self, step: int, objective: object) -> None: ...
+
+    def finish_step(self) -> None: ...
+
+
+def in_flight_ahead(schedule: Schedule, owners: Sequence[int], process: int, *, early: bool) -> tuple[Posting, ...]:
+    """With a buffer for each input in flight and one more, and two for gradients, each used as soon as it is free."""
+    actions = schedule[process]
+    found = []
+    for kind in (Kind.F, Kind.B):
+        receives = [a for a in actions if a.kind is kind and source(a, len(schedule)) is not None]
+        depth = in_flight(actions) + 1 if kind is Kind.F else 2
+        ends = [at + 1 for at, (_, kept) in enumerate(stage_retained(actions)) if kept is Retain.NOTHING]
+        after = [0] * depth + ends
+        found += [Posting(a, after[n], n, 0) for n, a in enumerate(receives)]
+    return tuple(sorted(found, key=lambda posting: posting.after))
+
+
+def finishes(schedule: Schedule, groups: Groups, *, receives: Receives, idle: bool) -> bool:
+    """Whether two steps of a schedule end; every process is a thread here. What arrives is checked."""
+    partitions, micro_batches = len(schedule), sum(action.kind is Kind.F for action in schedule[0])
+    device = Device(partitions)
+    failed: list[BaseException] = []
+
+    def link(process: int, kind: Kind, receiver: int) -> OrderedLink:
+        sender = receiver - 1 if kind is Kind.F else receiver + 1
+        peer = sender if process == receiver else receiver
+        return OrderedLink(device, process, peer, (kind, receiver), (kind, receiver) if groups == "edge" else kind)
+
+    def run(process: int) -> None:
+        edges = [(Kind.F, process), (Kind.F, process + 1), (Kind.B, process), (Kind.B, process - 1)]
+        links = {
+            (kind, k): link(process, kind, k)
+            for kind, k in edges
+            if (0 < k < partitions if kind is Kind.F else 0 <= k < partitions - 1)
+        }
+
+        def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+            if idle:
+                device.wait(lambda: device.idle(process))
+
+        try:
+            transport = P2PTransport(
+                process, range(partitions), links, Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
+                device=CPU, memory_format=torch.contiguous_format, early=receives == "early", timeout_seconds=1,
+            )  # fmt: skip
+            stage: Any = Stage(process)
+            executor = Executor({process: stage}, partitions, transport, watch)
+            values = torch.arange(float(micro_batches))
+            for step in range(2):
+                executor.run(schedule, step, [1] * micro_batches, (values,), None)
+                passed = sum(range(process))
+                assert stage.values == {m: m + passed for m in range(micro_batches)}, "another micro-batch arrived"
+            executor.settle()
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            device.leave()
+
+    before = patch.object(p2p_transport, "postings", in_flight_ahead) if receives == "in flight" else nullcontext()
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(partitions)]
+    with before:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if unexpected := [e for e in failed if not isinstance(e, StuckError) and not isinstance(e.__cause__, StuckError)]:
+        raise unexpected[0]
+    return not failed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--partitions", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=32)
+    options = parser.parse_args(arguments)
+    sizes = list(product(range(2, options.partitions + 1), range(1, options.micro_batches + 1)))
+    rows = []
+    ways: tuple[tuple[Groups, Receives], ...] = (("edge", "in order"), ("edge", "early"), ("direction", "in flight"))
+    for (groups, receives), idle in product(ways, (False, True)):
+        for name, recompute in (*product(SCHEDULES, RECOMPUTE), ("evaluation", "")):
+            stuck = []
+            for k, m in sizes:
+                schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute)
+                if not finishes(schedule, groups, receives=receives, idle=idle):
+                    stuck.append((k, m))
+            how = groups, receives, "idle" if idle else "at once"
+            first = "K={}, M={}".format(*stuck[0]) if stuck else ""
+            rows.append((*how, f"{name} {recompute}".strip(), f"{len(stuck)} of {len(sizes)}", first))
+    columns = ("groups", "receives", "launches", "schedule", "deadlocks", "first")
+    print(to_markdown(Table.of_rows("Links with NCCL's rule of order", map(Column, columns), rows)))
+
+
+if __name__ == "__main__":
+    main()
