@@ -57,7 +57,8 @@ def simulate(
 
     Args:
         stages: K of them. The micro-batches are taken to be of equal size.
-        edges: K - 1 of them; transfers take no time if left out. They occupy no stage and do not wait for each other.
+        edges: K - 1 of them; transfers take no time if left out. They occupy no stage;
+            over one edge and in one direction they come one after another, each with its whole latency.
         slowdown: ``slowdown[n - 1]`` is by which factor everything that a stage computes, updates included, takes
             longer while n stages compute; the last value also counts for more of them. None if left out.
 
@@ -140,6 +141,8 @@ class _Run:
         self._computing: list[tuple[float, int]] = []  # heap: virtual end, stage
         self._arriving: list[tuple[float, int]] = []  # heap: when what a stage waits for is there, stage
         self._ended: dict[Action, float] = {}
+        self._arrivals: dict[Action, float] = {}
+        self._link_free: dict[tuple[Kind, int], float] = {}  # since when, by what it carries and the receiving stage
         self._waiting: dict[Action, int] = {}  # by the action waited for: the stage that waits
 
     def perform(self) -> None:
@@ -174,7 +177,7 @@ class _Run:
                 self._waiting[needed] = stage
                 return
             sent = self._ended[needed]
-            arrival = sent + self._transfer_seconds(action)
+            arrival = self._arrival(action, sent)
             if arrival > self._now:
                 heappush(self._arriving, (arrival, stage))
                 return
@@ -199,10 +202,13 @@ class _Run:
         if action in self._waiting:
             self._begin(self._waiting.pop(action))
 
-    def _transfer_seconds(self, action: Action) -> float:
-        """How long what ``action`` waits for is under way from its neighbour."""
+    def _arrival(self, action: Action, sent: float) -> float:
+        """When what ``action`` waits for is there: a link moves one micro-batch after another."""
         if not self._edges:
-            return 0.0
-        if action.kind is Kind.F:
-            return self._edges[action.stage - 1].forward_seconds
-        return self._edges[action.stage].backward_seconds
+            return sent
+        if action not in self._arrivals:
+            edge = (action.kind, action.stage)
+            cost = self._edges[action.stage - 1 if action.kind is Kind.F else action.stage]
+            seconds = cost.forward_seconds if action.kind is Kind.F else cost.backward_seconds
+            self._link_free[edge] = self._arrivals[action] = max(sent, self._link_free.get(edge, 0.0)) + seconds
+        return self._arrivals[action]

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -62,33 +63,42 @@ def tick_by_tick(
     edges: Sequence[EdgeCost],
 ) -> dict[Action, tuple[float, float]]:
     """When each action runs, by a clock that goes in ticks and no code of the package: at each tick every idle stage
-    starts what it can."""
+    starts what it can, and every link moves the first of what it has."""
     left: list[float | None] = [None] * len(schedule)
     position = [0] * len(schedule)
     spans: dict[Action, tuple[float, float]] = {}
+    links: dict[tuple[Kind, int], list[list[Any]]] = {}  # by receiver: what is needed, and how many ticks it takes
+    arrived: set[Action] = set()
     now = 0.0
     while any(at < len(actions) for at, actions in zip(position, schedule, strict=True)):
+        for moving in links.values():
+            while moving and moving[0][1] == 0:
+                arrived.add(moving.pop(0)[0])
         for k, actions in enumerate(schedule):
             if left[k] is not None or position[k] == len(actions):
                 continue
             a = actions[position[k]]
             neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
-            if 0 <= neighbour < len(schedule):
-                edge = edges[min(k, neighbour)]
-                transfer = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
-                sender = spans.get(Action(a.kind, neighbour, a.micro_batch), (math.inf, math.inf))
-                if sender[1] + transfer > now:
-                    continue
+            if 0 <= neighbour < len(schedule) and a not in arrived:
+                continue
             recomputed = any(other.kind is Kind.R and other.micro_batch == a.micro_batch for other in actions)
             forward = stages[k].forward_seconds if recomputed else stages[k].graph_seconds
             left[k] = {Kind.F: forward, Kind.R: stages[k].graph_seconds, Kind.B: stages[k].backward_seconds}[a.kind]
             spans[a] = (now, math.inf)
         now += 1
+        for moving in filter(None, links.values()):
+            moving[0][1] -= 1
         for k, seconds in enumerate(left):
             left[k] = None if seconds is None else seconds - 1
             if left[k] == 0:
                 a = schedule[k][position[k]]
                 spans[a] = (spans[a][0], now)
+                receiver = {Kind.F: k + 1, Kind.B: k - 1}.get(a.kind, -1)
+                if 0 <= receiver < len(schedule):
+                    edge = edges[min(k, receiver)]
+                    seconds = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
+                    needed = Action(a.kind, receiver, a.micro_batch)
+                    links.setdefault((a.kind, receiver), []).append([needed, seconds])
                 position[k] += 1
                 left[k] = None
     return spans
