@@ -125,6 +125,7 @@ class Case:
     balance: tuple[int, ...] | None = None
     frozen: Frozen = NOTHING_FROZEN
     device: str = "cpu"
+    bfloat16: bool = False
 
 
 @dataclass
@@ -168,6 +169,7 @@ def build_stages(
     here: Sequence[int],
     device: torch.device = CPU,
     memory_format: torch.memory_format = torch.contiguous_format,
+    computed_in: torch.dtype | None = None,
     frozen: Frozen = NOTHING_FROZEN,
 ) -> dict[int, Stage]:
     """The stages numbered `here` of a model on the meta device, in training mode, with weights from seed 7."""
@@ -178,28 +180,40 @@ def build_stages(
         freeze(module, frozen)
         stages[k] = Stage(
             k, module, first_layer=starts[k], inputs=costs[starts[k] - 1].outputs if k else (), device=device,
-            run_seed=7, memory_format=memory_format,
+            run_seed=7, memory_format=memory_format, computed_in=computed_in,
         )  # fmt: skip
         stages[k].set_training(True)
     return stages
 
 
 @cache
-def costs_of(model: str, frozen: Frozen) -> tuple[LayerCost, ...]:
+def costs_of(model: str, frozen: Frozen, bfloat16: bool = False) -> tuple[LayerCost, ...]:
     described = MODELS[model]()
     freeze(described, frozen)
-    return trace_layers(described, as_boundary((torch.empty(1, 3, SIZE, SIZE),)), training=True)
+    return trace_layers(
+        described,
+        as_boundary((torch.empty(1, 3, SIZE, SIZE),)),
+        training=True,
+        computed_in=torch.bfloat16 if bfloat16 else None,
+    )
 
 
 def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> dict[str, torch.Tensor]:
     """Run the case on the stages `here`; returns losses, the gradients that there are, the final state by global name,
     and the losses of an evaluation."""
-    model, costs = MODELS[case.model](), costs_of(case.model, case.frozen)
+    model, costs = MODELS[case.model](), costs_of(case.model, case.frozen, case.bfloat16)
     balance = case.balance or micro_batch_sizes(len(model), case.partitions)  # as even as can be
     memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
     device = torch.device(case.device)
     stages = build_stages(
-        model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen
+        model,
+        costs,
+        balance,
+        here=here,
+        device=device,
+        memory_format=memory_format,
+        frozen=case.frozen,
+        computed_in=torch.bfloat16 if case.bfloat16 else None,
     )
     transport: Any = LocalTransport([device] * case.partitions)
     if links is not None:
@@ -250,7 +264,12 @@ def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
         links = {edge: link for edge, link in every.items() if link.peer < case.partitions}
         try:
             # as plain numbers: tensors would travel through shared memory and need their sender alive
-            connection.send({name: value.numpy() for name, value in train(case, [rank], links).items()})
+            connection.send(
+                {
+                    name: value.float().numpy() if value.is_floating_point() else value.numpy()
+                    for name, value in train(case, [rank], links).items()
+                }
+            )
         except Exception:
             connection.send(traceback.format_exc())
     dist.destroy_process_group()

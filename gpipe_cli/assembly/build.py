@@ -86,6 +86,10 @@ def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
     return (length,) * (2 if config.task == "translation" else 1)
 
 
+# What autocast computes in, for each `precision`; tf32 is how a GPU multiplies float32.
+COMPUTED_IN: dict[str, torch.dtype | None] = {"float32": None, "tf32": None, "bfloat16": torch.bfloat16}
+
+
 def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_last"]:
     """How images, and the weights of a model of images, lie in memory: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":

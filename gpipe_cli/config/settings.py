@@ -80,6 +80,8 @@ class TrainConfig:
     evaluate_every_epochs: Count
     check_layers: bool
     device: Device
+    precision: groups.Precision
+    deterministic: bool
     memory_format: MemoryFormat
     threads: Threads | None
     data_workers: DataWorkers | None

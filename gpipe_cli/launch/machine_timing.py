@@ -113,7 +113,7 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     """How fast the processes of `reference` are, if that can be timed; looked up once for each command."""
     processes, threads = reference.partitions, reference.threads
     assert threads is not None
-    facts = _machine_facts("cpu", processes, threads, memory_format_of(reference))
+    facts = _machine_facts("cpu", processes, threads, memory_format_of(reference), reference.precision)
     line = "timing this machine for a few seconds (hardware=auto)"
     try:
         found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
@@ -246,7 +246,9 @@ def _without_limit(config: TrainConfig) -> TrainConfig:
     return replace(config, recompute="never", hardware=replace(config.hardware, memory_gib=None))
 
 
-def _machine_facts(device: str, processes: int, threads: int, memory_format: str) -> dict[str, Any]:
+def _machine_facts(
+    device: str, processes: int, threads: int | None, memory_format: str, precision: str
+) -> dict[str, Any]:
     """What the speed of processes on this machine depends on."""
     return {
         "version": _VERSION,
@@ -256,16 +258,23 @@ def _machine_facts(device: str, processes: int, threads: int, memory_format: str
         "processes": processes,
         "threads": threads,
         "memory_format": memory_format,
+        "precision": precision,
     }
 
 
 def _layer_facts(config: TrainConfig, placement: Placement, profile: ModelProfile, samples: int) -> dict[str, Any]:
     """What the seconds of the layers of a model depend on."""
     settings = asdict(config)
-    device = "cpu" if placement.devices[0] == "cpu" else str(first_gpu())
+    gpu = None if placement.devices[0] == "cpu" else first_gpu()
     return {
         **{key: settings[key] for key in _DECISIVE},
-        **_machine_facts(device, placement.processes, placement.threads, placement.memory_format),
+        **_machine_facts(
+            "cpu" if gpu is None else gpu.name,
+            placement.processes,
+            placement.threads,
+            placement.memory_format,
+            placement.precision,
+        ),
         "samples": samples,
         "lengths": profile.lengths,
         "layers": [[cost.name, cost.parameters, cost.forward.flops, cost.backward.flops] for cost in profile.costs],

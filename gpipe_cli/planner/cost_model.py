@@ -50,7 +50,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
     devices = place(config)
     costs = costs_by_rates(
         profile,
-        rates or rates_of_sheet(resolved(config.hardware, devices.stages[0]), devices.threads),
+        rates or rates_of_sheet(resolved(config.hardware, devices.stages[0]), devices.threads, config.precision),
         mean_micro_batch(config, profile.lengths),
         at_once=devices.at_once,
         linked=devices.distributed or len(set(devices.stages)) > 1 or config.hardware.name != "auto",

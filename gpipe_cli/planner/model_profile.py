@@ -5,6 +5,7 @@ Nothing in here depends on K, M or the schedule, so it is made once, however man
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -14,9 +15,11 @@ from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, micro_batch_sizes
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
+from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_shared
 from gpipe_cli.units import plural
 
@@ -59,11 +62,16 @@ def profile_model(
     frozen = find_frozen(config, model)
     freeze(model, frozen)
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
-    evaluation = trace_layers(model, inputs, training=False, lengths=lengths, memory_format=memory_format)
+    trace = partial(
+        trace_layers, model, inputs, lengths=lengths, memory_format=memory_format,
+        computed_in=build.COMPUTED_IN[config.precision],
+        fuses=partial(gpu_fuses, deterministic=config.deterministic) if computes_on_gpu(config) else cpu_fuses,
+    )  # fmt: skip
+    evaluation = trace(training=False)
     _check_outputs(config, evaluation[-1].outputs, lengths)
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
-    costs = trace_layers(model, inputs, training=True, lengths=lengths, loss=loss, memory_format=memory_format)
+    costs = trace(training=True, loss=loss)
     weights = tuple(_layer_weights(config, layer) for layer in model.children())
     return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared, _own_costs(model))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
-from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
@@ -42,6 +41,8 @@ class Placement:
     owners: tuple[int, ...]  # the process of each stage
     threads: int
     memory_format: str
+    precision: str
+    deterministic: bool
 
     @property
     def partitions(self) -> int:
@@ -114,6 +115,8 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         owners=devices.owners,
         threads=devices.threads,
         memory_format=memory_format_of(config),
+        precision=config.precision,
+        deterministic=config.deterministic,
     )
 
 
@@ -136,7 +139,7 @@ class StepFlops:
 def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement) -> StepFlops:
     """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
     samples = mini_batch_samples(config, profile.lengths)
-    peak, source = _peak(config.hardware, placement)
+    peak, source = _peak(config, placement)
     return StepFlops(
         step=sum(cost.flops for cost in profile.costs) * samples,
         samples=samples,
@@ -146,12 +149,12 @@ def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement)
     )
 
 
-def _peak(hardware: HardwareConfig, placement: Placement) -> tuple[float | None, str]:
+def _peak(config: TrainConfig, placement: Placement) -> tuple[float | None, str]:
     """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
 
     The peak of a machine that the settings name but that is not here says nothing of what ran here.
     """
-    device = placement.devices[0]
+    hardware, device = config.hardware, placement.devices[0]
     here = resolved(load_hardware("auto"), device).name  # auto: a GPU without a file
     sheet = resolved(hardware, device)
     if hardware.name not in ("auto", here) and (here != "auto" or device == "cpu"):
@@ -162,7 +165,7 @@ def _peak(hardware: HardwareConfig, placement: Placement) -> tuple[float | None,
     # under torchrun machines count their GPUs from 0, each
     distributed = placement.distributed and device != "cpu"
     devices = placement.processes if distributed else len(set(placement.devices))
-    each = f"{sheet.peak_tflops:g} TFLOP/s"
+    peak = sheet.peak_tflops * sheet.gain(config.precision)
     given = sheet.peak_tflops != load_hardware(sheet.name).peak_tflops
-    name = "hardware.peak_tflops" if given else sheet.name
-    return sheet.peak_tflops * 1e12 * devices, f"{each} ({name})" if devices == 1 else f"{devices} x {each} ({name})"
+    each, name = f"{peak:g} TFLOP/s", "hardware.peak_tflops" if given else sheet.name
+    return peak * 1e12 * devices, f"{each} ({name})" if devices == 1 else f"{devices} x {each} ({name})"

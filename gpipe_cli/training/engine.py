@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, real_model
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, real_model
 from gpipe_cli.assembly.optimizer import build_optimizer
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
@@ -151,6 +151,7 @@ def build_stage(
         device=device,
         run_seed=config.seed,
         memory_format=memory_format,
+        computed_in=COMPUTED_IN[placement.precision],
     )
     stage.set_training(True)
     return stage

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gpipe_cli.assembly.build import build_model, real_model
+from gpipe_cli.assembly.build import COMPUTED_IN, build_model, real_model
 from gpipe_cli.assembly.optimizer import learning_rate
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import with_type
@@ -32,6 +32,7 @@ from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, micr
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_generator
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
@@ -287,7 +288,8 @@ class _Runs:
         assert objective is not None
         losses = []
         for current, piece in enumerate(split_all(inputs, sizes)):
-            outputs = as_tuple(model(as_value(piece)))
+            with autocast(device, COMPUTED_IN[config.precision]):
+                outputs = as_tuple(model(as_value(piece)))
             losses.append(objective.loss(current, outputs))
             objective.observe(current, outputs, losses[-1].detach())
         for loss in reversed(losses):  # as schedule gpipe adds up gradients

@@ -30,6 +30,7 @@ CASES = covering(
     recompute=RECOMPUTE,
     channels_last=(False, True),
     frozen=tuple(FROZEN),
+    bfloat16=(False, True),
 )
 
 
@@ -50,7 +51,7 @@ def whole(**settings: Any) -> dict[str, torch.Tensor]:
 def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     """Losses, gradients, weights, running statistics and evaluation are the same bits: with dropout, uneven
     micro-batches, tensors handed over twice, layers that are not trained, and bytes counted or not."""
-    same = {name: settings[name] for name in ("micro_batches", "schedule", "channels_last")}
+    same = {name: settings[name] for name in ("micro_batches", "schedule", "channels_last", "bfloat16")}
     same |= {"frozen": FROZEN[settings["frozen"]], "samples": (10, 7, 3)}
     case = Case(**same, partitions=settings["partitions"], recompute=settings["recompute"])
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)

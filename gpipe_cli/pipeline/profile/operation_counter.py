@@ -1,16 +1,17 @@
 """What is done while layers run on the meta device: operations by kind, their FLOPs and the bytes that they move.
 
 FLOPs are those of torch's own formulas. Shapes alone do not say which kernels a device will choose: where that changes
-what is computed or kept for the backward, the choice is made here as a CPU makes it.
+what is computed or kept for the backward, the choice is made here as a CPU makes it, or for attention a GPU.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,25 +66,43 @@ def _kind_of(func: Any, args: tuple[Any, ...], has_flops: bool) -> OperationKind
     return OperationKind.RANDOM if torch.Tag.nondeterministic_seeded in func.tags else OperationKind.ELEMENTWISE
 
 
-class KernelsOfCpu(TorchFunctionMode):
-    """Attention as a CPU computes it: fused where that can be, while the meta device always takes it apart.
+Fuses: TypeAlias = Callable[[torch.dtype, bool, float], bool]
+"""Whether attention of this type, with a mask or without, and with so much dropout, is one kernel."""
+
+
+def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:
+    """As `use_flash_attention_cpp` says in torch's `sdp_utils_cpp.cpp`."""
+    return dropout == 0.0
+
+
+def gpu_fuses(dtype: torch.dtype, masked: bool, dropout: float, *, deterministic: bool) -> bool:
+    """Flash attention takes 16 bits and no mask; the memory-saving kernel takes all, and sums as threads finish."""
+    return not deterministic or (dtype.itemsize == 2 and not masked)
+
+
+class AttentionKernels(TorchFunctionMode):
+    """Attention as a device computes it, while the meta device always takes it apart.
 
     Fused, it keeps its inputs, its output and a number per row for the backward; taken apart, it also keeps weights of
-    (heads, T, S). A CPU takes it apart where weights are dropped (`use_flash_attention_cpp` in torch's
-    `sdp_utils_cpp.cpp`). CUDA fuses that too, and keeps a byte instead of four per dropped entry elsewhere: there a
-    Transformer that is trained with dropout needs less than is predicted.
+    (heads, T, S). A GPU keeps a byte instead of four for each dropped entry elsewhere: there a Transformer that is
+    trained with dropout needs less than is predicted.
     """
+
+    def __init__(self, fuses: Fuses) -> None:
+        super().__init__()
+        self._fuses = fuses
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
+            return _attention(self._fuses, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _attention(
+    fuses: Fuses,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -95,8 +114,8 @@ def _attention(
 ) -> torch.Tensor:
     tensors = (query, key, value)
     fused = (
-        query.device.type == "meta"
-        and dropout_p == 0.0
+        (query.device.type == "meta" or isinstance(query, FakeTensor))
+        and fuses(query.dtype, attn_mask is not None, dropout_p)
         and not enable_gqa
         and not (is_causal and attn_mask is not None)
         and all(tensor.dim() == 4 and tensor.numel() and tensor.stride(-1) == 1 for tensor in tensors)
@@ -112,7 +131,7 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
     mixed: torch.Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return mixed
 
@@ -125,7 +144,7 @@ def _bytes_of(values: Any) -> int:
 
 def _batch_norm_shapes(x: torch.Tensor, in_training: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What batch norm and its backward return, as shapes; in evaluation a CPU keeps no moments."""
-    channel = torch.empty(x.shape[1] if in_training else 0, dtype=torch.float32, device="meta")
+    channel = torch.empty(x.shape[1] if in_training else 0, dtype=torch.float32, device=x.device)
     return torch.empty_like(x), channel, torch.empty_like(channel)
 
 

@@ -6,21 +6,24 @@ without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropM
 any other size follows. Of layers that are equal and get equal inputs one is traced for all.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
-from gpipe_cli.pipeline.profile.operation_counter import KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import traced_call
+from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, counting_saved, storage_of
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
@@ -38,6 +41,8 @@ def trace_layers(
     lengths: Sequence[int] = (),
     loss: Loss | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
+    computed_in: torch.dtype | None = None,
+    fuses: Fuses = cpu_fuses,
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
 
@@ -46,15 +51,16 @@ def trace_layers(
     done: no gradients of weights, and no backward at all where nothing before it is trained. `loss` of the last
     layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
     model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
-    The weights stay so: initial values would be drawn in another order.
+    The weights stay so: initial values would be drawn in another order. Layers compute with numbers of the type
+    `computed_in` where autocast has it so on a CPU; `fuses` says when attention is one kernel.
 
     Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not known,
     and ChangedInputError if in training it changes its input in place.
     """
     layers = _described(model.to(memory_format=memory_format), training)
-    trace = partial(_trace, layers, inputs, memory_format)
+    trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses)
     first = _TRACED_SIZES[0]
-    with deferring(model):
+    with deferring(model), _on_fake_cpu(model) if computed_in else nullcontext():
         small, large = (trace(samples, lengths, training, loss) for samples in _TRACED_SIZES)
         shorter = [trace(first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))]
         backward, backward_of_large = _trace_backward(small), _trace_backward(large)
@@ -77,7 +83,7 @@ def run_shapes(
     """
     layers = _described(model, True)
     with deferring(model):
-        _trace(layers, inputs, memory_format, 1, lengths)
+        _trace(layers, inputs, memory_format, None, cpu_fuses, 1, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +116,29 @@ class _Run:
     backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
 
 
+@contextmanager
+def _on_fake_cpu(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights are tensors of a CPU without memory: autocast has no rules for the meta device."""
+    fakes: dict[int, torch.Tensor] = {}  # by identity: a weight may be used in several places
+    groups: list[dict[str, Any]] = [
+        group for module in model.modules() for group in (module._parameters, module._buffers)
+    ]
+    before = [dict(group) for group in groups]
+    with FakeTensorMode():
+        for group in groups:
+            for name, tensor in group.items():
+                if tensor is not None and id(tensor) not in fakes:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                group[name] = fakes.get(id(tensor))
+        try:
+            yield
+        finally:
+            for group, tensors in zip(groups, before, strict=True):
+                group.update(tensors)
+
+
 def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
     set_training(model, training)
     kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
@@ -122,13 +151,16 @@ def _trace(
     layers: Sequence[_Layer],
     inputs: Boundary,
     memory_format: torch.memory_format,
+    computed_in: torch.dtype | None,
+    fuses: Fuses,
     samples: int,
     lengths: Sequence[int],
     graph: bool = False,
     loss: Loss | None = None,
 ) -> list[_Run]:
     """The forward of every layer, with its graph or without; equal ones share a run."""
-    made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device="meta") for tensor in inputs)
+    device = "cpu" if computed_in else "meta"
+    made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in inputs)
     value, in_tuple = tuple(in_layout(tensor, memory_format) for tensor in made), False
     known: dict[Hashable, _Run] = {}
     runs: list[_Run] = []
@@ -136,7 +168,7 @@ def _trace(
         closing = loss if at == len(layers) - 1 else None
         key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
         if key not in known:
-            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format)
+            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format, computed_in, fuses)
         runs.append(known[key])
         value, in_tuple = known[key].outputs, known[key].in_tuple
     return runs
@@ -159,7 +191,14 @@ def _described_inputs(value: Tensors) -> Hashable:
 
 
 def _run(
-    layer: _Layer, value: Tensors, in_tuple: bool, graph: bool, loss: Loss | None, memory_format: torch.memory_format
+    layer: _Layer,
+    value: Tensors,
+    in_tuple: bool,
+    graph: bool,
+    loss: Loss | None,
+    memory_format: torch.memory_format,
+    computed_in: torch.dtype | None,
+    fuses: Fuses,
 ) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
     own = [*layer.module.parameters(), *layer.module.buffers()]
@@ -167,8 +206,9 @@ def _run(
 
     closed: torch.Tensor | None = None
     counter = OperationCounter()
-    with torch.set_grad_enabled(graph), counter, KernelsOfCpu(), counting_saved(saved):
-        returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+    with torch.set_grad_enabled(graph), counter, AttentionKernels(fuses), counting_saved(saved):
+        with autocast(torch.device("cpu"), computed_in):
+            returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)

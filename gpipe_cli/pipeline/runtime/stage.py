@@ -15,6 +15,7 @@ What makes results independent of the cut (law 1), layer by layer and not stage 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +25,7 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
+from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import SavedBytes
 from gpipe_cli.pipeline.schedule.schedules import Retain
@@ -53,7 +55,8 @@ class Stage:
     `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
     `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
     `evaluation_inputs` do so in evaluation, where that may be something else. A stage that has nothing to train, and
-    nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do no work.
+    nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do no work. Layers compute
+    with numbers of the type `computed_in` where autocast has it so.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Stage:
         device: torch.device,
         run_seed: int,
         memory_format: torch.memory_format = torch.contiguous_format,
+        computed_in: torch.dtype | None = None,
         replica: int = 0,
     ) -> None:
         self.index = index
@@ -78,6 +82,7 @@ class Stage:
         self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in (in_evaluation, inputs)]
         self._first_layer = first_layer
         self._memory_format = memory_format
+        self._autocast = partial(autocast, device, computed_in)
         self.statistics = BatchStatistics()
         self._run_seed, self._replica, self._step = run_seed, replica, 0
         self._objective: Objective | None = None
@@ -115,7 +120,7 @@ class Stage:
         keep = keep if self.needs_backward else Retain.NOTHING
         self.statistics.open(micro_batch)
         try:
-            with torch.set_grad_enabled(keep is Retain.GRAPH), self._recording(micro_batch, keep):
+            with torch.set_grad_enabled(keep is Retain.GRAPH), self._recording(micro_batch, keep), self._autocast():
                 leaves = self._leaves(inputs) if keep is Retain.GRAPH else inputs
                 outputs = self._run(micro_batch, leaves)
                 closed = self._close(micro_batch, outputs, observe=True)
@@ -133,7 +138,7 @@ class Stage:
             return
         saved = self._saved[micro_batch]
         assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
-        with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH):
+        with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH), self._autocast():
             leaves = self._leaves(saved.inputs)
             outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
         self._keep(micro_batch, _Saved(leaves, outputs))

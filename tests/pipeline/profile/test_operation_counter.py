@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
-from gpipe_cli.pipeline.profile.operation_counter import KernelsOfCpu, OperationCounter
+from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, OperationCounter, cpu_fuses
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved
 
 
@@ -52,7 +52,7 @@ def attention(device: str, mask: bool, dropout: float, width: int) -> int:
     value = torch.rand(2, 4, 8, 16, device=device, requires_grad=True)
     seen = torch.ones(2, 1, 1, 8, dtype=torch.bool, device=device) if mask else None
     saved = StorageBytes()
-    with counting_saved(saved), KernelsOfCpu():
+    with counting_saved(saved), AttentionKernels(cpu_fuses):
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
     assert mixed.requires_grad  # and alive, with all that is saved for its backward
     return saved.bytes
