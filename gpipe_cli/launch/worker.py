@@ -83,6 +83,8 @@ def _failure(process: int, error: Exception) -> Failure:
             text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
         text += "; use more micro_batches, recompute=always or more partitions"
+    if isinstance(error.__cause__, torch.AcceleratorError) or isinstance(error, torch.AcceleratorError):
+        text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
     refused = error if isinstance(error, RefusedError) else None
     return Failure(process, text, time.time(), reason, trace, refused)
 
@@ -91,13 +93,25 @@ def _set_up(placement: Placement) -> None:
     keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(placement.threads)
-    # the same bits again on a GPU: no algorithm that depends on timing
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    # attention's memory-saving kernel sums its backward in the order in which threads finish; without it the weights
-    # of all pairs of positions exist at once
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    if set(placement.devices) != {"cpu"}:
+        _set_up_gpu(placement.precision, placement.deterministic)
+
+
+def _set_up_gpu(precision: str, deterministic: bool) -> None:
+    products = "ieee" if precision == "float32" else "tf32"
+    torch.backends.cuda.matmul.fp32_precision = products
+    torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]  # torch makes it when imported
+    # the same bits again: no algorithm that is chosen by timing, or that sums in the order in which threads finish
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.deterministic = deterministic
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # nothing here reads what was not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # attention's memory-saving kernel sums its backward as threads finish; without it the weights of all pairs of
+    # positions exist at once
+    torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
 
 
 def keep_freed_memory() -> None:
