@@ -35,6 +35,15 @@ PROGRAMS = {
         r"\| plain-1 (.|\n)*\| gpipe-never (.|\n)*\| gpipe-never \| plain-1 +\| 2 \| +\d",
     ),
     "simulated_table2": (["--cells=1", *SMALL, "model.filters=4", "partition.balance=null"], r"2   1 +1\.00 +1\.00 "),
+    "gpu_acceptance": (
+        ["--device=cpu", "--parts=versions,links"],
+        r"\| versions \| torch \| .*\n(.*\n)+\| links \| 1f1b, K=2 .* \| yes \| (\d+) of \2 \|",
+    ),
+    "link_order": (
+        ["--partitions=4", "--micro-batches=8"],
+        r"(\| edge \| in order \| .* \| 0 of 24 \|  \|\n){14}(.*\n)+"
+        r"\| direction \| in flight \| at once \| 1f1b never \| 4 of 24 \| K=4, M=5 \|",
+    ),
     "random_kills": (
         ["--kills=1", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",
          "checkpoint.every_steps=1"],
