@@ -98,6 +98,8 @@ def _set_up(placement: Placement) -> None:
 
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:
+    # micro-batches of two sizes leave gaps that neither fits; read when the first memory of a GPU is asked for
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     products = "ieee" if precision == "float32" else "tf32"
     torch.backends.cuda.matmul.fp32_precision = products
     torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]  # torch makes it when imported
