@@ -224,7 +224,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.count_saved(case.recompute != "never")
-    executor = Executor(stages, case.partitions, transport)
+    executor = Executor(stages, range(case.partitions), transport)
     results: dict[str, torch.Tensor] = {}
 
     def run(step: int, order: schedule.Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:

@@ -127,7 +127,7 @@ def held(
     stages = build_stages(sample.model(), costs, balance, here=range(partitions), memory_format=sample.memory_format)
     for stage in stages.values():
         stage.count_saved(True)
-    executor = Executor(stages, partitions, LocalTransport([CPU] * partitions))
+    executor = Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))

@@ -52,7 +52,7 @@ def peak_bytes(recompute: str) -> int:
     device = torch.device("cuda:0")
     layers = OrderedDict((f"layer_{n}", nn.Sequential(nn.Conv2d(16, 16, 1), nn.Tanh())) for n in range(16))
     stage = Stage(0, nn.Sequential(layers).to(device), first_layer=0, inputs=(), device=device, run_seed=0)
-    executor = Executor({0: stage}, 1, LocalTransport([device]))
+    executor = Executor({0: stage}, [0], LocalTransport([device]))
     images = torch.randn(8, 16, 128, 128, device=device)
     schedule, sizes = build("gpipe", 1, 4, recompute), micro_batch_sizes(8, 4)
     for step in range(2):  # the first allocates gradients and workspaces

@@ -156,7 +156,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
 def _reference(config: TrainConfig, devices: Devices) -> TrainConfig:
     """As many processes as those of `config` that compute at the same time, of as many threads; all else that matters
     is the same for any configuration. A power of two, at most 16: how much others slow each other down lies between."""
-    at_once = min(config.partitions, max(1, usable_cores() // devices.threads), _MOST_PROCESSES)
+    at_once = min(1 + devices.owners[-1], max(1, usable_cores() // devices.threads), _MOST_PROCESSES)
     layers = CustomConfig("custom", f"{reference_layers.__name__}:layers", None, None)
     augmentation = AugmentationConfig(None, False, 0, 0)
     images = ImagesConfig(
@@ -165,7 +165,7 @@ def _reference(config: TrainConfig, devices: Devices) -> TrainConfig:
     )  # fmt: skip
     return replace(
         config,
-        partitions=2 ** (at_once.bit_length() - 1) if devices.distributed else 1,
+        partitions=2 ** (at_once.bit_length() - 1), stages_per_process=None,
         micro_batches=1, schedule="gpipe", recompute="never", executor="auto", partition=PartitionConfig(None),
         batch_size=reference_layers.SAMPLES, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
         init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=devices.threads,

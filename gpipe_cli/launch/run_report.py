@@ -119,7 +119,7 @@ class RunReport:
         config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
         micro_batches = len(micro_batch_sizes(step.samples, config.micro_batches))
         schedule = checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
-        timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds)
+        timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, placement.turns)
         shares = breakdown(timeline, micro_batches, step.seconds)
         self._reporter.recorded(step.step, asdict(shares))
         shown = step.position == self._shown_position

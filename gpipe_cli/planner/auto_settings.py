@@ -124,8 +124,9 @@ def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhe
     if "partitions" in auto:
         gpus = number_of_gpus(config)
         started = torchrun()
-        devices = [1, 2, 4, 8] if elsewhere else range(1, (gpus or usable_cores()) + 1)  # elsewhere: the paper's
-        partitions = [k for k in (devices if started is None else [started.processes]) if k <= layers]
+        each = config.stages_per_process or 1
+        devices = [1, 2, 4, 8] if elsewhere else range(1, (gpus or usable_cores()) * each + 1)  # elsewhere: the paper's
+        partitions = [k for k in (devices if started is None else [started.processes * each]) if k <= layers]
     if "micro_batches" in auto:
         if config.batch_size is None:
             raise ValueError(

@@ -36,7 +36,7 @@ class StepCosts:
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # of each layer, seconds per step
     edges: tuple[EdgeCost, ...]  # over each of the L - 1 places where a cut may be
-    slowdown: tuple[float, ...]  # of a stage while 1, 2, ... of them compute; empty: none
+    slowdown: tuple[float, ...]  # of a device while 1, 2, ... of them compute; empty: none
     set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
     weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
 
@@ -53,7 +53,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
         rates or rates_of_sheet(resolved(config.hardware, devices.stages[0]), devices.threads, config.precision),
         mean_micro_batch(config, profile.lengths),
         at_once=devices.at_once,
-        linked=devices.distributed or len(set(devices.stages)) > 1 or config.hardware.name != "auto",
+        linked=len(set(devices.turns)) > 1,
     )
     given = config.partition.costs
     if given is not None and len(given) != len(profile.costs):
@@ -71,7 +71,7 @@ def costs_by_rates(
 ) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
-    `at_once` stages can compute at the same time, others take turns with them; `linked`: what they send goes over
+    `at_once` devices can compute at the same time, others take turns with them; `linked`: what they send goes over
     links.
     """
     layers = []
@@ -103,7 +103,7 @@ def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCos
 
 
 def slowdowns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -> tuple[float, ...]:
-    """How much slower each of 1, 2, ... stages is if only `at_once` of them can compute at the same time, and
+    """How much slower each of 1, 2, ... devices is if only `at_once` of them can compute at the same time, and
     `together` of them slow each other down by `slowdown`, as they share memory: in proportion, if they are fewer."""
     if at_once >= stages and slowdown == 1.0:
         return ()

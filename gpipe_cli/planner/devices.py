@@ -3,6 +3,7 @@
 Decided from the settings, from torchrun's environment and from what this machine has, before anything is allocated.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_cli.config.settings import TrainConfig
@@ -17,8 +18,9 @@ class Devices:
 
     stages: tuple[str, ...]  # device of each stage: `cpu`, `cuda:0`
     owners: tuple[int, ...]  # process of each stage
+    turns: tuple[int, ...]  # number of each stage's device, of which stages take turns on one
     threads: int  # of each process: its share of the cores, if they are not given
-    at_once: int  # how many stages can compute at the same time; the others take turns with them
+    at_once: int  # how many of these devices can compute at the same time, as CPUs share cores
 
     @property
     def distributed(self) -> bool:
@@ -31,15 +33,21 @@ def place(config: TrainConfig) -> Devices:
     stages, owners = _devices(config)
     processes = owners[-1] + 1
     threads = config.threads or max(1, usable_cores() // processes)
-    if config.hardware.name != "auto":  # a machine that is not here has a device for each
-        at_once = config.partitions
-    elif processes == 1:
-        at_once = len(set(stages))
-    elif stages[0] == "cpu" and torchrun() is None:
-        at_once = min(processes, max(1, usable_cores() // threads))
-    else:
-        at_once = processes
-    return Devices(stages, owners, threads, at_once)
+    turns = device_numbers(owners, stages)
+    here = config.hardware.name == "auto"
+    if not here:  # a machine that is not here has as many devices as are asked for
+        turns = tuple(stage // (config.stages_per_process or 1) for stage in range(config.partitions))
+    at_once = 1 + max(turns)
+    if here and processes > 1 and stages[0] == "cpu" and torchrun() is None:
+        at_once = min(at_once, max(1, usable_cores() // threads))
+    return Devices(stages, owners, turns, threads, at_once)
+
+
+def device_numbers(owners: Sequence[int], devices: Sequence[str]) -> tuple[int, ...]:
+    """From 0 on, one for each stage; of its process and the device there. Each process on a CPU is a device."""
+    places = list(zip(owners, devices, strict=True))
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return tuple(numbers[place] for place in places)
 
 
 def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:
@@ -48,6 +56,9 @@ def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | N
     Raises ValueError if that has to be known and is not.
     """
     limit = config.hardware.memory_gib
+    if limit is not None and config.hardware.name != "auto":  # a device's, of which stages may share one
+        turns = (devices or place(config)).turns
+        limit /= max(map(turns.count, turns))
     if limit is None and config.recompute == "auto":
         devices = devices or place(config)
         limit = resolved(config.hardware, devices.stages[0]).memory_gib

@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.devices import device_numbers, memory_limit, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, make_plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -55,6 +55,11 @@ class Placement:
     @property
     def distributed(self) -> bool:
         return self.processes > 1
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """The number of each stage's device, from 0 on."""
+        return device_numbers(self.owners, self.devices)
 
     @property
     def first_layers(self) -> tuple[int, ...]:

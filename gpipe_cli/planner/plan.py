@@ -15,6 +15,7 @@ from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
@@ -33,6 +34,7 @@ class Plan:
     stages: tuple[StageCost, ...]
     schedule: Schedule
     recomputed: tuple[int, ...]  # how many micro-batches are
+    turns: tuple[int, ...]  # number of the device that each stage computes on
     timeline: Timeline
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
@@ -116,9 +118,10 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         for first, end in bounds
     )
     edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
-    timeline = simulate(schedule, stages, edges, costs.slowdown)
+    turns = place(config).turns
+    timeline = simulate(schedule, stages, edges, costs.slowdown, turns)
     step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
-    step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / config.partitions
+    step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(turns))
     return Plan(
         balance=tuple(balance),
         recompute=recompute,
@@ -128,6 +131,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         stages=stages,
         schedule=schedule,
         recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule),
+        turns=turns,
         timeline=timeline,
         step_seconds=step_seconds,
         breakdown=breakdown(timeline, micro_batches, step_seconds),

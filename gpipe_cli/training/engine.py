@@ -122,7 +122,7 @@ def build_engine(
     return Engine(
         placement,
         stages,
-        Executor(stages, placement.partitions, transport, watch),
+        Executor(stages, placement.turns, transport, watch),
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,

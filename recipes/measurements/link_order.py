@@ -218,7 +218,7 @@ def finishes(schedule: Schedule, groups: Groups, *, receives: Receives, idle: bo
                 device=CPU, memory_format=torch.contiguous_format, early=receives == "early", timeout_seconds=1,
             )  # fmt: skip
             stage: Any = Stage(process)
-            executor = Executor({process: stage}, partitions, transport, watch)
+            executor = Executor({process: stage}, range(partitions), transport, watch)
             values = torch.arange(float(micro_batches))
             for step in range(2):
                 executor.run(schedule, step, [1] * micro_batches, (values,), None)

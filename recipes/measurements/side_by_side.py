@@ -247,7 +247,7 @@ def ours(contestant: Contestant, settings: Settings, process: int) -> tuple[nn.M
         process, module, first_layer=sum(settings.balances[partitions][:process]),
         inputs=boundaries[process - 1] if process else (), device=CPU, run_seed=SEED, memory_format=memory_format,
     )  # fmt: skip
-    executor = Executor({process: stage}, partitions, transport)
+    executor = Executor({process: stage}, range(partitions), transport)
     schedule = schedules.build("gpipe", partitions, contestant.micro_batches, contestant.recompute)
     sizes = micro_batch_sizes(settings.batch_size, contestant.micro_batches)
     images, targets = settings.data(contestant)

@@ -39,7 +39,7 @@ def watched(model: nn.Sequential) -> Watch:
     """What its layers are seen to do with a micro-batch that is run, and run again."""
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
-    executor = Executor({0: stage}, 1, LocalTransport([CPU]))
+    executor = Executor({0: stage}, [0], LocalTransport([CPU]))
     with contextlib.suppress(ActionFailedError, ChangedInputError), watching([stage]) as watch:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
     return watch

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -63,6 +64,16 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     assert plans[1].step_seconds == pytest.approx(plans[0].step_seconds)
     assert place(two).at_once == 1
     assert place(configure(*settings, "partitions=2", "hardware=tpu_v2")).at_once == 2
+    pairs = ["partitions=4", "stages_per_process=2", "executor=auto", "micro_batches=4"]
+    config = configure(*settings, *pairs, "hardware=tpu_v2")
+    plan = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    assert plan.turns == (0, 0, 1, 1)
+    assert plan.breakdown.bubble + plan.breakdown.imbalance < 0.5  # of two devices, one of which computes at least
+    for first, second in ((0, 1), (2, 3)):  # nothing overlaps
+        spans = sorted(
+            (s.start_seconds, s.end_seconds) for s in plan.timeline.stages[first] + plan.timeline.stages[second]
+        )
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
     assert slowdowns(2, 4) == (1.0, 1.0, 1.5, 2.0)
     assert slowdowns(4, 4) == ()
     # four processes at once slow each other down by half, two by a sixth; twice as many take turns besides

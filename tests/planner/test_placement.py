@@ -55,7 +55,8 @@ def test_limits_are_given_or_the_devices_own() -> None:
 
     assert limit() is None
     assert limit("hardware.memory_gib=8") == 8 * 2**30
-    assert limit("hardware=tpu_v3") == 16 * 2**30
+    assert limit("hardware=tpu_v3", "partitions=4") == 16 * 2**30
+    assert limit("hardware=tpu_v3", "partitions=4", "stages_per_process=2") == 8 * 2**30
     one, two = (limit("recompute=auto", f"partitions={k}") for k in (1, 2))
     assert one is not None
     assert two is not None

@@ -13,8 +13,8 @@ from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
-from gpipe_cli.pipeline.schedule.dependencies import linearize, source
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 
@@ -29,7 +29,8 @@ class ActionFailedError(RuntimeError):
 
 
 class Executor:
-    """Performs schedules on the `stages` (by index) that live in this process, out of `partitions` in all.
+    """Performs schedules on the `stages` (by index) that live in this process; `turns` is the number of the device
+    of each stage of the pipeline.
 
     `watch` is called with every action, its samples and the lengths of the mini-batch before the action is performed,
     so that a supervisor can say what a killed process was doing.
@@ -38,12 +39,12 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        partitions: int,
+        turns: Sequence[int],
         transport: Transport,
         watch: Watch = lambda action, samples, lengths: None,
     ) -> None:
         self._stages, self._transport, self._watch = stages, transport, watch
-        self._last = partitions - 1
+        self._turns, self._last = tuple(turns), len(turns) - 1
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
     def run(
@@ -67,7 +68,7 @@ class Executor:
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None)
         recording = self.recorder.begin_step(schedule)
-        for action, keep in _actions_of(schedule, frozenset(self._stages)):
+        for action, keep in _actions_of(schedule, self._turns, frozenset(self._stages)):
             self._watch(action, sizes[action.micro_batch], lengths)
             self._perform(action, keep, micro_batches, recording)
         for stage in self._stages.values():
@@ -134,7 +135,8 @@ class Executor:
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
-def _actions_of(schedule: Schedule, stages: frozenset[int]) -> tuple[tuple[Action, Retain], ...]:
+def _actions_of(
+    schedule: Schedule, turns: tuple[int, ...], stages: frozenset[int]
+) -> tuple[tuple[Action, Retain], ...]:
     """The actions of some stages in the order in which one process performs them, and what each keeps."""
-    keep = {action: retain for actions in schedule for action, retain in stage_retained(actions)}
-    return tuple((action, keep[action]) for action in linearize(schedule) if action.stage in stages)
+    return tuple((action, keep) for action, keep in linearize_retained(schedule, turns) if action.stage in stages)

@@ -15,17 +15,18 @@ so that K stages, which work M sum c together, are idle for
 The first part is there if all stages are equal: the bubble, (K-1)/(M+K-1) of K P in that case. The second is there
 because they are not: the load imbalance. For other schedules, and for times that were measured, where c_k is a stage's
 work in its actions divided by M, the same rule tells them apart, the bubble being what the imbalance does not explain.
+Stages that take turns on one device are one in all of this: while one of them computes the others are not idle.
 """
 
 from dataclasses import dataclass
 
 from gpipe_cli.pipeline.schedule.schedules import Kind
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Timeline
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Shares of all stage-time of a step, from 0 to 1; together 1 (0 if nothing took any time)."""
+    """Shares of the time of all devices in a step, from 0 to 1; together 1 (0 if nothing took any time)."""
 
     compute: float  # forward and backward
     recompute: float
@@ -37,7 +38,7 @@ class Breakdown:
 
 
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
-    """Tell apart what the stages did during a step.
+    """Tell apart what the devices did during a step.
 
     Args:
         timeline: measured or simulated.
@@ -52,12 +53,18 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
         ends = [event.end_seconds for events in timeline.events for event in events if event.what is EventKind.UPDATE]
         step_seconds = max([end, *ends]) - begin
 
-    busy = [sum(span.seconds for span in spans) for spans in timeline.stages]
+    devices: dict[int, tuple[list[Span], list[Event]]] = {}
+    turns = timeline.turns or range(len(timeline.stages))
+    for device, spans, events in zip(turns, timeline.stages, timeline.events, strict=True):
+        of_device = devices.setdefault(device, ([], []))
+        of_device[0].extend(spans)
+        of_device[1].extend(events)
+    busy = [sum(span.seconds for span in spans) for spans, _ in devices.values()]
     recompute = sum(span.seconds for spans in timeline.stages for span in spans if span.action.kind is Kind.R)
     update = transfer = idle = set_up = 0.0
-    for worked, events in zip(busy, timeline.events, strict=True):
-        updating = [event for event in events if event.what is EventKind.UPDATE]
-        transfers = sum(_inside(event, begin, end) for event in events if event.what is EventKind.TRANSFER)
+    for worked, (_, between) in zip(busy, devices.values(), strict=True):
+        updating = [event for event in between if event.what is EventKind.UPDATE]
+        transfers = sum(_inside(event, begin, end) for event in between if event.what is EventKind.TRANSFER)
         updated, updates = (
             sum(event.seconds for event in updating),
             sum(_inside(event, begin, end) for event in updating),

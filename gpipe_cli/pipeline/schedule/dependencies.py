@@ -6,9 +6,10 @@ everywhere, in comments, tests, errors and plans.
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 
 
 def source(action: Action, stages: int) -> Action | None:
@@ -26,26 +27,52 @@ def source(action: Action, stages: int) -> Action | None:
     return None
 
 
-def linearize(schedule: Schedule) -> tuple[Action, ...]:
-    """The actions of a checked schedule in an order in which one process can perform them, breadth first by unit clock.
+def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ...]:
+    """The actions of a checked schedule in an order in which one process can perform them, by a unit clock.
 
-    ``0F0``, ``1F0 0F1``, ``2F0 1F1 0F2``, ...: what a clock tick holds does not depend on itself, so a process that
-    launches work on several devices in this order keeps all of them busy. Any stages picked out of it keep an order
-    that is safe against deadlock. Takes time proportional to the number of actions. Raises ValueError on a deadlock.
+    With a device for each stage `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ...: what a clock tick holds does not depend on
+    itself, so a process that launches work on several devices in this order keeps all of them busy. Where stages have
+    the same number in `turns`, their process or device, it performs one action a tick: of those that could be next the
+    one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any stages
+    picked out of the order keep one that is safe against deadlock. Raises ValueError on a deadlock.
     """
-    ticks, stuck = _clock(schedule)
-    if stuck:
-        raise _deadlock(schedule, stuck)
-    by_tick: list[list[Action]] = [[] for _ in range(max((t[-1] + 1 for t in ticks if t), default=0))]
-    for actions, own in zip(schedule, ticks, strict=True):
-        for action, tick in zip(actions, own, strict=True):
-            by_tick[tick].append(action)
+    stages = range(len(schedule))
+    turns = turns or stages
+    left = [deque(actions) for actions in schedule]
+    ready: list[list[tuple[int, int, Action]]] = [[] for _ in range(1 + max(turns))]  # of each device, the best first
+    offered: set[int] = set()  # stages whose next action is in there
+    ended: set[Action] = set()
+    order: list[Action] = []
+    changed = set(stages)
+    while changed:
+        for stage in changed - offered:
+            if left[stage] and ((needed := source(left[stage][0], len(stages))) is None or needed in ended):
+                action = left[stage][0]
+                offered.add(stage)
+                heappush(ready[turns[stage]], (*_sooner(action), action))
+        tick = [heappop(actions)[2] for actions in ready if actions]
+        for action in tick:
+            left[action.stage].popleft()
+        ended.update(tick)
+        offered.difference_update(action.stage for action in tick)
+        changed = {k for action in tick for k in (action.stage - 1, action.stage, action.stage + 1) if k in stages}
+        # within a tick forwards come first, and senders before their receivers: receives are posted by this order
+        order += sorted(tick, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
+    if any(left):
+        raise _deadlock(schedule, _clock(schedule)[1])
+    return tuple(order)
 
-    # within a tick forwards come first, and senders before their receivers: receives are posted by this order
-    def first(action: Action) -> tuple[bool, int]:
-        return action.kind is not Kind.F, action.stage if action.kind is Kind.F else -action.stage
 
-    return tuple(action for actions in by_tick for action in sorted(actions, key=first))
+def _sooner(action: Action) -> tuple[int, int]:
+    """Of actions that a device could perform next, the least comes first: what ends a micro-batch's way through its
+    stages, and a backward before what only makes room for more."""
+    return (Kind.B, Kind.R, Kind.F).index(action.kind), -action.stage if action.kind is Kind.F else action.stage
+
+
+def linearize_retained(schedule: Schedule, turns: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
+    """`linearize`, with what the stage of each action retains of the micro-batch after it."""
+    retained = {action: retain for actions in schedule for action, retain in stage_retained(actions)}
+    return [(action, retained[action]) for action in linearize(schedule, turns)]
 
 
 def check(schedule: Schedule) -> None:

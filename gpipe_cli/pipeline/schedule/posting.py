@@ -17,8 +17,8 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize, source
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     A buffer is free again when nothing is kept of its micro-batch any more. Raises ValueError if the schedule
     deadlocks.
     """
-    keep = {action: retain for actions in schedule for action, retain in stage_retained(actions)}
     own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule[stage]]
     receivers = {source(action, len(schedule)): action for action in own}
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)  # since when, and which
@@ -48,10 +47,10 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     buffers: dict[Action, int] = {}
     found = []
     launched = 0
-    for action in linearize(schedule):
+    for action, retain in linearize_retained(schedule, owners):
         if owners[action.stage] == process:
             launched += 1
-            if keep[action] is Retain.NOTHING:
+            if retain is Retain.NOTHING:
                 for kind in Kind:
                     if (buffer := buffers.get(Action(kind, action.stage, action.micro_batch))) is not None:
                         free[kind, action.stage].append((launched, buffer))

@@ -8,7 +8,8 @@ free transfers, with f and b for a forward and a backward of one micro-batch, a 
     (M + K - 1) (f + b) + (M - 1) f     recompute=except_last
 
 so that of the M + K - 1 recomputations one might expect on the longest path, K - 1 hide in the wait for the gradient.
-Stages that are processes of one machine share its memory and caches and slow each other down; that is simulated too.
+Stages that share a device take turns on it, in the order in which a process performs them; processes of one machine
+share its memory and caches and slow each other down. Both are simulated too.
 """
 
 from collections import deque
@@ -16,19 +17,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize, source
+from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds that one micro-batch takes on one stage while no other stage computes."""
+    """Seconds that one micro-batch takes on one stage while no other device computes."""
 
     forward_seconds: float  # a forward that keeps nothing but its input
     graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
     backward_seconds: float
-    update_seconds: float = 0.0  # once, after the stage's last action
+    update_seconds: float = 0.0  # once, after the last action of its device
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ class EdgeCost:
     backward_seconds: float
 
 
-def ideal_bubble(partitions: int, micro_batches: int) -> float:
-    """The idle share of K equal stages without recomputation: (K-1)/(M+K-1) (section 2.3)."""
-    return (partitions - 1) / (micro_batches + partitions - 1)
+def ideal_bubble(devices: int, micro_batches: int) -> float:
+    """The idle share of K equal stages without recomputation, with a device for each: (K-1)/(M+K-1) (section 2.3).
+    Several stages that take turns on a device count as one."""
+    return (devices - 1) / (micro_batches + devices - 1)
 
 
 def simulate(
@@ -49,18 +51,22 @@ def simulate(
     stages: Sequence[StageCost],
     edges: Sequence[EdgeCost] = (),
     slowdown: Sequence[float] = (),
+    turns: Sequence[int] = (),
 ) -> Timeline:
-    """When each action runs, if each starts as soon as its stage is free and what it needs is there.
+    """When each action runs, if each starts as soon as its device is free and what it needs is there.
 
-    The timeline's events are the waiting, the transfers that nothing hides and the updates of each stage; a stage
+    The timeline's events are the waiting, the transfers that nothing hides and the updates of each stage; a device
     that waits for its first action has been free since 0.
 
     Args:
         stages: K of them. The micro-batches are taken to be of equal size.
-        edges: K - 1 of them; transfers take no time if left out. They occupy no stage;
+        edges: K - 1 of them; transfers take no time if left out, and within a device. They occupy no stage;
             over one edge and in one direction they come one after another, each with its whole latency.
-        slowdown: ``slowdown[n - 1]`` is by which factor everything that a stage computes, updates included, takes
-            longer while n stages compute; the last value also counts for more of them. None if left out.
+        slowdown: ``slowdown[n - 1]`` is by which factor everything that a device computes, updates included, takes
+            longer while n devices compute; the last value also counts for more of them. None if left out.
+        turns: the number of each stage's device, from 0 on. Stages of one device take turns, in the order of
+            :func:`linearize`, which a process keeps to even if the next action of another stage could start earlier.
+            Each stage has a device of its own if left out.
 
     Raises:
         ValueError: the schedule deadlocks.
@@ -68,11 +74,10 @@ def simulate(
     assert len(stages) == len(schedule), "one cost per stage"
     assert not edges or len(edges) == len(schedule) - 1, "one cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
-    run = _Run(schedule, stages, edges, slowdown)
+    assert not turns or len(turns) == len(schedule), "one device per stage"
+    run = _Run(schedule, stages, edges, slowdown, tuple(turns) or tuple(range(len(schedule))))
     run.perform()
-    if any(run.left):
-        linearize(schedule)  # raises: a deadlock, with the grid
-    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)))
+    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), tuple(turns))
 
 
 def live(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -122,32 +127,44 @@ def peak_bytes(
 class _Run:
     """One simulation, from one end of an action or arrival of a tensor to the next.
 
-    All stages that compute slow each other down by the same factor, which changes whenever one of them starts or ends.
+    All devices that compute slow each other down by the same factor, which changes whenever one of them starts or ends.
     So ends are kept on a virtual clock that stands for undisturbed work: there they are known when an action starts.
     Arrivals of tensors are on the real clock. (A constant factor for each stage is no substitute: two stages that take
     turns on one core take 2 M (f + b) for a step, and with a factor of 2 would be said to take 2 (M + 1) (f + b).)
     """
 
     def __init__(
-        self, schedule: Schedule, stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float]
+        self,
+        schedule: Schedule,
+        stages: Sequence[StageCost],
+        edges: Sequence[EdgeCost],
+        slowdown: Sequence[float],
+        turns: Sequence[int],
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in schedule]
         self.events: list[list[Event]] = [[] for _ in schedule]
-        self.left = [deque(stage_retained(actions)) for actions in schedule]  # the first one may be running
-        self._stages, self._edges, self._slowdown = stages, edges, slowdown
+        self._stages, self._edges, self._slowdown, self._turns = stages, edges, slowdown, turns
+        devices = 1 + max(turns)
+        self._left: list[deque[tuple[Action, Retain]]] = [deque() for _ in range(devices)]  # the first may be running
+        for action, retain in linearize_retained(schedule, turns):
+            self._left[turns[action.stage]].append((action, retain))
+        self._updates: list[deque[int]] = [deque() for _ in range(devices)]  # stages, likewise
+        for stage, cost in enumerate(stages):
+            if cost.update_seconds > 0:
+                self._updates[turns[stage]].append(stage)
         self._now = self._virtual = 0.0  # one and the same without slowdown
-        self._free = [0.0] * len(schedule)  # since when
-        self._started = [0.0] * len(schedule)
-        self._computing: list[tuple[float, int]] = []  # heap: virtual end, stage
-        self._arriving: list[tuple[float, int]] = []  # heap: when what a stage waits for is there, stage
+        self._free = [0.0] * devices  # since when
+        self._started = [0.0] * devices
+        self._computing: list[tuple[float, int]] = []  # heap: virtual end, device
+        self._arriving: list[tuple[float, int]] = []  # heap: when what a device waits for is there, device
         self._ended: dict[Action, float] = {}
         self._arrivals: dict[Action, float] = {}
         self._link_free: dict[tuple[Kind, int], float] = {}  # since when, by what it carries and the receiving stage
-        self._waiting: dict[Action, int] = {}  # by the action waited for: the stage that waits
+        self._waiting: dict[Action, int] = {}  # by the action waited for: the device that waits
 
     def perform(self) -> None:
-        for stage in range(len(self.left)):
-            self._begin(stage)
+        for device in range(len(self._left)):
+            self._begin(device)
         computing, arriving, slowdown = self._computing, self._arriving, self._slowdown
         while computing or arriving:
             factor = slowdown[min(len(computing), len(slowdown)) - 1] if slowdown and computing else 1.0
@@ -158,53 +175,54 @@ class _Run:
                     self._now, self._virtual = end, virtual
                     self._finish(heappop(computing)[1])
                     continue
-            arrival, stage = heappop(arriving)
+            arrival, device = heappop(arriving)
             self._virtual = self._virtual + (arrival - self._now) / factor if slowdown else arrival
             self._now = arrival
-            self._begin(stage)
+            self._begin(device)
 
-    def _begin(self, stage: int) -> None:
-        """Start what comes next on a stage that is free, now or when it is woken up again."""
-        cost = self._stages[stage]
-        if not self.left[stage]:
-            if cost.update_seconds > 0:
-                self._compute(stage, cost.update_seconds)
+    def _begin(self, device: int) -> None:
+        """Start what comes next on a device that is free, now or when it is woken up again."""
+        if not self._left[device]:
+            if self._updates[device]:
+                self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
-        action, retain = self.left[stage][0]
-        needed, sent = source(action, len(self.left)), None
+        action, retain = self._left[device][0]
+        cost = self._stages[action.stage]
+        needed, sent = source(action, len(self._stages)), None
         if needed is not None:
             if needed not in self._ended:
-                self._waiting[needed] = stage
+                self._waiting[needed] = device
                 return
             sent = self._ended[needed]
-            arrival = self._arrival(action, sent)
+            arrival = self._arrival(action, needed, sent)
             if arrival > self._now:
-                heappush(self._arriving, (arrival, stage))
+                heappush(self._arriving, (arrival, device))
                 return
-        if self._now > self._free[stage]:
-            self.events[stage] += gap(action, self._free[stage], self._now, sent)
+        if self._now > self._free[device]:
+            self.events[action.stage] += gap(action, self._free[device], self._now, sent)
         forward_seconds = cost.graph_seconds if retain is Retain.GRAPH else cost.forward_seconds
-        self._compute(stage, cost.backward_seconds if action.kind is Kind.B else forward_seconds)
+        self._compute(device, cost.backward_seconds if action.kind is Kind.B else forward_seconds)
 
-    def _compute(self, stage: int, seconds: float) -> None:
-        self._started[stage] = self._now
-        heappush(self._computing, (self._virtual + seconds, stage))
+    def _compute(self, device: int, seconds: float) -> None:
+        self._started[device] = self._now
+        heappush(self._computing, (self._virtual + seconds, device))
 
-    def _finish(self, stage: int) -> None:
-        start, self._free[stage] = self._started[stage], self._now
-        if not self.left[stage]:
-            self.events[stage].append(Event(EventKind.UPDATE, start, self._now, None))
+    def _finish(self, device: int) -> None:
+        start, self._free[device] = self._started[device], self._now
+        if not self._left[device]:
+            self.events[self._updates[device].popleft()].append(Event(EventKind.UPDATE, start, self._now, None))
+            self._begin(device)
             return
-        action, _ = self.left[stage].popleft()
-        self.spans[stage].append(Span(action, start, self._now))
+        action, _ = self._left[device].popleft()
+        self.spans[action.stage].append(Span(action, start, self._now))
         self._ended[action] = self._now
-        self._begin(stage)
+        self._begin(device)
         if action in self._waiting:
             self._begin(self._waiting.pop(action))
 
-    def _arrival(self, action: Action, sent: float) -> float:
+    def _arrival(self, action: Action, needed: Action, sent: float) -> float:
         """When what ``action`` waits for is there: a link moves one micro-batch after another."""
-        if not self._edges:
+        if not self._edges or self._turns[action.stage] == self._turns[needed.stage]:
             return sent
         if action not in self._arrivals:
             edge = (action.kind, action.stage)

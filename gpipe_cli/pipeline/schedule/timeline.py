@@ -57,14 +57,16 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between.
+    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between; ``turns[k]`` the number of
+    its device. It has one of its own if ``turns`` is empty.
 
-    Spans of a stage do not overlap. A Timeline's own numbers are about actions: its window reaches from the first
+    Spans of a device do not overlap. A Timeline's own numbers are about actions: its window reaches from the first
     action's beginning to the last one's end.
     """
 
     stages: tuple[tuple[Span, ...], ...]
     events: tuple[tuple[Event, ...], ...]
+    turns: tuple[int, ...] = ()
 
     @property
     def start_seconds(self) -> float:

@@ -42,7 +42,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
     yield "executor", f"{run.executor}, {plural(placement.threads, 'thread')} for each process"
-    yield "ideal bubble", f"{percent(run.ideal_bubble)} of the stages' time"
+    yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
     if run.bench:
         yield "measuring", f"{plural(run.total_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"

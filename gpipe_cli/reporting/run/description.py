@@ -58,8 +58,8 @@ class RunDescription:
 
     @property
     def ideal_bubble(self) -> float:
-        """Share of stage-time, 0 to 1."""
-        return ideal_bubble(self.config.partitions, self.config.micro_batches)
+        """Share of the devices' time, 0 to 1."""
+        return ideal_bubble(len(set(self.placement.turns)), self.config.micro_batches)
 
     @property
     def prediction(self) -> "Plan | None":

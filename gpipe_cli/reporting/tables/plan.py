@@ -86,13 +86,13 @@ def plan_json(
         "breakdown": shares,
         "idle": idle(shares),
         "bubble": shares["bubble"],
-        "ideal_bubble": ideal_bubble(partitions, plan.micro_batches),
+        "ideal_bubble": ideal_bubble(len(set(plan.turns)), plan.micro_batches),
         "imbalance": plan.imbalance,
         "step_flops": flops,  # forwards and backwards of all micro-batches, without recomputation
         "recomputed_flops": round(recomputed_flops),
-        # Of what all K devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
+        # Of what all devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
         # (Chowdhery et al., 2022, PaLM, section 4.1).
-        "utilisation": None if peak is None else flops / (peak * partitions * plan.step_seconds),
+        "utilisation": None if peak is None else flops / (peak * len(set(plan.turns)) * plan.step_seconds),
         "comparisons": [
             {
                 "setting": comparison.setting,

@@ -47,7 +47,7 @@ def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
         for k, module in enumerate(modules)
     }
     watched: list[Action] = []
-    return Executor(stages, 3, LocalTransport([CPU] * 3), lambda action, *_: watched.append(action)), watched
+    return Executor(stages, range(3), LocalTransport([CPU] * 3), lambda action, *_: watched.append(action)), watched
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def executor(partitions: int) -> Executor:
     stages = build_stages(
         tricky_model(), costs_of("tricky", NOTHING_FROZEN), micro_batch_sizes(6, partitions), here=range(partitions)
     )
-    return Executor(stages, partitions, LocalTransport([CPU] * partitions))
+    return Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
 
 
 def test_a_step_records_every_action_of_its_stages() -> None:

@@ -32,18 +32,22 @@ def parse(text: str) -> Schedule:
 def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str, recompute: str) -> None:
     for partitions, micro_batches in SHAPES:
         schedule = build(name, partitions, micro_batches, recompute)
-        order = linearize(schedule)
-        done: set[Action] = set()
-        for a in order:
-            assert source(a, partitions) in {None, *done}
-            done.add(a)
-        for stage, actions in enumerate(schedule):
-            assert tuple(a for a in order if a.stage == stage) == actions
+        for turns in (range(partitions), [k // 2 for k in range(partitions)], [k % 2 for k in range(partitions)]):
+            order = linearize(schedule, turns)
+            done: set[Action] = set()
+            for a in order:
+                assert source(a, partitions) in {None, *done}
+                done.add(a)
+            for stage, actions in enumerate(schedule):
+                assert tuple(a for a in order if a.stage == stage) == actions
 
 
-def test_linearize_launches_breadth_first() -> None:
-    order = " ".join(map(str, linearize(build("gpipe", 3, 3, "never"))))
+def test_linearize_launches_breadth_first_over_devices_and_depth_first_on_each() -> None:
+    one, pairs = build("gpipe", 3, 3, "never"), build("gpipe", 4, 2, "never")
+    order = " ".join(map(str, linearize(one)))
     assert order == "0F0 0F1 1F0 0F2 1F1 2F0 1F2 2F1 2F2 2B2 2B1 1B2 2B0 1B1 0B2 1B0 0B1 0B0"
+    order = " ".join(map(str, linearize(pairs, (0, 0, 1, 1))))
+    assert order == "0F0 1F0 0F1 2F0 1F1 3F0 2F1 3F1 3B1 2B1 3B0 1B1 2B0 0B1 1B0 0B0"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def schedules() -> list[tuple[Schedule, tuple[int, ...]]]:
 @pytest.mark.parametrize("early", [False, True])
 def test_every_receive_is_posted_in_time_and_in_the_order_of_its_edge(early: bool) -> None:
     for schedule, owners in schedules():
-        order = linearize(schedule)
+        order = linearize(schedule, owners)
         for process in set(owners):
             own = [action for action in order if owners[action.stage] == process]
             found = postings(schedule, owners, process, early=early)
@@ -44,7 +44,7 @@ def test_a_buffer_is_free_before_it_is_received_into(early: bool) -> None:
     for schedule, owners in schedules():
         trains = any(action.kind is Kind.B for action in schedule[0])
         for process in set(owners):
-            own = [action for action in linearize(schedule) if owners[action.stage] == process]
+            own = [action for action in linearize(schedule, owners) if owners[action.stage] == process]
             held: dict[tuple[Kind, int, int], int] = {}  # by buffer: until how many actions have been launched
             for posting in postings(schedule, owners, process, early=early):
                 kind, stage, m = posting.action

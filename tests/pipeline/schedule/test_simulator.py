@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.schedules import (
     RECOMPUTE,
     SCHEDULES,
@@ -20,6 +22,7 @@ from gpipe_cli.pipeline.schedule.schedules import (
 from gpipe_cli.pipeline.schedule.simulator import (
     EdgeCost,
     StageCost,
+    ideal_bubble,
     live,
     simulate,
 )
@@ -61,46 +64,56 @@ def tick_by_tick(
     schedule: Schedule,
     stages: Sequence[StageCost],
     edges: Sequence[EdgeCost],
+    turns: Sequence[int],
 ) -> dict[Action, tuple[float, float]]:
-    """When each action runs, by a clock that goes in ticks and no code of the package: at each tick every idle stage
-    starts what it can, and every link moves the first of what it has."""
-    left: list[float | None] = [None] * len(schedule)
-    position = [0] * len(schedule)
+    """When each action runs, by a clock that goes in ticks: at each tick every idle device starts the next one of its
+    actions if it can, and every link moves the first of what it has."""
+    order = linearize(schedule, turns)
+    devices = [[a for a in order if turns[a.stage] == device] for device in range(1 + max(turns))]
+    left: list[float | None] = [None] * len(devices)
+    position = [0] * len(devices)
     spans: dict[Action, tuple[float, float]] = {}
     links: dict[tuple[Kind, int], list[list[Any]]] = {}  # by receiver: what is needed, and how many ticks it takes
     arrived: set[Action] = set()
     now = 0.0
-    while any(at < len(actions) for at, actions in zip(position, schedule, strict=True)):
+    while any(at < len(actions) for at, actions in zip(position, devices, strict=True)):
         for moving in links.values():
             while moving and moving[0][1] == 0:
                 arrived.add(moving.pop(0)[0])
-        for k, actions in enumerate(schedule):
-            if left[k] is not None or position[k] == len(actions):
+        for device, actions in enumerate(devices):
+            if left[device] is not None or position[device] == len(actions):
                 continue
-            a = actions[position[k]]
+            a = actions[position[device]]
+            k = a.stage
             neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
             if 0 <= neighbour < len(schedule) and a not in arrived:
                 continue
-            recomputed = any(other.kind is Kind.R and other.micro_batch == a.micro_batch for other in actions)
+            recomputed = Action(Kind.R, k, a.micro_batch) in schedule[k]
             forward = stages[k].forward_seconds if recomputed else stages[k].graph_seconds
-            left[k] = {Kind.F: forward, Kind.R: stages[k].graph_seconds, Kind.B: stages[k].backward_seconds}[a.kind]
+            left[device] = {Kind.F: forward, Kind.R: stages[k].graph_seconds, Kind.B: stages[k].backward_seconds}[
+                a.kind
+            ]
             spans[a] = (now, math.inf)
         now += 1
         for moving in filter(None, links.values()):
             moving[0][1] -= 1
-        for k, seconds in enumerate(left):
-            left[k] = None if seconds is None else seconds - 1
-            if left[k] == 0:
-                a = schedule[k][position[k]]
+        for device, seconds in enumerate(left):
+            left[device] = None if seconds is None else seconds - 1
+            if left[device] == 0:
+                a = devices[device][position[device]]
+                k = a.stage
                 spans[a] = (spans[a][0], now)
                 receiver = {Kind.F: k + 1, Kind.B: k - 1}.get(a.kind, -1)
                 if 0 <= receiver < len(schedule):
                     edge = edges[min(k, receiver)]
                     seconds = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
                     needed = Action(a.kind, receiver, a.micro_batch)
-                    links.setdefault((a.kind, receiver), []).append([needed, seconds])
-                position[k] += 1
-                left[k] = None
+                    if turns[receiver] == device:
+                        arrived.add(needed)
+                    else:
+                        links.setdefault((a.kind, receiver), []).append([needed, seconds])
+                position[device] += 1
+                left[device] = None
     return spans
 
 
@@ -108,14 +121,41 @@ def tick_by_tick(
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_equals_a_simulation_in_ticks(name: str, recompute: str) -> None:
     random_ = random.Random(f"{name} {recompute}")
-    for _ in range(25):
+    for number in range(30):
         k, m = random_.randint(1, 5), random_.randint(1, 8)
         schedule = build(name, k, m, recompute)
         stages = [StageCost(*(random_.randint(1, 9) for _ in range(3))) for _ in range(k)]
         edges = [EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for _ in range(k - 1)]
-        timeline = simulate(schedule, stages, edges)
+        turns = [range(k), sorted(random_.randrange(2) for _ in range(k)), [stage % 2 for stage in range(k)]][
+            number % 3
+        ]
+        timeline = simulate(schedule, stages, edges, turns=turns)
         simulated = {s.action: (s.start_seconds, s.end_seconds) for spans in timeline.stages for s in spans}
-        assert simulated == tick_by_tick(schedule, stages, edges)
+        assert simulated == tick_by_tick(schedule, stages, edges, turns)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_of_one_device_take_as_long_as_one_large_stage(name: str) -> None:
+    """n equal stages on each of D devices: (M + D - 1) n (f + b), so that `ideal_bubble` of D devices is reached. All
+    stages on one device, whatever they cost: the sum of all actions, and the updates one after another."""
+    random_ = random.Random(name)
+    for (devices, micro_batches), n, (f, b) in itertools.product(SHAPES, (2, 3), COSTS):
+        schedule = build(name, n * devices, micro_batches, "never")
+        turns = [stage // n for stage in range(n * devices)]
+        found = simulate(schedule, equal(n * devices, f, b), turns=turns)
+        if name == "gpipe" or n * devices <= 4:  # 1f1b lets fewer micro-batches in than many large stages have
+            assert found.step_seconds == (micro_batches + devices - 1) * n * (f + b)
+            assert breakdown(found, micro_batches).bubble == pytest.approx(ideal_bubble(devices, micro_batches))
+        stages = [StageCost(*(random_.randint(1, 9) for _ in range(4))) for _ in range(n)]
+        schedule = build(name, n, micro_batches, "always")
+        alone = simulate(schedule, stages, [EdgeCost(5, 5)] * (n - 1), turns=[0] * n)
+        work = sum(cost.forward_seconds + cost.graph_seconds + cost.backward_seconds for cost in stages)
+        assert alone.step_seconds == micro_batches * work
+        updates = [(event.start_seconds, event.end_seconds) for (*_, event) in alone.events]
+        assert updates == list(itertools.pairwise(itertools.accumulate(
+            (cost.update_seconds for cost in stages), initial=micro_batches * work)))  # fmt: skip
+        found_shares = breakdown(alone, micro_batches)
+        assert found_shares.bubble == found_shares.imbalance == found_shares.transfer == 0
 
 
 def test_stages_that_compute_at_the_same_time_slow_each_other_down() -> None:
