@@ -118,7 +118,7 @@ class _Checked:
                 if placement.distributed:
                     apart[partitions] = placement
                 else:
-                    text = f"executor=distributed: {partitions} processes would need a GPU each"
+                    text = f"executor=distributed: {plural(partitions, 'stage')} would be in one process"
                     self._add(self._ways(partitions, "distributed"), "left out", text)
         whole = self._config.micro_batches
         together = [

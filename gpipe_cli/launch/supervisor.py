@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Activity, Awaited
@@ -98,8 +98,7 @@ class Supervisor:
                 self._failures.append(Failure(process, text, time.time()))
             if self._failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        # the cause: never a lost peer if there is another; then the earliest
-        return min(self._failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
+        return cause_of(self._failures)
 
     def _receive(self, timeout: float, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""
@@ -164,14 +163,17 @@ class Supervisor:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, "unknown")
         how = f"was killed by signal {-code} ({name})" if code < 0 else f"ended with code {code}"
-        text = f"{self._who(process)} {how} {self._where(process)}"
+        text, reason = f"{self._who(process)} {how} {self._where(process)}", Reason.OTHER
+        if code == -signal.SIGABRT and self._placement.distributed and self._placement.device_of(process) != "cpu":
+            reason = Reason.PEER
+            text += "; so NCCL ends a process when another one is lost or does not answer: NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
-        return Failure(process, text, time.time())
+        return Failure(process, text, time.time(), reason)
 
     def _who(self, process: int) -> str:
         stages = self._placement.stages_of(process)
-        return f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages 0 to {stages[-1]}"
+        return f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages {stages[0]} to {stages[-1]}"
 
     def _where(self, process: int) -> str:
         """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""
@@ -185,6 +187,11 @@ class Supervisor:
         shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
         action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
         return f"in {action} (input {shapes})"
+
+
+def cause_of(failures: Sequence[Failure]) -> Failure | None:
+    """Never a lost peer if there is another; then the earliest."""
+    return min(failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
 
 
 class SilenceTimer:

@@ -1,17 +1,35 @@
 """Which process is to blame for a run that stands still."""
 
+import signal
 from dataclasses import replace
 
 import pytest
+from reporting_runs import placement
 
 from gpipe_cli.distributed.control_group import Activity, Awaited
 from gpipe_cli.launch import supervisor
-from gpipe_cli.launch.supervisor import SilenceTimer
+from gpipe_cli.launch.job import Failure, Reason
+from gpipe_cli.launch.supervisor import SilenceTimer, Supervisor, cause_of
 
 WORKS = Activity(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
 WAITS = replace(WORKS, awaited=Awaited.PROCESS)
 READS = replace(WORKS, awaited=Awaited.DATA)
 PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
+
+
+def test_a_process_that_nccl_has_ended_lost_another_one() -> None:
+    """Which sends its own failure later, or is found silent. On CPUs nothing aborts a process but a fault of it."""
+    on_gpus, on_cpus = (
+        Supervisor(placement(devices=(device,) * 3, owners=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
+        for device in ("cuda:0", "cpu")
+    )
+    later = Failure(1, "the cause", on_gpus.seconds + 1)
+    assert (on_gpus.reason, on_cpus.reason) == (Reason.PEER, Reason.OTHER)
+    assert cause_of([on_gpus, later]) is later
+    assert cause_of([on_cpus, later]) is on_cpus
+    assert cause_of([on_gpus]) is on_gpus
+    assert "NCCL_DEBUG=WARN" in on_gpus.text
+    assert on_cpus.text.startswith("the process of stages 0 to 1 was killed by signal 6 (SIGABRT)")
 
 
 @pytest.fixture

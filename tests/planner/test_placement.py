@@ -30,6 +30,45 @@ def test_processes_follow_the_executor() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "settings", "owners", "stages"),
+    [
+        (1, "partitions=4", (0, 0, 0, 0), "0 0 0 0"),
+        (2, "partitions=4", (0, 0, 1, 1), "0 0 1 1"),
+        (3, "partitions=4", (0, 0, 1, 2), "0 0 1 2"),
+        (8, "partitions=4", (0, 1, 2, 3), "0 1 2 3"),
+        (8, "partitions=4 stages_per_process=3", (0, 0, 0, 1), "0 0 0 1"),
+        (2, "partitions=4 executor=in_process", (0, 0, 0, 0), "0 0 1 1"),
+        (0, "partitions=4 stages_per_process=2", (0, 0, 1, 1), None),
+        (0, "partitions=4 stages_per_process=8", (0, 0, 0, 0), None),
+    ],
+)
+def test_stages_share_gpus_and_processes(
+    gpus: int, settings: str, owners: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "number_of_gpus", lambda config: gpus)
+    found = place(configure(*TINY, *settings.split()))
+    assert found.owners == owners
+    assert found.stages == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
+
+
+@pytest.mark.parametrize(("rank", "here", "local_rank"), [(0, 1, 0), (1, 2, 0), (2, 2, 1)])
+def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
+    rank: int, here: int, local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes: one on a machine, two on another one."""
+    monkeypatch.setattr(devices, "number_of_gpus", lambda config: here)
+    variables = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": here}
+    for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
+        monkeypatch.setenv(name, str(value))
+    found = place(configure(*TINY, "partitions=5"))
+    assert found.owners == (0, 0, 1, 1, 2)
+    assert {found.stages[k] for k in range(5) if found.owners[k] == rank} == {f"cuda:{local_rank}"}
+    monkeypatch.setattr(devices, "number_of_gpus", lambda config: here - 1)
+    with pytest.raises(ValueError, match=r"device=cuda: there is no CUDA" if here == 1 else r"1 GPUs|there are 1; use"):
+        place(configure(*TINY, "partitions=5", "device=cuda"))
+
+
+@pytest.mark.parametrize(
     ("settings", "labels"),
     [
         ("partitions=3 executor=distributed", ["cores"]),  # 3 processes of 1 thread on two cores

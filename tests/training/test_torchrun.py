@@ -14,7 +14,7 @@ from training_runs import TINY, assert_same_tensors, command, configure, final_t
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.reporting.run.result import read_result
 
-SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=2",
+SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",
             "epochs=2", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
 MORTAL = """
 import os, signal
@@ -46,7 +46,8 @@ sys.exit(main())
 
 
 def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes are in different folders: process 0 says where the run lies, and no other writes anywhere else."""
+    """Its two processes have two stages each, and are in different folders: process 0 says where the run lies, and no
+    other writes anywhere else."""
     (tmp_path / "mortal.py").write_text(MORTAL)
     (tmp_path / "start.py").write_text(START)
     for process in "01":
@@ -72,6 +73,7 @@ def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch
     (folder,) = (tmp_path / "0" / "outputs").iterdir()
     assert not [*(tmp_path / "1").iterdir()]
     assert read_result(folder)["resumed_from"] == str(folder)
+    assert [entry["stage"] for entry in read_result(folder)["memory"]] == ["0-1", "2-3"]
     assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
     events = EventAccumulator(str(folder))
     events.Reload()

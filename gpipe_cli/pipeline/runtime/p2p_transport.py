@@ -197,4 +197,5 @@ class P2PTransport:
             with self._waits():
                 yield
         except RuntimeError as error:
-            raise PeerLostError(f"process {self._process} could not {what}: {error}") from error
+            more = "; NCCL_DEBUG=WARN says more" if self._device.type == "cuda" else ""
+            raise PeerLostError(f"process {self._process} could not {what}: {error}{more}") from error

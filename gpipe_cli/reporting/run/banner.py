@@ -17,8 +17,10 @@ from gpipe_cli.units import learning_rate as shown_rate
 def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     show_facts(console, _banner(run, folder))
     stages = run.placement
+    several = 1 < stages.processes < stages.partitions  # then some have more than one stage
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
+        *([Column("process", cells=[str(owner) for owner in stages.owners], number=True)] if several else []),
         Column("device", cells=stages.devices),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),

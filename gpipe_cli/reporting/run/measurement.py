@@ -88,18 +88,14 @@ def memory_result(
     counted: Sequence[int] | None,
     libraries: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """The entry ``memory`` of result.json: the bytes of each stage, or of several that are in one
-    process on a CPU (``stage`` is None for all). The parts add up to the peak.
+    """The entry ``memory`` of result.json: the bytes of each stage, or of several that share a device or a process on a
+    CPU, as they share the peak that is measured. The parts add up to it; ``stage`` is 1, `0-1`, or None for all.
 
     ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
     """
-    alone = [range(k, k + 1) for k in range(placement.partitions)]
-    on_cpu = set(placement.devices) == {"cpu"}
     result: list[dict[str, Any]] = []
-    for stages in [placement.stages_of(process) for process in range(placement.processes)] if on_cpu else alone:
-        if not peaks:
-            break
+    for stages in stages_together(placement.turns) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),
@@ -111,6 +107,11 @@ def memory_result(
         stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else f"{stages[0]}-{stages[-1]}"
         result.append({"stage": stage, **parts, "other": peak - sum(parts.values()), "peak": peak})
     return result
+
+
+def stages_together(turns: Sequence[int]) -> list[range]:
+    """The stages of each device."""
+    return [range(turns.index(device), turns.index(device) + turns.count(device)) for device in dict.fromkeys(turns)]
 
 
 def process_seconds() -> float:

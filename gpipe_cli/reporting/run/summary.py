@@ -161,7 +161,7 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
         case "measured_contended":
             share = "at times" if without_core is None else f"{percent(without_core)} of the time"
             return f"{kind}: other programs had the cores {share}"
-    return f"{kind}: every stage had a device or cores of its own"
+    return f"{kind}: every process had a device or cores of its own"
 
 
 def memory_table(stages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:

@@ -22,6 +22,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of, words_of
+from gpipe_cli.reporting.run.measurement import stages_together
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import naming, write_whole
@@ -112,7 +113,7 @@ class Dashboard:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
-        self._draw(message.step, named | _training(message))
+        self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.turns))
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         shares = {f"step/{share}": value for share, value in breakdown.items()}
@@ -150,7 +151,15 @@ def _training(message: StepDone) -> dict[str, float | None]:
         SAMPLES_PER_SECOND: message.samples / message.seconds,
         TOKENS_PER_SECOND: None if message.tokens is None else message.tokens / message.seconds,
         "speed/step_seconds": message.seconds,
-        **{f"memory/stage_{stage}_gib": peak / GIB for stage, peak in enumerate(message.memory_bytes)},
+    }
+
+
+def _memory(message: StepDone, turns: Sequence[int]) -> dict[str, float | None]:
+    """Stages that share a device, or a process on a CPU, share one curve."""
+    return {
+        f"memory/stage{f's_{k[0]}-{k[-1]}' if len(k) > 1 else f'_{k[0]}'}_gib": message.memory_bytes[k[0]] / GIB
+        for k in stages_together(turns)
+        if message.memory_bytes
     }
 
 
@@ -172,7 +181,12 @@ def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     """
     accuracy = ("perplexity", ["train/perplexity", TEST_PERPLEXITY]) if text else ("top-1", ["train/top1", TEST_TOP1])
     speed = ("tokens per second", [TOKENS_PER_SECOND]) if text else ("samples per second", [SAMPLES_PER_SECOND])
-    runs = [accuracy, speed, ("idle", ["idle/measured"]), ("memory of every stage, GiB", [r"memory/stage_\d+_gib$"])]
+    runs = [
+        accuracy,
+        speed,
+        ("idle", ["idle/measured"]),
+        ("memory of every stage, GiB", [r"memory/stages?_[\d-]+_gib$"]),
+    ]
     layout = {"runs side by side": {title: ["Multiline", tags] for title, tags in runs}}
     if predicted:
         layout["measured and predicted"] = {

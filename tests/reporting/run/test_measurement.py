@@ -45,6 +45,24 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
     assert memory_result(one_process, planned, [], None, None) == []
 
 
+@pytest.mark.parametrize(
+    ("devices", "owners", "stages"),
+    [
+        ("cuda:0 cuda:0 cuda:0 cuda:0", (0, 0, 0, 0), [None]),
+        ("cuda:0 cuda:0 cuda:1 cuda:1", (0, 0, 0, 0), ["0-1", "2-3"]),
+        ("cuda:0 cuda:1 cuda:2 cuda:3", (0, 0, 0, 0), [0, 1, 2, 3]),
+        ("cpu cpu cpu cpu", (0, 0, 0, 1), ["0-2", 3]),
+    ],
+)
+def test_stages_that_share_a_peak_share_a_row(devices: str, owners: tuple[int, ...], stages: list[object]) -> None:
+    """An allocator, or the system, tells what all of them needed: it is not there once for each."""
+    placed = placement(layer_names=(("a",),) * 4, devices=tuple(devices.split()), owners=owners)
+    found = memory_result(placed, [StageMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
+    assert [entry["stage"] for entry in found] == stages
+    assert sum(entry["peak"] for entry in found) == 100 * len(stages)
+    assert sum(entry["weights"] for entry in found) == 4
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_counts_from_its_first_moment() -> None:
     """And not from when a reporter was made, seconds of imports and of starting workers later."""
