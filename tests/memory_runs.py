@@ -31,6 +31,7 @@ class Sample:
     lengths: tuple[int, ...] = ()
     auxiliary_weight: float = 0.0
     channels_last: bool = False
+    computed_in: torch.dtype | None = None
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -57,6 +58,7 @@ class Sample:
             lengths=self.lengths,
             loss=loss_of_shapes(0.1, self.auxiliary_weight),
             memory_format=self.memory_format,
+            computed_in=self.computed_in,
         )
 
 
@@ -109,6 +111,8 @@ SAMPLES = {
     "language model": Sample(partial(_language_model, attention_dropout=0.0), _TEXT, (TOKENS,)),
     "attention with dropout": Sample(_language_model, _TEXT, (TOKENS,)),
     "translation": Sample(_translation, _PAIRS, (TOKENS, TOKENS)),
+    # each micro-batch keeps a copy of the weights in bfloat16 with its graph
+    "translation in bfloat16": Sample(_translation, _PAIRS, (TOKENS, TOKENS), computed_in=torch.bfloat16),
 }
 
 
@@ -124,7 +128,14 @@ def held(
     and as predicted."""
     torch.manual_seed(0)
     partitions, sizes = len(order), micro_batch_sizes(samples, micro_batches)
-    stages = build_stages(sample.model(), costs, balance, here=range(partitions), memory_format=sample.memory_format)
+    stages = build_stages(
+        sample.model(),
+        costs,
+        balance,
+        here=range(partitions),
+        memory_format=sample.memory_format,
+        computed_in=sample.computed_in,
+    )
     for stage in stages.values():
         stage.count_saved(True)
     executor = Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
