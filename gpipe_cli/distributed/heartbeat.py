@@ -13,7 +13,8 @@ import torch.distributed as dist
 from gpipe_cli.distributed.torchrun import Torchrun, store_address
 
 _MOST_SECONDS = 5.0  # between two looks
-_ENDED = "ended"
+_MOST_ASLEEP = 2.0  # that count between two questions: after Ctrl-Z and fg nobody was lost
+_ENDED, _FAILED = "ended", "failed"
 
 
 class Heartbeat:
@@ -23,39 +24,52 @@ class Heartbeat:
         self._keys = [f"{start}/heartbeat/{process}" for process in range(started.processes)]
         self._rank, self._limit = started.rank, limit_seconds
         self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without news, as far as this was awake
-        self._looked = time.monotonic()
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="gpipe-heartbeat", daemon=True).start()
+        self._failed: int | None = None
+        self._unanswered, self._asked = 0.0, time.monotonic()  # seconds without an answer of the store
+        self._ending = threading.Event()
+        self._last = _ENDED
+        self._thread = threading.Thread(target=self._run, name="gpipe-heartbeat", daemon=True)
+        self._thread.start()
 
-    def lost(self) -> tuple[int, float] | None:
-        """The process that has been silent for too long, and its seconds; process 0 where the store is."""
-        unanswered = time.monotonic() - self._looked
-        if unanswered > self._limit:
-            return 0, unanswered
+    def lost(self) -> tuple[int, float | None] | None:
+        """A process that has said that it failed, None for the seconds; or one that has been silent for too long, and
+        its seconds. It is process 0 where the store does not answer."""
+        now = time.monotonic()
+        self._unanswered += min(now - self._asked, _MOST_ASLEEP)
+        self._asked = now
+        if self._failed is not None:
+            return self._failed, None
+        if self._unanswered > self._limit:
+            return 0, self._unanswered
         process = max(self._silent, key=self._silent.__getitem__)
         return (process, self._silent[process]) if self._silent[process] > self._limit else None
 
-    def stop(self) -> None:
-        self._ended.set()
+    def stop(self, *, failed: bool) -> None:
+        self._last = _FAILED if failed else _ENDED
+        self._ending.set()
+        self._thread.join(_MOST_ASLEEP)  # a thread that is in the store when Python ends aborts the process
 
     def _run(self) -> None:
         interval = min(_MOST_SECONDS, self._limit / 4)
-        # a connection of its own: a call that waits holds up the others of its connection
-        store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
-                              timeout=timedelta(seconds=self._limit))  # fmt: skip
         seen: list[bytes] = []
-        beat = 0
+        beat, looked = 0, time.monotonic()
         try:
-            while not self._ended.wait(interval):
+            # a connection of its own: a call that waits holds up the others of its connection
+            store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
+                                  timeout=timedelta(seconds=self._limit))  # fmt: skip
+            while not self._ending.wait(interval):
                 beat += 1
                 store.set(self._keys[self._rank], str(beat))
                 values = store.multi_get(self._keys) if store.check(self._keys) else []  # not before all have begun
+                self._unanswered = 0.0
                 now = time.monotonic()
-                passed, self._looked = min(now - self._looked, 2 * interval), now
+                passed, looked = min(now - looked, 2 * interval), now
                 for process, (value, before) in enumerate(zip(values, seen, strict=False)):
                     news = value != before or value.decode() == _ENDED
                     self._silent[process] = 0.0 if news else self._silent[process] + passed
+                    if value.decode() == _FAILED:
+                        self._failed = process
                 seen = values
-            store.set(self._keys[self._rank], _ENDED)
+            store.set(self._keys[self._rank], self._last)
         except dist.DistError:  # the store does not answer: `lost` says so in time
             return

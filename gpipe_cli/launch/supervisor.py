@@ -44,15 +44,18 @@ def run_task(
         supervisor = Supervisor(placement, timeout_seconds)
         started = torchrun()
         heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
+        failed = True
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
-            return supervisor.watch(on_message, interrupt, heartbeat)
+            failure = supervisor.watch(on_message, interrupt, heartbeat)
+            failed = failure is not None
+            return failure
         except KeyboardInterrupt:
             supervisor.stop()  # once more below: a second Ctrl-C may come in the middle of this
             raise
         finally:
             if heartbeat is not None:
-                heartbeat.stop()
+                heartbeat.stop(failed=failed)
             supervisor.stop()
 
 
@@ -90,12 +93,7 @@ class Supervisor:
             if not self._failures and (found := silence.find(doing, stopped)):
                 self._failures.append(self._silent(*found))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
-                process, seconds = lost
-                text = (
-                    f"{self._who(process)}: nothing was heard of its supervisor for {seconds:.0f} s "
-                    f"(timeout_seconds={self._timeout_seconds:g}); its machine is lost, stopped or cut off"
-                )
-                self._failures.append(Failure(process, text, time.time()))
+                self._failures.append(self._lost(*lost))
             if self._failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return cause_of(self._failures)
@@ -157,6 +155,17 @@ class Supervisor:
         limit = f"longer than timeout_seconds={self._timeout_seconds:g}; if it is only slow, use a larger one"
         text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
         return Failure(process, text, time.time())
+
+    def _lost(self, process: int, seconds: float | None) -> Failure:
+        """The failure of a process of another parent; `seconds` of silence, None if that has said so itself."""
+        if seconds is None:
+            text = f"{self._who(process)} has failed, and says itself why"
+        else:
+            text = (
+                f"{self._who(process)}: nothing was heard of its supervisor for {seconds:.0f} s "
+                f"(timeout_seconds={self._timeout_seconds:g}); its machine is lost, stopped or cut off"
+            )
+        return Failure(process, text, time.time(), Reason.PEER if seconds is None else Reason.OTHER)
 
     def _killed(self, process: int, code: int) -> Failure:
         """The failure of a process that ended without sending one."""

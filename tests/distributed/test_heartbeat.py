@@ -1,4 +1,4 @@
-"""A process on another machine that is stopped is found, one that has ended is not missed."""
+"""A process on another machine that is stopped or has failed is found, one that has ended is not missed."""
 
 import os
 import signal
@@ -17,9 +17,8 @@ import sys, time
 from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.distributed.torchrun import Torchrun
 
-heartbeat = Heartbeat(Torchrun(int(sys.argv[1]), 3, 1, 0), "start", 2.0)
-sys.stdin.read()
-heartbeat.stop()
+heartbeat = Heartbeat(Torchrun(int(sys.argv[1]), 4, 1, 0), "start", 2.0)
+heartbeat.stop(failed=sys.stdin.read() == "failed")
 time.sleep(2)
 """
 
@@ -28,17 +27,17 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
     shared = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(shared.port))
-    others = [subprocess.Popen([sys.executable, "-c", OTHER, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2)]
-    own = Heartbeat(Torchrun(0, 3, 1, 0), "start", 2.0)
+    others = [subprocess.Popen([sys.executable, "-c", OTHER, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2, 3)]
+    own = Heartbeat(Torchrun(0, 4, 1, 0), "start", 2.0)
 
-    def wait(seconds: float) -> tuple[int, float] | None:
+    def wait(seconds: float) -> tuple[int, float | None] | None:
         until = time.monotonic() + seconds
         while (found := own.lost()) is None and time.monotonic() < until:
             time.sleep(0.05)
         return found
 
     try:
-        while not shared.check([f"start/heartbeat/{rank}" for rank in range(3)]):
+        while not shared.check([f"start/heartbeat/{rank}" for rank in range(4)]):
             time.sleep(0.05)
         others[0].stdin.close()  # type: ignore[union-attr]
         assert wait(4) is None
@@ -46,9 +45,15 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
         found = wait(20)
         assert found is not None
         assert found[0] == 2
+        assert found[1] is not None
         assert found[1] > 2
+        others[2].communicate(b"failed")
+        until = time.monotonic() + 20
+        while (found := own.lost()) != (3, None) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert found == (3, None)
     finally:
-        own.stop()
+        own.stop(failed=False)
         for other in others:
             other.kill()
             other.wait()
