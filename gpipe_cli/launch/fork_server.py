@@ -95,7 +95,8 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE, *sys.path],
                     stdin=theirs.fileno(),
-                    env=os.environ | {"TMPDIR": str(temporary_folder())},
+                    # GPUs are counted as system/gpus.py does
+                    env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ | {"TMPDIR": str(temporary_folder())},
                     pass_fds=[_temporary()[1]],
                     preexec_fn=before_exec,
                 )

@@ -99,10 +99,10 @@ def _set_up(placement: Placement) -> None:
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:
     # micro-batches of two sizes leave gaps that neither fits; read when the first memory of a GPU is asked for
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    products = "ieee" if precision == "float32" else "tf32"
-    torch.backends.cuda.matmul.fp32_precision = products
-    torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]  # torch makes it when imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # the older names: where the newer ones are set, reading these raises, and Inductor does so
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "float32"
     # the same bits again: no algorithm that is chosen by timing, or that sums in the order in which threads finish
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.deterministic = deterministic

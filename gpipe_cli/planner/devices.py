@@ -3,6 +3,7 @@
 Decided from the settings, from torchrun's environment and from what this machine has, before anything is allocated.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,11 +116,14 @@ def _devices(config: TrainConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if processes == 1:  # one process drives all GPUs
         return tuple(f"cuda:{stage * min(gpus, partitions) // partitions}" for stage in range(partitions)), owners
     here = processes if started is None else started.here
-    if gpus < here:
+    # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
+    one_each = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus < here and not one_each:
+        fewer = f"stages_per_process={-(-partitions // gpus)}, executor=in_process"
         raise ValueError(
             f"partitions={partitions}: {here} processes need a GPU each and there are {gpus}; use "
-            f"stages_per_process={-(-partitions // gpus)}, executor=in_process or device=cpu"
+            f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )
     # under torchrun this process knows its own GPU; each machine counts them from 0
-    own = {} if started is None else {started.rank: started.local_rank}
+    own = {} if started is None else {started.rank: 0 if one_each else started.local_rank}
     return tuple(f"cuda:{own.get(owner, owner % here)}" for owner in owners), owners

@@ -1,9 +1,13 @@
 """The GPUs that this process may use, by the driver's management library: asking CUDA would open a context on one."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,7 @@ class Gpu:
 
 @cache
 def usable_gpus() -> tuple[Gpu, ...]:
-    """In CUDA's order; () without a driver."""
+    """In CUDA's order; () without a driver. Where its library does not answer for all of them, CUDA itself is asked."""
     import pynvml
 
     # CUDA counts the fastest first otherwise, and the library always by the bus
@@ -23,15 +27,41 @@ def usable_gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if setting is None and any(map(_is_divided, handles)):
+            return _gpus_of_cuda()  # which counts the parts, and not the whole
         shown = [
             handles[entry] if isinstance(entry, int) else pynvml.nvmlDeviceGetHandleByUUID(entry)
-            for entry in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+            for entry in visible(setting, uuids)
         ]
         return tuple(
             Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)) for handle in shown
         )
-    except pynvml.NVMLError:
-        return ()
+    except pynvml.NVMLError as error:
+        no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        # a container without the library, a device that others have, memory that is shared with the CPU
+        return () if error.value in no_driver and not os.path.exists("/dev/nvidiactl") else _gpus_of_cuda()
+
+
+def _is_divided(handle: Any) -> bool:
+    """Whether a GPU is cut into parts (MIG)."""
+    import pynvml
+
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    except pynvml.NVMLError:  # most cannot be
+        return False
+
+
+def _gpus_of_cuda() -> tuple[Gpu, ...]:
+    """Asked in a process of its own: one that has opened CUDA can fork no workers."""
+    program = (
+        "import json, torch\n"
+        "each = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))\n"
+        "print(json.dumps([(one.name, one.total_memory) for one in each]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return () if done.returncode else tuple(Gpu(*one) for one in json.loads(done.stdout))
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[int | str]:

@@ -105,8 +105,10 @@ def build_engine(
     """
     whole = real_model(config, pretrained=pretrained)
     stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
-    transport: Transport = LocalTransport([torch.device(device) for device in placement.devices])
-    if groups is not None:
+    transport: Transport
+    if groups is None:
+        transport = LocalTransport([torch.device(device) for device in placement.devices])
+    else:
         transport = P2PTransport(
             process,
             placement.owners,
