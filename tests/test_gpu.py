@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from engine_runs import Case, SumOfSquares, run_in_process
 from torch import nn
-from training_runs import LIVELY, TINY, assert_same_tensors, command, final_tensors
+from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors
 
+from gpipe_cli.launch.machine_timing import _timed_machine, machine_rates
 from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -92,6 +93,23 @@ def test_the_command_trains_on_the_device(tmp_path: Path, monkeypatch: pytest.Mo
     assert shares["compute"] > 0
     assert 0 <= result["bubble"]["measured"] < 1
     assert (folder / "timeline.html").is_file()
+
+
+def test_the_device_is_timed_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines: list[str] = []
+    products = []
+    for precision in ("float32", "bfloat16", "bfloat16"):
+        _timed_machine.cache_clear()
+        rates = machine_rates(configure(*SETTINGS, f"precision={precision}", "partitions=1"), lines.append)
+        assert rates is not None
+        assert rates.figures is not None
+        assert torch.cuda.get_device_name(0) in rates.source
+        assert min(asdict(rates.figures).values()) > 0
+        assert min(rates.forward.layer, rates.backward.layer, rates.link_byte_seconds) > 0
+        products.append(rates.figures.product_flops_per_second)
+    assert sum(line.startswith("timing this machine") for line in lines) == 2 or "another program" in str(lines)
+    assert products[1] > products[0] or not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def test_layers_are_timed_on_the_device(

@@ -1,4 +1,5 @@
-"""`cost=measured`: how long each layer takes on the device at hand, for one micro-batch (paper section 2.1: c_i).
+"""How long each layer takes on the device at hand, for one micro-batch (paper section 2.1: c_i), and the device itself
+for a product, a convolution, a copy, a launch and a message.
 
 Layers are timed inside a stage, one after another and forwards before backwards, as they run in a training: a layer
 that is run alone, again and again, finds its input in the cache. A model that is too large for one device is timed in
@@ -16,24 +17,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, outputs_of, real_model
 from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedules import Kind, Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
+from gpipe_cli.planner.device_rates import Figures
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.engine import WorkerProcess, build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
-_LINK_BYTES = (1 << 10, 1 << 22)  # two messages show latency and bandwidth
+_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 10, 1 << 26)}  # two messages show latency and bandwidth
 _LINK_ROUNDS = 15
+_LAUNCHES = 200
 
 
 def measure(
@@ -42,15 +47,17 @@ def measure(
     segments: Placement,
     samples: int,
     seconds: float,
+    apart: bool,
     process: WorkerProcess,
 ) -> None:
     """Time every layer for a micro-batch of `samples`, as one process of those that `placement` has.
 
     Process 0 reports what was measured (LayerTimes). `segments` cuts the model into parts that fit the device one after
-    another; each is timed for about `seconds`.
+    another; each is timed for about `seconds`. `apart`: no layer begins before the device is done with the one before.
     """
     control, groups = process.connect()
-    segments = replace(segments, devices=(placement.devices[process.number],) * segments.partitions)  # each on its own
+    own = placement.device_of(process.number)
+    segments = replace(segments, devices=(own,) * segments.partitions)  # each on its own
     whole = real_model(config, pretrained=False)
     alone: Pass = []
     together: Pass = []
@@ -58,7 +65,7 @@ def measure(
     set_up = 0.0
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, build_model(config), whole)
-        timer = _Timer(config, segments, stage, samples, seconds)
+        timer = _Timer(config, segments, stage, samples, seconds, apart=apart)
         if control.leads:
             alone += timer.passes()
         control.barrier()
@@ -68,17 +75,20 @@ def measure(
             updates += timer.updates()
             set_up += timer.set_up()
         control.barrier()
-    link = _time_link(placement, process.number, groups) if groups is not None else None
+    link = _slowest_link(placement, process.number, control, groups)
     if control.leads:
-        process.report(LayerTimes(alone, together or None, updates, set_up, link))
+        figures = device_figures(torch.device(own), placement.precision, placement.memory_format)
+        process.report(LayerTimes(alone, together or None, updates, set_up, link, figures))
     control.barrier()
 
 
 class _Timer:
     """Runs one segment repeatedly, and reads the clock at every boundary between layers."""
 
-    def __init__(self, config: TrainConfig, placement: Placement, stage: Stage, samples: int, seconds: float) -> None:
-        self._config, self._stage, self._seconds = config, stage, seconds
+    def __init__(
+        self, config: TrainConfig, placement: Placement, stage: Stage, samples: int, seconds: float, *, apart: bool
+    ) -> None:
+        self._config, self._stage, self._seconds, self._apart = config, stage, seconds, apart
         self._layers = list(stage.module.children())
         device = stage.device
         self._clock = Recorder({stage.index: device}).clocks[stage.index]
@@ -109,12 +119,17 @@ class _Timer:
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         for number, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._clock.now()))
+            layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._mark()))
             layer.register_forward_hook(partial(self._await_gradient, number))
+
+    def _mark(self) -> Any:
+        if self._apart:
+            _finish(self._stage.device)
+        return self._clock.now()
 
     def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         def gradient_is_there(gradient: torch.Tensor) -> None:
-            self._backward[number] = self._clock.now()
+            self._backward[number] = self._mark()
 
         given = [tensor for value in inputs for tensor in as_tuple(value)]
         for tensor in as_tuple(outputs):
@@ -184,49 +199,122 @@ class _Timer:
                 work.append(optimizer.step)
             if self._config.ema_decay:
                 work.append(WeightAverage(layer, self._config.ema_decay).update)
-            seconds.append(self._median_seconds(*work))
+            seconds.append(median_seconds(self._stage.device, *work))
         return seconds
 
     def set_up(self) -> float:
         """The median seconds of what comes once a step beside updates: batch norm's commit, the norms of gradients."""
         gradients = gradients_of(self._stage.module.parameters())
-        return self._median_seconds(partial(norms_of, gradients)) + median(self._finishing)
-
-    def _median_seconds(self, *work: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(_WARM_UP + _LEAST):
-            self._clock.begin_step()
-            reader = self._clock.reader()
-            begun = self._clock.now()
-            for one in work:
-                one()
-            taken.append(reader(self._clock.now()) - reader(begun))
-        return median(taken[_WARM_UP:])
+        return median_seconds(self._stage.device, partial(norms_of, gradients)) + median(self._finishing)
 
 
-def _time_link(placement: Placement, process: int, groups: ProcessGroups) -> tuple[float, float]:
-    """Latency in seconds and bytes a second from process 0 to process 1, by messages there and back."""
-    device = torch.device(placement.device_of(process))
-    there, back = (
-        groups.links.get(edge) for edge in ((Kind.F, placement.stages_of(1)[0]), (Kind.B, placement.stages_of(0)[-1]))
+def device_figures(device: torch.device, precision: str, memory_format: str) -> Figures:
+    """By products, convolutions of images in `memory_format`, copies, and operations that do next to nothing."""
+    dtype, large = COMPUTED_IN[precision] or torch.float32, device.type != "cpu"
+    side, images, channels = (8192, 32, 256) if large else (1024, 4, 64)
+    drawn = partial(torch.randn, device=device)
+    left, right = (drawn(side, side, dtype=dtype) for _ in range(2))
+    product = median_seconds(device, partial(torch.mm, left, right))
+    image, kernel = (
+        drawn(*shape, dtype=dtype).to(memory_format=MEMORY_FORMATS[memory_format])
+        for shape in ((images, channels, 56, 56), (channels, channels, 3, 3))
     )
-    seconds = []
-    for size in _LINK_BYTES if process < 2 else ():
-        assert there is not None
-        assert back is not None
-        message = [torch.zeros(size, dtype=torch.uint8, device=device)]
-        taken = []
-        for _ in range(_LINK_ROUNDS):
-            began = time.perf_counter()
-            for link, receiver in ((there, 1), (back, 0)):
-                for work in link.receive(message) if process == receiver else link.send(message):
-                    work.wait()
-            if device.type != "cpu":
-                torch.cuda.synchronize(device)
-            taken.append((time.perf_counter() - began) / 2)
-        seconds.append(median(taken))
-    if not seconds:
-        return 0.0, 0.0
-    small, large = _LINK_BYTES
+    convolution = median_seconds(device, partial(F.conv2d, image, kernel, padding=1))
+    source = drawn(1 << (26 if large else 24))
+    copy = median_seconds(device, partial(torch.empty_like(source).copy_, source))
+    number = drawn(1)
+    launches = median_seconds(device, *[partial(number.add_, 1.0)] * _LAUNCHES)
+    return Figures(
+        2 * side**3 / product,
+        2 * image.numel() * kernel[0].numel() / convolution,
+        2 * source.nbytes / copy,
+        launches / _LAUNCHES,
+    )
+
+
+def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
+    """That the device takes for all of `work`, when it has been done before."""
+    clock = Recorder({0: device}).clocks[0]
+    taken = []
+    for _ in range(_WARM_UP + _LEAST):
+        clock.begin_step()
+        reader = clock.reader()
+        begun = clock.now()
+        for one in work:
+            one()
+        taken.append(reader(clock.now()) - reader(begun))
+    return median(taken[_WARM_UP:])
+
+
+def _finish(device: torch.device) -> None:
+    """Wait until the device has done all that was launched; on a CPU it has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+Link = tuple[float, float]  # latency in seconds, and bytes a second
+
+
+def _slowest_link(
+    placement: Placement, process: int, control: ControlGroup, groups: ProcessGroups | None
+) -> Link | None:
+    """Of those between neighbouring stages, which are the only ones that a pipeline has; None for a CPU on its own.
+
+    Several processes send over the groups of a run, one after another. One that drives several GPUs copies, and from a
+    GPU on its own what is sent goes through the host.
+    """
+    device = torch.device(placement.device_of(process))
+    if groups is None:
+        return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in placement.devices])
+    found = []
+    for sender in range(control.size - 1):
+        if process in (sender, sender + 1):
+            seconds = [_message_seconds(placement, process, sender, groups, size) for size in _LINK_BYTES[device.type]]
+            found.append(_link(device, seconds))
+        control.barrier()
+    return max((link for of_process in control.collect(found) for link in of_process), key=_large_seconds)
+
+
+def slowest_copies(devices: Sequence[torch.device]) -> Link:
+    """The slowest link from one device to the next within a process; of a single one, to the host and back."""
+    pairs = [pair for pair in itertools.pairwise(devices) if pair[0] != pair[1]]
+    links = []
+    for device, other in pairs or [(devices[0], torch.device("cpu"))]:
+        seconds = []
+        for size in _LINK_BYTES[device.type]:
+            here = torch.zeros(size, dtype=torch.uint8, device=device)
+            pinned = other.type == "cpu" and device.type == "cuda"
+            there = torch.zeros(size, dtype=torch.uint8, device=other, pin_memory=pinned)
+            back = [] if pairs else [partial(here.copy_, there, non_blocking=True)]
+            seconds.append(median_seconds(device, partial(there.copy_, here, non_blocking=True), *back))
+        links.append(_link(device, seconds))
+    return max(links, key=_large_seconds)
+
+
+def _message_seconds(placement: Placement, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
+    """Of a message from process `sender` to the next one, by messages there and back."""
+    receiver, device = sender + 1, torch.device(placement.device_of(process))
+    there = groups.links[Kind.F, placement.stages_of(receiver)[0]]
+    back = groups.links[Kind.B, placement.stages_of(sender)[-1]]
+    message = [torch.zeros(size, dtype=torch.uint8, device=device)]
+    taken = []
+    for _ in range(_LINK_ROUNDS):
+        began = time.perf_counter()
+        for link, receives in ((there, receiver), (back, sender)):
+            for work in link.receive(message) if process == receives else link.send(message):
+                work.wait()
+        _finish(device)
+        taken.append((time.perf_counter() - began) / 2)
+    return median(taken)
+
+
+def _link(device: torch.device, seconds: Sequence[float]) -> Link:
+    """From the seconds of the two messages."""
+    small, large = _LINK_BYTES[device.type]
     per_byte = max((seconds[1] - seconds[0]) / (large - small), 1e-13)
     return max(0.0, seconds[0] - small * per_byte), 1.0 / per_byte
+
+
+def _large_seconds(link: Link) -> float:
+    """Of a message of 64 MiB."""
+    return link[0] + (1 << 26) / link[1]

@@ -3,12 +3,13 @@
 Workers that start like those of a run do the timing, and the result is remembered in a file. The file's name is a
 digest of all that the seconds depend on, so what was timed for other settings, on another machine or with another
 version of torch is never taken for it. The machine is timed for a few seconds, with a few layers of each kind
-(`reference_layers.py`), and again when a short probe shows that it has become faster or slower since.
+(`reference_layers.py`): a CPU again when a short probe shows that it has become faster or slower since, a GPU again if
+another program was at work on it.
 """
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from importlib import metadata
@@ -32,25 +33,27 @@ from gpipe_cli.launch.layer_benchmark import measure
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
-from gpipe_cli.planner.data_sheet import first_gpu, resolved
-from gpipe_cli.planner.device_rates import DeviceRates, Rates, fit_rates, rates_of_sheet
+from gpipe_cli.planner.data_sheet import gpu_of, resolved
+from gpipe_cli.planner.device_rates import DeviceRates, Figures, Rates, fit_rates, rates_of_sheet
 from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
+from gpipe_cli.system.gpus import Gpu, busy_share, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
-from gpipe_cli.units import duration
+from gpipe_cli.units import duration, percent
 
 Log = Callable[[str], None]
 
-_VERSION = 9  # of what is remembered, and of how it is measured
+_VERSION = 10  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for those that the placement holds.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
 _PROBE_SECONDS = 0.02
 _DRIFT = 0.2  # of the probe: more says that the machine is not as it was
 _PROBES, _PROBES_APART_SECONDS = 3, 0.3  # before it is believed
+_BUSY_SHARE = 0.1  # of a GPU's time: more is another program, and not a screen
 _MOST_PROCESSES = 16  # that are timed at once
 _DAY = 86400
 
@@ -61,7 +64,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
     `log` gets a line before seconds go by. Raises ValueError for what cannot be placed, or measured.
     """
     if config.cost == "figures":
-        return predicted_costs(config, profile, None if config.dry_run else machine_rates(config, log))
+        return predicted_costs(config, profile, machine_rates(config, log))
     if torchrun() is not None:
         raise ValueError(
             f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
@@ -73,10 +76,10 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
     placement = make_placement(_without_limit(config), profile)
 
     def work() -> dict[str, Any]:
-        return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS))
+        return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS, apart=False))
 
     line = f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost})"
-    facts = _layer_facts(config, placement, profile, samples)
+    facts = _layer_facts(config, profile, samples)
     try:
         found, _ = _timed("costs", facts, line, log, work, anew=config.cost == "measured_anew")
     except ValueError as error:
@@ -84,7 +87,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
             "micro_batches"
         ) from None
-    times = LayerTimes(**found)
+    times = LayerTimes(**found | {"figures": Figures(**found["figures"])})
     at_once = placement.processes_here if placement.distributed else place(config).at_once
     return measured_costs(profile, mean, at_once, times)
 
@@ -92,14 +95,11 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
 def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
     """How fast the processes of `config` compute on this machine; None where `hardware` says it, or a data sheet.
 
-    Departs from the paper: its estimate of a layer is FLOPs alone.
+    Of different GPUs the slowest counts, and of the links between them. Departs from the paper: its estimate of a layer
+    is FLOPs alone.
     """
-    hardware, devices = config.hardware, place(config)
-    given = {hardware.tflops, hardware.memory_gb_per_second, hardware.operation_microseconds} != {None}
-    if hardware.name != "auto" or given or devices.stages[0] != "cpu" or torchrun() is not None:
-        return None
-    rates = _timed_machine(_reference(config, devices), log)
-    if rates is None:
+    hardware = config.hardware
+    if not times_machine(config) or (rates := _timed_machine(_reference(config), log)) is None:
         return None
     if hardware.link_microseconds is not None:
         rates = replace(rates, link_seconds=hardware.link_microseconds * 1e-6)
@@ -108,33 +108,44 @@ def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
     return rates
 
 
+def times_machine(config: TrainConfig) -> bool:
+    """Whether a plan of `config` by figures is one by those of this machine."""
+    hardware = config.hardware
+    given = {hardware.tflops, hardware.memory_gb_per_second, hardware.operation_microseconds} != {None}
+    return hardware.name == "auto" and not given and torchrun() is None and not config.dry_run
+
+
 @lru_cache
 def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     """How fast the processes of `reference` are, if that can be timed; looked up once for each command."""
-    processes, threads = reference.partitions, reference.threads
-    assert threads is not None
-    facts = _machine_facts("cpu", processes, threads, memory_format_of(reference), reference.precision)
+    facts = _machine_facts(reference)
     line = "timing this machine for a few seconds (hardware=auto)"
     try:
         found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
     except (ValueError, OSError) as error:  # what cannot be timed may still be trained
-        log(f"this machine cannot be timed ({one_line(error)}); predicting by the figures of hardware=cpu")
+        log(f"this machine cannot be timed ({one_line(error)}); predicting by a data sheet")
         return None
     age = abs(time.time() - at)
     when = "just now" if age < 60 else f"{duration(age)} ago" if age < 2 * _DAY else f"{age / _DAY:.0f} days ago"
-    directions = {name: Rates(**found[name]) for name in ("forward", "graph", "backward")}
-    return DeviceRates(**found | directions | {"source": f"hardware=auto: this machine, timed {when}"})
+    names = list(dict.fromkeys(gpu["name"] for gpu in facts["gpus"]))
+    what = f"the slowest of {', '.join(names)}" if names[1:] else "".join(names) or "this machine"
+    parts = {name: Rates(**found[name]) for name in ("forward", "graph", "backward")}
+    figures = Figures(**found["figures"])
+    return DeviceRates(**found | parts | {"figures": figures, "source": f"hardware=auto: {what}, timed {when}"})
 
 
 def _time_machine(reference: TrainConfig) -> dict[str, Any]:
     """Times the reference layers and fits rates to them, as values that JSON can hold."""
-    samples = reference_layers.SAMPLES
+    samples = reference.batch_size
+    assert samples is not None
     profile = profile_model(reference)
     placement = make_placement(reference, profile)
-    times = _measure(reference, profile, placement, samples, _REFERENCE_SECONDS)
+    times = _measure(reference, profile, placement, samples, _REFERENCE_SECONDS, apart=True)
     works = ([cost.forward for cost in profile.costs],) * 2 + ([cost.backward for cost in profile.costs],)
+    figures = None if placement.devices[0] == "cpu" else times.figures
     forward, graph, backward = (
-        fit_rates(work, [layer[direction] for layer in times.alone], samples) for direction, work in enumerate(works)
+        fit_rates(work, [layer[direction] for layer in times.alone], samples, figures)
+        for direction, work in enumerate(works)
     )
     sheet = rates_of_sheet(load_hardware("cpu"), 1)  # of the link, where one process was timed alone
     latency, bandwidth = times.link or (sheet.link_seconds, 1 / sheet.link_byte_seconds)
@@ -149,27 +160,36 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         tensor_seconds=times.set_up / sum(weights.tensors for weights in profile.weights),
         slowdown=times.slowdown,
         together=placement.processes,
+        figures=times.figures,
     )
     return asdict(rates)
 
 
-def _reference(config: TrainConfig, devices: Devices) -> TrainConfig:
-    """As many processes as those of `config` that compute at the same time, of as many threads; all else that matters
-    is the same for any configuration. A power of two, at most 16: how much others slow each other down lies between."""
-    at_once = min(1 + devices.owners[-1], max(1, usable_cores() // devices.threads), _MOST_PROCESSES)
-    layers = CustomConfig("custom", f"{reference_layers.__name__}:layers", None, None)
+def _reference(config: TrainConfig) -> TrainConfig:
+    """As many processes as those of `config` that compute at the same time, of as many threads, or one on as many GPUs;
+    all else that matters is the same for any configuration. At most 16 processes, and on a CPU a power of two: how much
+    others slow each other down lies between."""
+    devices = place(config)
+    processes = min(devices.owners[-1] + 1, _MOST_PROCESSES)
+    if gpus := _gpus(devices):
+        partitions, made = processes if devices.distributed else len(gpus), reference_layers.layers_for_gpu
+    else:
+        at_once = min(processes, max(1, usable_cores() // devices.threads))
+        partitions, made = 2 ** (at_once.bit_length() - 1), reference_layers.layers
+    layers = CustomConfig("custom", f"{reference_layers.__name__}:{made.__name__}", None, None)
+    samples = reference_layers.samples_for(min((gpu.memory_bytes for gpu in gpus.values()), default=None))
     augmentation = AugmentationConfig(None, False, 0, 0)
     images = ImagesConfig(
         "synthetic_images", reference_layers.IMAGE_SIZE, reference_layers.CLASSES, augmentation,
-        train_samples=reference_layers.SAMPLES, test_samples=1,
+        train_samples=samples, test_samples=1,
     )  # fmt: skip
     return replace(
         config,
-        partitions=2 ** (at_once.bit_length() - 1), stages_per_process=None,
-        micro_batches=1, schedule="gpipe", recompute="never", executor="auto", partition=PartitionConfig(None),
-        batch_size=reference_layers.SAMPLES, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
+        partitions=partitions, executor="auto" if devices.distributed else "in_process", stages_per_process=None,
+        micro_batches=1, schedule="gpipe", recompute="never", partition=PartitionConfig(None),
+        batch_size=samples, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
         init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=devices.threads,
-        cost="figures", hardware=load_hardware("cpu"), model=layers, dataset=images,
+        cost="figures", hardware=load_hardware("auto"), model=layers, dataset=images,
         optimizer=SGDConfig("sgd", 0.0, False, 0.0),
     )  # fmt: skip
 
@@ -208,27 +228,37 @@ def _probe() -> float:
 
 
 def _measure(
-    config: TrainConfig, profile: ModelProfile, placement: Placement, samples: int, seconds: float
+    config: TrainConfig, profile: ModelProfile, placement: Placement, samples: int, seconds: float, *, apart: bool
 ) -> LayerTimes:
-    """What the workers of `placement` report of the layers (`layer_benchmark.measure`)."""
+    """What the workers of `placement` report of the layers (`layer_benchmark.measure`): of different GPUs the slowest
+    times, as a step waits for all of them."""
     parts = _segments(config, profile, samples, placement)
     partition = replace(config.partition, balance=parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
-    task = partial(measure, config, placement, make_placement(one, profile), samples, seconds)
+    segments = make_placement(one, profile)
     found: list[object] = []
-    failure = run_task(task, placement, config.timeout_seconds, found.append)
-    if failure is not None:
-        raise ValueError(failure.text)
-    (times,) = found
-    assert isinstance(times, LayerTimes)
-    return times
+    for placed in _each_kind_first(placement):
+        task = partial(measure, config, placed, segments, samples, seconds, apart)
+        failure = run_task(task, placed, config.timeout_seconds, found.append)
+        if failure is not None:
+            raise ValueError(failure.text)
+    times = [one for one in found if isinstance(one, LayerTimes)]
+    return max(times, key=lambda one: sum(map(sum, one.alone)))
+
+
+def _each_kind_first(placement: Placement) -> Iterator[Placement]:
+    """The same with a GPU of each kind in the place of the first one, where layers are timed."""
+    first, kinds = placement.devices[0], {gpu_of(device): device for device in reversed(placement.devices)}
+    for device in reversed(kinds.values()):
+        swapped = {first: device, device: first}
+        yield replace(placement, devices=tuple(swapped.get(one, one) for one in placement.devices))
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
     """Numbers of consecutive layers that a device can hold at a time, each with at least one layer: they get half of
     it, as more than one process may measure."""
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
-    limit = resolved(config.hardware, placement.devices[0]).memory_gib
+    limit = resolved(config.hardware, placement.devices).memory_gib
     available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.processes_here
     segments, held = [0], 0
     for at, w in enumerate(profile.weights):
@@ -246,35 +276,35 @@ def _without_limit(config: TrainConfig) -> TrainConfig:
     return replace(config, recompute="never", hardware=replace(config.hardware, memory_gib=None))
 
 
-def _machine_facts(
-    device: str, processes: int, threads: int | None, memory_format: str, precision: str
-) -> dict[str, Any]:
+def _machine_facts(config: TrainConfig) -> dict[str, Any]:
     """What the speed of processes on this machine depends on."""
+    devices = place(config)
+    gpus = _gpus(devices)
     return {
         "version": _VERSION,
         "torch": metadata.version("torch"),
         "machine": [cpu_model(), usable_cores()],
-        "device": device,
-        "processes": processes,
-        "threads": threads,
-        "memory_format": memory_format,
-        "precision": precision,
+        "gpus": [asdict(gpu) for gpu in gpus.values()],
+        "driver": driver_version() if gpus else None,
+        "deterministic": config.deterministic if gpus else None,  # which of their algorithms are used
+        "processes": devices.owners[-1] + 1,
+        "threads": devices.threads,
+        "memory_format": memory_format_of(config),
+        "precision": config.precision,
     }
 
 
-def _layer_facts(config: TrainConfig, placement: Placement, profile: ModelProfile, samples: int) -> dict[str, Any]:
+def _gpus(devices: Devices) -> dict[str, Gpu]:
+    """By device; {} for CPUs."""
+    return {device: gpu for device in devices.stages if (gpu := gpu_of(device)) is not None}
+
+
+def _layer_facts(config: TrainConfig, profile: ModelProfile, samples: int) -> dict[str, Any]:
     """What the seconds of the layers of a model depend on."""
     settings = asdict(config)
-    gpu = None if placement.devices[0] == "cpu" else first_gpu()
     return {
         **{key: settings[key] for key in _DECISIVE},
-        **_machine_facts(
-            "cpu" if gpu is None else gpu.name,
-            placement.processes,
-            placement.threads,
-            placement.memory_format,
-            placement.precision,
-        ),
+        **_machine_facts(config),
         "samples": samples,
         "lengths": profile.lengths,
         "layers": [[cost.name, cost.parameters, cost.forward.flops, cost.backward.flops] for cost in profile.costs],
@@ -285,7 +315,7 @@ def _timed(
     kind: str, facts: Mapping[str, Any], line: str, log: Log, work: Callable[[], dict[str, Any]], *, anew: bool = False
 ) -> tuple[dict[str, Any], float]:
     """What `work` finds, and the time.time() of it; or what a file remembers: of layers always, so that a plan and the
-    training after it have one cut, of the machine if it is as fast as it was.
+    training after it have one cut, of a CPU if it is as fast as it was, of GPUs if nobody else used them.
 
     The file's name is a digest of `facts`; `log` gets the line before anything is timed. Raises what `work` raises.
     """
@@ -295,9 +325,14 @@ def _timed(
         folder = temporary_folder()
     file = folder / kind / f"{digest_of('layer seconds', facts)}.json"
     remembered = None if anew else _remembered(file)
-    if remembered is None or (kind == "hardware" and _drifted(remembered["probe_seconds"])):
+    machine, gpus = kind == "hardware", len(facts["gpus"])
+    if remembered is None or (machine and not gpus and _drifted(remembered["probe_seconds"])):
         log(f"{line}{'' if remembered is None else '; the speed of the machine has changed'} ...")
+        busy = max(map(busy_share, range(gpus)), default=0.0)
         remembered = {"found": work(), "probe_seconds": _probe(), "at": time.time()}
+        if machine and busy > _BUSY_SHARE:
+            log(f"not remembered for the next time: another program kept a GPU busy ({percent(busy)} of the time)")
+            return remembered["found"], remembered["at"]
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps([remembered, digest_of("what was timed", remembered)]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.config.settings import TrainConfig, to_yaml
-from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.launch.machine_timing import step_costs, times_machine
 from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
@@ -56,10 +56,10 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:
     """Raises ValueError if a plan by figures cannot be made, for want of one."""
-    hardware = resolved(config.hardware, place(config).stages[0])
+    hardware = resolved(config.hardware, place(config).stages)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
-    if config.cost == "figures" and missing:
+    if config.cost == "figures" and missing and not times_machine(config):
         what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
         raise ValueError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "

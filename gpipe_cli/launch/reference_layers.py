@@ -1,10 +1,11 @@
 """Layers that a device is timed with: blocks of the models that come with gpipe, and each kind of operation alone, on
 much data and on little.
 
-They are small enough to be timed in a few seconds. What a device takes for an operation, for a FLOP and for a byte
-follows from the seconds of all of them (`device_rates.py`).
+They are small enough to be timed in a few seconds, and on a GPU large enough to keep it busy. What a device takes for
+an operation, for a FLOP and for a byte follows from the seconds of all of them (`device_rates.py`).
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,17 @@ from torch import nn
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer import SelfAttentionLayer
 
-IMAGE_SIZE, CLASSES, SAMPLES = 32, 10, 8
+IMAGE_SIZE, CLASSES = 32, 10
+
+
+def samples_for(gpu_bytes: int | None) -> int:
+    """Of a micro-batch; on a GPU the more, the larger its memory: then it is fast, too."""
+    return 8 if gpu_bytes is None else min(256, max(64, 2 ** round(math.log2(gpu_bytes / 2**28))))
+
+
+def layers_for_gpu() -> nn.Sequential:
+    """The same with as many channels as fill one."""
+    return layers(wide=192, width=1024)
 
 
 class _Apply(nn.Module):
@@ -29,9 +40,10 @@ class _Apply(nn.Module):
         return self.function(x)
 
 
-def layers() -> nn.Sequential:
-    """For images (N, 3, 32, 32), a tenth of a GFLOP a sample; returns logits (N, 10)."""
-    wide, narrow, few, width = 48, 16, 4, 128
+def layers(wide: int = 48, width: int = 128) -> nn.Sequential:
+    """For images (N, 3, 32, 32), a tenth of a GFLOP a sample, and more with more channels than `wide` or numbers of a
+    token than `width`; returns logits (N, 10)."""
+    narrow, few = 16, 4
 
     def several(make: Callable[[], nn.Module], count: int = 4) -> nn.Sequential:
         return nn.Sequential(*(make() for _ in range(count)))

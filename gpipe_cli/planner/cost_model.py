@@ -11,7 +11,7 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
+from gpipe_cli.planner.device_rates import Basis, DeviceRates, Figures, rates_of_sheet
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import mean_micro_batch
@@ -38,6 +38,7 @@ class StepCosts:
     edges: tuple[EdgeCost, ...]  # over each of the L - 1 places where a cut may be
     slowdown: tuple[float, ...]  # of a device while 1, 2, ... of them compute; empty: none
     set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
+    figures: Figures | None = None  # of a device that was timed
     weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
 
 
@@ -50,7 +51,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
     devices = place(config)
     costs = costs_by_rates(
         profile,
-        rates or rates_of_sheet(resolved(config.hardware, devices.stages[0]), devices.threads, config.precision),
+        rates or rates_of_sheet(resolved(config.hardware, devices.stages), devices.threads, config.precision),
         mean_micro_batch(config, profile.lengths),
         at_once=devices.at_once,
         linked=len(set(devices.turns)) > 1,
@@ -92,6 +93,7 @@ def costs_by_rates(
         _edge_costs(profile, samples, latency, per_byte),
         slowdowns(at_once, len(layers), rates.slowdown, rates.together),
         rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
+        rates.figures,
     )
 
 
@@ -136,6 +138,7 @@ class LayerTimes:
     updates: list[float]  # of each layer's weights
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
+    figures: Figures | None = None  # of the device
 
     @property
     def slowdown(self) -> float:
@@ -154,4 +157,4 @@ def measured_costs(profile: ModelProfile, samples: float, at_once: int, times: L
     latency, bandwidth = times.link or (0.0, 0.0)
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
-    return StepCosts(source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up)
+    return StepCosts(source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, times.figures)

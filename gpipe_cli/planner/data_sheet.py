@@ -1,5 +1,6 @@
-"""Which data sheet holds for the device at hand."""
+"""Which data sheet holds for the devices at hand."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -23,23 +24,28 @@ _SHEETS = (
     ("T4", 0, "t4"),
     ("V100", 0, "v100"),
 )
+# Of a GPU's memory, for CUDA's context and the code and workspaces of its libraries; the choice is ours.
+_LIBRARIES_GIB = 1.0
 
 
-def resolved(hardware: HardwareConfig, device: str) -> HardwareConfig:
-    """`auto` becomes the data sheet of the device at hand, if there is one; what is given stays.
+def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig:
+    """`auto` becomes the data sheet of the devices at hand, if there is one; what is given stays.
 
-    `device` is `cpu` or a CUDA device. Of a GPU that has no file everything that was not given stays None.
+    `devices` are `cpu` or CUDA devices: of different GPUs the slowest, and the smallest memory, as a step waits for all
+    of them. Of a GPU that has no file everything but its memory that was not given stays None.
     """
     if hardware.name != "auto":
         return hardware
-    gpu = None if device == "cpu" else first_gpu()
-    name = "cpu" if device == "cpu" else gpu and sheet_of(gpu)
+    gpus = [gpu for device in dict.fromkeys(devices) if (gpu := gpu_of(device)) is not None]
+    names = [sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
+    sheets = [load_hardware(name) if name else hardware for name in names]
+    slowest = min(sheets, key=lambda sheet: sheet.tflops or 0.0)
     given = {
         f.name: value for f in fields(hardware) if f.name != "name" and (value := getattr(hardware, f.name)) is not None
     }
-    if gpu is not None:
-        given = {"memory_gib": gpu.memory_bytes / 2**30} | given
-    return replace(load_hardware(name) if name else hardware, **given)
+    if gpus:
+        given = {"memory_gib": min(gpu.memory_bytes for gpu in gpus) / 2**30 - _LIBRARIES_GIB} | given
+    return replace(slowest, **given)
 
 
 def sheet_of(gpu: Gpu) -> str | None:
@@ -49,8 +55,10 @@ def sheet_of(gpu: Gpu) -> str | None:
     return next(fitting, None)
 
 
-def first_gpu() -> Gpu | None:
-    return next(iter(usable_gpus()), None)
+def gpu_of(device: str) -> Gpu | None:
+    """None for `cpu`, and where no driver knows one; of a GPU on another machine one here, as all have as many."""
+    gpus = usable_gpus() if device != "cpu" else ()
+    return gpus[int(device.partition(":")[2]) % len(gpus)] if gpus else None
 
 
 def number_of_gpus(config: TrainConfig) -> int:

@@ -22,6 +22,19 @@ CONVOLUTIONS = COMPUTING[1:]
 # the short ones, which tell what it takes to begin, count too.
 _RELATIVE = 0.75
 _LEAST_SECONDS = 2e-6  # shorter times are noise of the clock
+_ROUNDS = 10  # of a fit that finds out which layers wait for the host
+_TRUST = 0.003  # in the figures of a device, beside what the layer that tells most says of a rate
+_LAUNCHES, _WORKS = slice(1, 1 + len(OperationKind)), slice(1 + len(OperationKind), None)  # of `_features`
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a device reaches in one operation, again and again, at the precision of a run: a data sheet of its own."""
+
+    product_flops_per_second: float
+    convolution_flops_per_second: float
+    copied_bytes_per_second: float  # read and written
+    launch_seconds: float  # of each of many operations in a row that do next to nothing
 
 
 # Where seconds come from: the data sheet of the device; that of another one, as there is none (then they tell layers
@@ -39,17 +52,19 @@ class Rates:
     byte: Mapping[OperationKind, float] = field(default_factory=dict)
     weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a kind that is missing: as any byte
     overlap: bool = False  # it computes and moves bytes at the same time
+    launched: bool = False  # it works while the host launches what comes next: what takes longer counts
 
     def seconds(self, work: Work, samples: float) -> float:
         """Of a micro-batch of so many samples."""
-        total = self.layer if work.by_kind else 0.0
+        beginning = self.layer if work.by_kind else 0.0
+        working = 0.0
         for kind, each in work.by_kind.items():
             byte = self.byte.get(kind, 0.0)
             computing = each.flops * samples * self.flop.get(kind, 0.0)
             moving = each.bytes * samples * byte + each.fixed_bytes * self.weight_byte.get(kind, byte)
-            total += each.count * self.operation.get(kind, 0.0)
-            total += max(computing, moving) if self.overlap else computing + moving
-        return total
+            beginning += each.count * self.operation.get(kind, 0.0)
+            working += max(computing, moving) if self.overlap else computing + moving
+        return max(beginning, working) if self.launched else beginning + working
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ class DeviceRates:
     tensor_seconds: float = 0.0  # once a step for each trained tensor, beside its update
     slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
     together: int = 1
+    figures: Figures | None = None  # where they were timed
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
@@ -96,8 +112,12 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
     )
 
 
-def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int) -> Rates:
-    """The rates that come closest to the seconds of layers; none is below zero."""
+def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, figures: Figures | None = None) -> Rates:
+    """The rates that come closest to the seconds of layers; none is below zero.
+
+    `figures`: of a device that works while its host launches what comes next, here timed with a wait after each layer.
+    Then a layer tells only of what took longer, and rates that no layer tells of follow from the figures.
+    """
     from scipy.optimize import nnls  # here, as importing it takes a fifth of a second
 
     kinds = tuple(OperationKind)
@@ -105,23 +125,50 @@ def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int) -> 
         (_features(work, samples), taken) for work, taken in zip(works, seconds, strict=True) if taken > _LEAST_SECONDS
     ]
     matrix, taken = (np.array(values) for values in zip(*timed, strict=True))
-    scale = matrix.max(axis=0)
-    scale[scale == 0] = 1.0
     counts = taken**-_RELATIVE
-    found, _ = nnls(matrix / scale * counts[:, None], taken * counts, maxiter=100 * matrix.shape[1])
-    found *= taken.sum() / (matrix / scale @ found).sum()  # what minimises shares is too little on the whole
+    if figures is None:
+        scale = matrix.max(axis=0)
+        scale[scale == 0] = 1.0
+        rows = matrix / scale
+        found, _ = nnls(rows * counts[:, None], taken * counts, maxiter=100 * matrix.shape[1])
+    else:
+        scale = 1 / np.array(_expected(figures))
+        matrix = matrix / scale
+        found = np.ones(len(scale))
+        for _ in range(_ROUNDS):
+            launching = matrix[:, _LAUNCHES] @ found[_LAUNCHES] > matrix[:, _WORKS] @ found[_WORKS]
+            rows = matrix.copy()
+            rows[launching, _WORKS] = 0.0
+            rows[~launching, _LAUNCHES] = 0.0
+            weighted = rows * counts[:, None]
+            trust = _TRUST * np.linalg.norm(weighted, axis=0).max()
+            weighted = np.vstack([weighted, trust * np.eye(len(scale))])
+            aims = np.concatenate([taken * counts, np.full(len(scale), trust)])
+            found, _ = nnls(weighted, aims, maxiter=100 * len(scale))
+    found *= taken.sum() / (rows @ found).sum()  # what minimises shares is too little on the whole
     values = iter((found / scale).tolist())
     layer = next(values)
     operation, flop, byte = (dict(zip(of, values, strict=False)) for of in (kinds, COMPUTING, kinds))
     convolution, product = values
     weights = dict.fromkeys(CONVOLUTIONS, convolution) | {OperationKind.PRODUCT: product}
-    return Rates(layer, operation, flop, byte, weights)
+    return Rates(layer, operation, flop, byte, weights, launched=figures is not None)
 
 
 def _features(work: Work, samples: int) -> list[float]:
-    """What each of the rates of `fit_rates` is multiplied by."""
+    """What each of the rates of `fit_rates` is multiplied by: those of launching first."""
     of = {kind: work.by_kind.get(kind, Operations()) for kind in OperationKind}
     moved = [each.bytes * samples + (0.0 if kind in COMPUTING else each.fixed_bytes) for kind, each in of.items()]
     weights = sum(of[kind].fixed_bytes for kind in CONVOLUTIONS), of[OperationKind.PRODUCT].fixed_bytes
     flops = [of[kind].flops * samples for kind in COMPUTING]
     return [1.0 if work.by_kind else 0.0, *(each.count for each in of.values()), *flops, *moved, *weights]
+
+
+def _expected(figures: Figures) -> list[float]:
+    """The rates of `_features` by single operations."""
+    flops = [figures.product_flops_per_second, *[figures.convolution_flops_per_second] * len(CONVOLUTIONS)]
+    bytes_moved = len(OperationKind) + 2
+    return [
+        *[figures.launch_seconds] * (1 + len(OperationKind)),
+        *(1 / rate for rate in flops),
+        *[1 / figures.copied_bytes_per_second] * bytes_moved,
+    ]

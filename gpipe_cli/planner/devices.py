@@ -62,7 +62,7 @@ def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | N
         limit /= max(map(turns.count, turns))
     if limit is None and config.recompute == "auto":
         devices = devices or place(config)
-        limit = resolved(config.hardware, devices.stages[0]).memory_gib
+        limit = resolved(config.hardware, devices.stages).memory_gib
         if limit is None and devices.stages[0] == "cpu":
             limit = usable_memory_bytes() / 2**30
         if limit is None:

@@ -160,8 +160,8 @@ def _peak(config: TrainConfig, placement: Placement) -> tuple[float | None, str]
     The peak of a machine that the settings name but that is not here says nothing of what ran here.
     """
     hardware, device = config.hardware, placement.devices[0]
-    here = resolved(load_hardware("auto"), device).name  # auto: a GPU without a file
-    sheet = resolved(hardware, device)
+    here = resolved(load_hardware("auto"), placement.devices).name  # auto: a GPU without a file
+    sheet = resolved(hardware, placement.devices)
     if hardware.name not in ("auto", here) and (here != "auto" or device == "cpu"):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
     if sheet.peak_tflops is None:

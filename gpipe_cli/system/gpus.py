@@ -21,21 +21,13 @@ def usable_gpus() -> tuple[Gpu, ...]:
     """In CUDA's order; () without a driver. Where its library does not answer for all of them, CUDA itself is asked."""
     import pynvml
 
-    # CUDA counts the fastest first otherwise, and the library always by the bus
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-        setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if setting is None and any(map(_is_divided, handles)):
+        handles = _handles()
+        if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(_is_divided, handles)):
             return _gpus_of_cuda()  # which counts the parts, and not the whole
-        shown = [
-            handles[entry] if isinstance(entry, int) else pynvml.nvmlDeviceGetHandleByUUID(entry)
-            for entry in visible(setting, uuids)
-        ]
         return tuple(
-            Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)) for handle in shown
+            Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+            for handle in handles
         )
     except pynvml.NVMLError as error:
         no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
@@ -62,6 +54,43 @@ def _gpus_of_cuda() -> tuple[Gpu, ...]:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     return () if done.returncode else tuple(Gpu(*one) for one in json.loads(done.stdout))
+
+
+def driver_version() -> str:
+    """Where there are GPUs; "" if the driver's library does not say."""
+    import pynvml
+
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return ""
+
+
+def busy_share(number: int) -> float:
+    """For how much of the last second, or less, this one of `usable_gpus` had work, 0 to 1; 0 where its driver does not
+    say, as of a part of a GPU (MIG)."""
+    import pynvml
+
+    try:
+        return float(pynvml.nvmlDeviceGetUtilizationRates(_handles()[number]).gpu / 100)
+    except (pynvml.NVMLError, IndexError):
+        return 0.0
+
+
+@cache
+def _handles() -> tuple[Any, ...]:
+    """The library's, of the GPUs that CUDA shows, in its order."""
+    import pynvml
+
+    # CUDA counts the fastest first otherwise, and the library always by the bus
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    return tuple(
+        handles[entry] if isinstance(entry, int) else pynvml.nvmlDeviceGetHandleByUUID(entry)
+        for entry in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+    )
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[int | str]:

@@ -2,19 +2,29 @@
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import cache as cache_of
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from plan_runs import traced
-from training_runs import TINY, configure
+from training_runs import TINY, command, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.launch import machine_timing as timing
+from gpipe_cli.launch.layer_benchmark import slowest_copies
 from gpipe_cli.launch.machine_timing import step_costs
-from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind
+from gpipe_cli.planner import data_sheet
+from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
+from gpipe_cli.planner.device_rates import Figures, Rates
+from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.placement import Placement
+from gpipe_cli.system.gpus import Gpu
 
 
 @pytest.fixture(autouse=True)
@@ -107,17 +117,22 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert costs.basis == "timed_machine"
     assert len(lines) == len(list(remembered.iterdir())) == 1
+    assert costs.figures is not None
+    assert min(asdict(costs.figures).values()) > 0
     assert timed(replace(config, micro_batches=1), profile)[1] == []
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     monkeypatch.setattr(timing, "_PROBES_APART_SECONDS", 0)
     assert len(timed(config, profile)[1]) == 1, "it has become slower"
     assert len(list(remembered.iterdir())) == 1
-    # two processes are another machine than one alone; for a user without a home it is remembered in this command only
+    # two processes are another machine than one alone, and so is another precision; for a user without a home it is
+    # remembered in this command only
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
-    config = replace(config, partitions=2)
+    config = replace(config, partitions=2, precision="bfloat16")
     costs, lines = timed(config, profile)
+    assert costs.figures is not None
+    assert min(costs.figures.product_flops_per_second, costs.layers[0].backward) > 0
     assert min(edge.forward_seconds for edge in costs.edges) > 0
     assert "timing this machine" in lines[0]
     assert timed(config, profile)[1] == []
@@ -132,3 +147,96 @@ def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> Non
     _, lines = timed(config, traced(*TINY))
     assert lines == []
     assert not cache.parent.exists()
+
+
+def test_copies_within_a_process_are_links() -> None:
+    """Of two devices from one to the other; of one, through the host."""
+    latency, bandwidth = slowest_copies([torch.device("cpu")])
+    assert latency >= 0
+    assert bandwidth > 0
+
+
+# What stands in for GPUs: their names and memory, and the figures that workers on them would report.
+H100 = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
+OTHER = Gpu("NVIDIA of another day", 15_828_320_256)
+FIGURES = {H100: Figures(6e14, 4e14, 2.8e12, 4e-6), OTHER: Figures(6e13, 4e13, 2.8e11, 6e-6)}
+GPU_SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=auto"]
+
+
+def rates_of(gpu: Gpu) -> Rates:
+    figures = FIGURES[gpu]
+    return Rates(
+        2e-5,
+        dict.fromkeys(OperationKind, 1.3 * figures.launch_seconds),
+        dict.fromkeys(OperationKind, 1.3 / figures.convolution_flops_per_second),
+        dict.fromkeys(OperationKind, 1.3 / figures.copied_bytes_per_second),
+        launched=True,
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
+    """GPUs that there are not: only what workers on them would report is made up, by known rates."""
+    here = [H100, H100]
+    once = cache_of(profile_model)
+
+    def report(task: Any, placement: Placement, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
+        config, placed, segments, samples, _, apart = task.args
+        assert apart
+        assert placed == placement
+        profile, gpu = once(config), data_sheet.gpu_of(placement.devices[0])
+        assert gpu is not None
+        assert sum(map(len, segments.layer_names)) == len(profile.costs)
+        forward = [rates_of(gpu).seconds(cost.forward, samples) + 1e-5 for cost in profile.costs]
+        backward = [rates_of(gpu).seconds(cost.backward, samples) + 1e-5 for cost in profile.costs]
+        alone = list(zip(forward, forward, backward, strict=True))
+        on_message(LayerTimes(alone, alone, [1e-4] * len(alone), 1e-3, (1e-5, 3e11), FIGURES[gpu]))
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(data_sheet, "usable_gpus", lambda: here)
+    monkeypatch.setattr(timing, "driver_version", lambda: "600.1")
+    monkeypatch.setattr(timing, "busy_share", lambda number: 0.0)
+    monkeypatch.setattr(timing, "run_task", report)
+    monkeypatch.setattr(timing, "profile_model", once)
+    return here
+
+
+def test_gpus_are_timed_and_remembered(
+    cache: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remembered, settings = cache.parent / "hardware", [*GPU_SETTINGS, "precision=bfloat16", "recompute=auto"]
+    config, profile = configure(*settings, "partitions=2"), profile_model(configure(*settings, "partitions=2"))
+    costs, lines = timed(config, profile)
+    assert (len(lines), costs.basis, costs.figures) == (1, "timed_machine", FIGURES[H100])
+    assert costs.source == f"hardware=auto: {H100.name}, timed just now"
+    true = sum(rates_of(H100).seconds(cost.backward, 8 / 3) for cost in profile.costs)
+    assert sum(layer.backward for layer in costs.layers) == pytest.approx(true, rel=0.1)
+    sent = sum(tensor.bytes(3) for tensor in profile.costs[0].outputs) / 3 * 8 / 3
+    assert costs.edges[0].forward_seconds == pytest.approx(1e-5 + sent / 3e11)
+    assert memory_limit(config) == H100.memory_bytes - 2**30
+    # from the file, and by the command; a probe of the CPU says nothing of them
+    timing._timed_machine.cache_clear()
+    monkeypatch.setattr(timing, "_probe", lambda: 1.5)
+    assert timed(config, profile) == (costs, [])
+    folder = cache.parent / "plan"
+    assert command(monkeypatch, "plan", *settings, "partitions=2", f"output={folder}") == 0
+    output = capsys.readouterr().out
+    assert f"costs from   {costs.source}\n" in output
+    assert len(list(remembered.iterdir())) == 1
+    # another precision has figures of its own; while another program uses a GPU nothing is remembered
+    before, facts = timing._machine_facts(config), timing._machine_facts(replace(config, precision="tf32"))
+    assert [key for key in facts if facts[key] != before[key]] == ["precision"]
+    monkeypatch.setattr(timing, "busy_share", lambda number: 0.9 * number)
+    assert timing._timed("hardware", facts, "timing", lines.append, lambda: {"found": 1})[0] == {"found": 1}
+    assert "another program kept a GPU busy (90.0 % of the time)" in lines[-1]
+    assert len(list(remembered.iterdir())) == 1
+
+
+def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
+    gpus[1] = OTHER
+    config = configure(*GPU_SETTINGS, "partitions=2", "recompute=auto")
+    profile = profile_model(config)
+    costs, _ = timed(config, profile)
+    assert costs.figures == FIGURES[OTHER]
+    assert costs.source.startswith(f"hardware=auto: the slowest of {H100.name}, {OTHER.name}, timed")
+    assert memory_limit(config) == OTHER.memory_bytes - 2**30

@@ -12,7 +12,7 @@ from training_runs import configure
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
 from gpipe_cli.launch import reference_layers
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
@@ -25,7 +25,7 @@ from gpipe_cli.planner.cost_model import (
     predicted_costs,
     slowdowns,
 )
-from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Rates, fit_rates, rates_of_sheet
+from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Figures, Rates, fit_rates, rates_of_sheet
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.plan import make_plan
 
@@ -140,6 +140,7 @@ def test_the_reference_layers_tell_all_rates_of_a_device() -> None:
         model = reference_layers.layers()
     image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
     works = [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
+    samples = reference_layers.samples_for(None)
     draw = random.Random(1)
     for _ in range(5):
         byte = {kind: draw.uniform(0.5, 2.0) * 1e-10 for kind in OperationKind}
@@ -150,8 +151,44 @@ def test_the_reference_layers_tell_all_rates_of_a_device() -> None:
             byte,
             dict.fromkeys(CONVOLUTIONS, 3e-10) | {OperationKind.PRODUCT: 5e-11},
         )
-        seconds = [known.seconds(work, reference_layers.SAMPLES) for work in works]
-        found = fit_rates(works, seconds, reference_layers.SAMPLES)
+        seconds = [known.seconds(work, samples) for work in works]
+        found = fit_rates(works, seconds, samples)
         assert found.layer == pytest.approx(known.layer, rel=0.05)
         for table in ("operation", "flop", "byte", "weight_byte"):
             assert getattr(found, table) == pytest.approx(getattr(known, table), rel=0.05), table
+
+
+@pytest.mark.parametrize(
+    ("figures", "gpu_bytes"),
+    [
+        (Figures(5e14, 3e14, 2.7e12, 4e-6), 85_520_809_984),  # as of an H100 in bfloat16
+        (Figures(5e12, 4e12, 2.5e11, 6e-6), 15_828_320_256),  # and of a T4 in float32
+    ],
+)
+def test_the_rates_of_a_device_that_works_while_its_host_launches(figures: Figures, gpu_bytes: int) -> None:
+    """Of each layer alone only what takes longer is seen: what waits for the host, and what waits for the device, is
+    predicted of other layers all the same, though kinds of operations differ by half from single ones."""
+    with torch.device("meta"):
+        model = reference_layers.layers_for_gpu()
+    image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
+    works = [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
+    samples = reference_layers.samples_for(gpu_bytes)
+    draw = random.Random(1)
+    for _ in range(3):
+        flops, copied = figures.convolution_flops_per_second, figures.copied_bytes_per_second
+        launch, flop, byte = (
+            {kind: rate * draw.uniform(1.0, 1.5) for kind in OperationKind}
+            for rate in (figures.launch_seconds, 1 / flops, 1 / copied)
+        )
+        flop[OperationKind.PRODUCT] = 1.1 / figures.product_flops_per_second
+        known = Rates(2e-5, launch, flop, byte, overlap=True, launched=True)
+        waited = [1.5e-5 + known.seconds(work, samples) * draw.uniform(0.95, 1.05) for work in works]
+        found = fit_rates(works, waited, samples, figures)
+        for few in (2, 20_000):
+            true, predicted = (
+                sum(rates.seconds(cost.forward, few) for cost in traced().costs) for rates in (known, found)
+            )
+            assert predicted == pytest.approx(true, rel=0.2), few
+    launches = Rates(1e-5, {OperationKind.POOLING: 1e-5}, byte={OperationKind.POOLING: 1e-12}, launched=True)
+    pooling = Work({OperationKind.POOLING: Operations(3, bytes=1e9)})
+    assert [launches.seconds(pooling, few) for few in (0.01, 1)] == pytest.approx([4e-5, 1e-3])

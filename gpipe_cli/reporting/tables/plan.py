@@ -150,7 +150,7 @@ def _stages(profile: ModelProfile, plan: Plan, limit_bytes: int | None) -> tuple
 def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     """One device and one link of the machine that is planned for."""
     devices = place(config)
-    hardware = resolved(config.hardware, devices.stages[0])
+    hardware = resolved(config.hardware, devices.stages)
     timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
 
     def times(value: float | None, factor: float) -> float | None:
