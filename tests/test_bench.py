@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY, TINY, command, configure, of_type, train_here
 
 from gpipe_cli.commands import bench
+from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement, step_flops
 from gpipe_cli.reporting.run.result import read_result, write_result
@@ -229,6 +230,7 @@ def test_ends_of_a_cell() -> None:
 def test_the_peak_is_that_of_what_it_ran_on() -> None:
     """A plan may name any machine; this one is a CPU."""
     config = configure(*TINY, "hardware=tpu_v3", "partitions=1")
-    flops = step_flops(config, profile_model(config), make_placement(config))
+    profile = profile_model(config)
+    flops = step_flops(config, profile, make_placement(config), predicted_costs(config, profile))
     assert flops.peak_per_second is None
     assert "hardware=tpu_v3 is not what it ran on" in flops.peak_source

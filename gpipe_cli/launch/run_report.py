@@ -222,7 +222,7 @@ def _described(
         config=config,
         plan=prepared.plan,
         placement=placement,
-        flops=step_flops(config, prepared.profile, placement),
+        flops=step_flops(config, prepared.profile, placement, prepared.plan.costs),
         data=data,
         notes=(*data.notes, *notes, *prepared.notes),
         steps_per_epoch=steps_per_epoch,

@@ -13,8 +13,9 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute
-from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.device_rates import Figures
 from gpipe_cli.planner.devices import device_numbers, memory_limit, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, make_plan
@@ -141,10 +142,10 @@ class StepFlops:
         return None if rate is None else self.step / planned * rate
 
 
-def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement) -> StepFlops:
+def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement, costs: StepCosts) -> StepFlops:
     """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
     samples = mini_batch_samples(config, profile.lengths)
-    peak, source = _peak(config, placement)
+    peak, source = _peak(config, placement, costs.figures)
     return StepFlops(
         step=sum(cost.flops for cost in profile.costs) * samples,
         samples=samples,
@@ -154,23 +155,26 @@ def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement)
     )
 
 
-def _peak(config: TrainConfig, placement: Placement) -> tuple[float | None, str]:
+def _peak(config: TrainConfig, placement: Placement, figures: Figures | None) -> tuple[float | None, str]:
     """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
 
-    The peak of a machine that the settings name but that is not here says nothing of what ran here.
+    Of a GPU without a data sheet it is the speed of products that was timed. The peak of a machine that the settings
+    name but that is not here says nothing of what ran here.
     """
-    hardware, device = config.hardware, placement.devices[0]
+    hardware, on_cpu = config.hardware, placement.devices[0] == "cpu"
     here = resolved(load_hardware("auto"), placement.devices).name  # auto: a GPU without a file
     sheet = resolved(hardware, placement.devices)
-    if hardware.name not in ("auto", here) and (here != "auto" or device == "cpu"):
+    if hardware.name not in ("auto", here) and (here != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
-    if sheet.peak_tflops is None:
-        what = "this CPU" if device == "cpu" else "this GPU"
-        return None, f"the peak of {what} is not known; hardware.peak_tflops=... says it"
+    if sheet.peak_tflops is not None:
+        peak = sheet.peak_tflops * sheet.gain(config.precision)
+        given = sheet.peak_tflops != load_hardware(sheet.name).peak_tflops
+        source = "hardware.peak_tflops" if given else str(sheet.name)
+    elif figures is not None and not on_cpu:
+        peak, source = figures.product_flops_per_second / 1e12, "the measured product rate"
+    else:
+        return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
     # under torchrun machines count their GPUs from 0, each
-    distributed = placement.distributed and device != "cpu"
-    devices = placement.processes if distributed else len(set(placement.devices))
-    peak = sheet.peak_tflops * sheet.gain(config.precision)
-    given = sheet.peak_tflops != load_hardware(sheet.name).peak_tflops
-    each, name = f"{peak:g} TFLOP/s", "hardware.peak_tflops" if given else sheet.name
-    return peak * 1e12 * devices, f"{each} ({name})" if devices == 1 else f"{devices} x {each} ({name})"
+    devices = placement.processes if placement.distributed and not on_cpu else len(set(placement.devices))
+    each = f"{peak:.4g} TFLOP/s"
+    return peak * 1e12 * devices, f"{each} ({source})" if devices == 1 else f"{devices} x {each} ({source})"

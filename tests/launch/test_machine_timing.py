@@ -23,7 +23,7 @@ from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
 from gpipe_cli.planner.device_rates import Figures, Rates
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.placement import Placement, make_placement, step_flops
 from gpipe_cli.system.gpus import Gpu
 
 
@@ -222,6 +222,7 @@ def test_gpus_are_timed_and_remembered(
     assert command(monkeypatch, "plan", *settings, "partitions=2", f"output={folder}") == 0
     output = capsys.readouterr().out
     assert f"costs from   {costs.source}\n" in output
+    assert "products 600.0 TFLOP/s, convolutions 400.0 TFLOP/s" in output
     assert len(list(remembered.iterdir())) == 1
     # another precision has figures of its own; while another program uses a GPU nothing is remembered
     before, facts = timing._machine_facts(config), timing._machine_facts(replace(config, precision="tf32"))
@@ -233,6 +234,7 @@ def test_gpus_are_timed_and_remembered(
 
 
 def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
+    """Also where there is no data sheet for it: its products are what the MFU is a share of."""
     gpus[1] = OTHER
     config = configure(*GPU_SETTINGS, "partitions=2", "recompute=auto")
     profile = profile_model(config)
@@ -240,3 +242,6 @@ def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
     assert costs.figures == FIGURES[OTHER]
     assert costs.source.startswith(f"hardware=auto: the slowest of {H100.name}, {OTHER.name}, timed")
     assert memory_limit(config) == OTHER.memory_bytes - 2**30
+    flops = step_flops(config, profile, make_placement(config, profile), costs)
+    assert flops.peak_per_second == 2 * 6e13
+    assert flops.peak_source == "2 x 60 TFLOP/s (the measured product rate)"

@@ -152,6 +152,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     devices = place(config)
     hardware = resolved(config.hardware, devices.stages)
     timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
+    figures = plan.costs.figures
 
     def times(value: float | None, factor: float) -> float | None:
         return None if timed or value is None else value * factor
@@ -160,6 +161,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
         "name": hardware.name,
         "source": plan.costs.source,
         "flops_per_second": times(hardware.tflops, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
+        "timed": figures and asdict(figures),
         "memory_bytes": memory_limit(config, devices),
         "link_bytes_per_second": times(hardware.link_gb_per_second, 1e9),
         "link_latency_seconds": times(hardware.link_microseconds, 1e-6),
@@ -207,6 +209,11 @@ def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     if figures:
         yield "", ", ".join(figures)
     yield "costs from", hardware["source"]
+    if (timed := hardware["timed"]) is not None:
+        products, convolutions = (operations(timed[f"{each}_flops_per_second"]) for each in ("product", "convolution"))
+        yield "", f"products {products}FLOP/s, convolutions {convolutions}FLOP/s"
+        copies, launch = operations(timed["copied_bytes_per_second"]), 1e6 * timed["launch_seconds"]
+        yield "", f"copies {copies}B/s, {launch:.3g} us for an operation at least"
 
 
 def _outcome(plan: Facts) -> Iterator[tuple[str, str]]:
