@@ -179,4 +179,6 @@ _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     # (input, weight, bias, running mean, running variance, training, ...)
     _aten.native_batch_norm.default: lambda x, *more: _batch_norm_shapes(x, more[4]),
     _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),
+    # torch 2.9 has none of it for the meta device
+    _aten._weight_norm_interface_backward.default: lambda _, v, g, *__: (torch.empty_like(v), torch.empty_like(g)),
 }
