@@ -73,12 +73,14 @@ def test_recomputation_lowers_the_peak() -> None:
     assert always < never - activations / 2
 
 
-def test_the_command_trains_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_the_command_trains_on_the_device(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages on one device, K = 1 and K = 2: equal checkpoints, an honest name for the speed, and, though nobody
     waits for an event, a breakdown and a timeline."""
     for partitions in (1, 2):
         folder = tmp_path / str(partitions)
-        arguments = [*SETTINGS, *LIVELY, "executor=in_process", "epochs=2", f"partitions={partitions}"]
+        common = [*SETTINGS, *LIVELY, "executor=in_process", "epochs=2", f"precision={precision}"]
+        arguments = [*common, f"partitions={partitions}"]
         assert command(monkeypatch, "train", *arguments, f"run_folder={folder}") == 0
         result = read_result(folder)
         assert result["status"] == "completed"

@@ -5,11 +5,13 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
 SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu", "threads=1"]
@@ -36,8 +38,12 @@ PROGRAMS = {
     ),
     "simulated_table2": (["--cells=1", *SMALL, "model.filters=4", "partition.balance=null"], r"2   1 +1\.00 +1\.00 "),
     "gpu_acceptance": (
-        ["--device=cpu", "--parts=versions,links"],
-        r"\| versions \| torch \| .*\n(.*\n)+\| links \| 1f1b, K=2 .* \| yes \| (\d+) of \2 \|",
+        ["--device=cpu", "--parts=links"],
+        r"2 of 2 held\.\n(.*\n)+\| links \| 1f1b, K=2 .* \| yes \| (\d+) of \2 tensors",
+    ),
+    "gpu_speed": (
+        ["--device=cpu", "--only=factors", "--only=graphs"],
+        r"amoebanet, partitions=2 .* ms, .* x  \(published: 41\.1 .*(\n.*)+ 1 samples +F .* ms eager",
     ),
     "link_order": (
         ["--partitions=4", "--micro-batches=8"],
@@ -66,9 +72,14 @@ def test_every_program_is_run() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_measurement_runs(
-    name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str,
+    load: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     arguments, table = PROGRAMS[name]
+    monkeypatch.chdir(tmp_path)
     if name == "malformed_command_lines":  # changes its folder and environment, and ends the processes below it
         code = subprocess.run([sys.executable, FOLDER / f"{name}.py", *arguments], check=False).returncode
     else:
@@ -86,3 +97,12 @@ def test_a_peer_that_is_not_installed_is_one_line(
     assert load("side_by_side").main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "torchgpipe is not installed; pip install --no-deps torchgpipe==0.0.7" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")
+def test_a_part_that_dies_keeps_what_it_has_found(load: Callable[[str], Any], tmp_path: Path) -> None:
+    acceptance = load("gpu_acceptance")
+    *found, last = acceptance.perform("versions", acceptance.Setting("cuda", tmp_path), time.monotonic() + 60)
+    assert "torch, CUDA, cuDNN" in [row.what for row in found]
+    assert last.held is False
+    assert "code 1" in last.figures

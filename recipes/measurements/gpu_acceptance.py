@@ -1,8 +1,9 @@
-"""What holds on the GPU at hand, in ten parts that each have a time limit: all together less than nine minutes.
+"""What holds on the GPU at hand, in ten parts: all together less than nine minutes on one H100.
 
-Every part is a process of its own, so that one that hangs or dies costs its own rows only. Written as a table to the
-console (Markdown) and with every number to FOLDER/gpu_acceptance.json. Without a GPU, or with --device=cpu, the parts
-that need none run at a small size.
+Every part is a process of its own with a limit of its own, at which everything that it has started is killed, so that
+one that hangs or dies costs its own rows only. Where there is a GPU, parts whose seconds do not matter run at the same
+time. After each part FOLDER/gpu_acceptance.md, a table, and FOLDER/gpu_acceptance.json are written anew, so that they
+hold what is done if this is cut off. With --device=cpu every part runs at a tiny size, without what needs a GPU.
 
 Usage: python recipes/measurements/gpu_acceptance.py [--device cuda|cpu] [--parts versions,check,...] [--folder FOLDER]
 """
@@ -17,16 +18,34 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import gpu_speed
+import gpu_workers
+import torch
+from hydra import compose, initialize_config_module
 from runs import AMOEBANET, command_line
+
+from gpipe_cli.config.settings import TrainConfig, from_tree, load_hardware
+from gpipe_cli.launch.machine_timing import machine_rates
+from gpipe_cli.launch.supervisor import run_task
+from gpipe_cli.planner.data_sheet import sheet_of
+from gpipe_cli.planner.device_rates import DeviceRates
+from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.system.gpus import usable_gpus
+from gpipe_cli.system.machine import cpu_model, usable_cores
 
 HERE = Path(__file__)
 ROOT = HERE.parents[2]
+ALL_SECONDS = 525  # of all parts; the machine is lent for minutes
 TINY = ["model.normal_cells=3", "model.filters=8", "dataset=synthetic_images", "dataset.image_size=16",
         "dataset.num_classes=4", "dataset.train_samples=32", "dataset.test_samples=8", "batch_size=8",
         "micro_batches=4", "data_workers=0"]  # fmt: skip
@@ -34,7 +53,7 @@ TEXT = ["model=transformer_lm", "model.layers=4", "model.width=64", "model.hidde
         "model.length=32", "dataset=synthetic_text", "dataset.vocabulary=1000", "dataset.train_samples=64",
         "dataset.test_samples=8", "batch_tokens=null", "batch_size=16", "data_workers=0"]  # fmt: skip
 TRANSLATION = ["model=transformer_nmt", "batch_tokens=512", "dataset.train_samples=64", "dataset.test_samples=8"]
-RESNET = ["model=resnet", "model.depth=18", *TINY[2:]]
+TIMM = ["model=timm", "model.name=convnext_atto", *TINY[2:3], "dataset.image_size=64", *TINY[4:]]
 
 
 @dataclass(frozen=True)
@@ -43,11 +62,15 @@ class Row:
     what: str
     held: bool | None  # None: a figure, nothing to hold
     figures: str
+    published: str = ""  # torchgpipe's
+
+
+Found = Iterator[tuple[str, bool | None, str] | tuple[str, bool | None, str, str]]  # a row without its part
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs."""
+    """Where a part runs, and the folder for its files."""
 
     device: str
     folder: Path
@@ -56,252 +79,346 @@ class Setting:
     def gpu(self) -> bool:
         return self.device == "cuda"
 
-    def gpipe(self, *arguments: str, seconds: float = 240) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "gpipe_cli", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=self.folder, timeout=seconds, env=environment()
-        )
-
-    def run(self, command: str, name: str, *settings: str) -> dict[str, Any]:
-        """The result.json of a command that must not fail."""
+    def new_folder(self, name: str) -> Path:
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
-        hardware = [] if self.gpu else ["hardware=cpu", "threads=1"]
-        done = self.gpipe(command, *settings, f"device={self.device}", *hardware, f"run_folder={folder}")
+        return folder
+
+    def gpipe(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "gpipe_cli", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=self.folder, env=environment() | variables, check=False
+        )
+
+    def run(self, command: str, name: str, *settings: str, hardware: str = "auto") -> dict[str, Any]:
+        """The result.json of a command that must not fail."""
+        folder = self.new_folder(name)
+        machine = [f"device={self.device}", *([f"hardware={hardware}"] if self.gpu else ["hardware=cpu", "threads=1"])]
+        done = self.gpipe(command, *settings, *machine, f"run_folder={folder}")
         if done.returncode:
-            raise RuntimeError(f"gpipe {command} {' '.join(settings)}: {done.stderr.strip()[-400:]}")
+            raise RuntimeError(f"gpipe {command} {' '.join(settings)}: {last_line(done.stderr)}")
         found: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return found
 
+    def work(self, name: str, task: Callable[..., None], *settings: str, processes: int = 1) -> Path:
+        """The folder in which the workers of a training have done `task`, `processes` of them on one device.
 
-Found = Iterator[tuple[str, bool | None, str]]
+        Raises RuntimeError with their failure.
+        """
+        folder = self.new_folder(name)
+        folder.mkdir()
+        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+            tree = compose("train", [*settings, f"device={self.device}", "hardware=cpu", "threads=1"])
+        config = from_tree(TrainConfig, tree)
+        placement = make_placement(replace(config, executor="in_process"))
+        if processes > 1:
+            stages = range(placement.partitions)
+            placement = replace(placement, owners=tuple(k * processes // placement.partitions for k in stages))
+        failure = run_task(partial(task, config, placement, folder), placement, 60.0, lambda message: None)
+        if failure is not None:
+            raise RuntimeError(failure.text)
+        return folder
 
 
 def environment() -> dict[str, str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def versions(setting: Setting) -> Found:
-    """1. What this is."""
-    import torch
-
-    from gpipe_cli.planner.data_sheet import sheet_of
-    from gpipe_cli.system.gpus import usable_gpus
-    from gpipe_cli.system.machine import cpu_model, usable_cores
-
-    yield (
-        "torch",
-        None,
-        f"{torch.__version__}, Python {sys.version.split()[0]}, {usable_cores()} cores of {cpu_model()}",
-    )
+    """1. What this is, how fast it is alone, and what is missing."""
+    yield "Python, cores", None, f"{sys.version.split()[0]}, {usable_cores()} cores of {cpu_model()}"
+    yield "torch, CUDA, cuDNN", None, f"{torch.__version__}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    missing = [name for name in (re.split(r"[<>=\s]", one)[0] for one in needed) if not installed(name)]
+    yield "dependencies", not missing, f"{len(needed)}, missing: {', '.join(missing) or 'none'}"
     gpus = usable_gpus()
     if setting.gpu:
+        import pynvml
+
         yield "NCCL", None, ".".join(map(str, torch.cuda.nccl.version()))
+        yield "driver, NVML", None, f"{pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlSystemGetNVMLVersion()}"
         yield "GPUs by NVML as by torch", len(gpus) == torch.cuda.device_count(), f"{len(gpus)}"
     for gpu in gpus:
-        yield gpu.name, sheet_of(gpu) is not None, f"{gpu.memory_bytes / 2**30:.1f} GiB, data sheet {sheet_of(gpu)}"
+        sheet = sheet_of(gpu)
+        yield gpu.name, sheet is not None, f"{gpu.memory_bytes / 2**30:.1f} GiB, data sheet {sheet}"
+        if sheet is not None:
+            yield f"hardware={sheet}", None, str(load_hardware(sheet))
+    yield from own_rates(setting)
+    # what other parts look up then
+    for precision in ("float32", "tf32", "bfloat16") if setting.gpu else ("float32",):
+        job = gpu_speed.training([*TINY, f"device={setting.device}", f"precision={precision}"])
+        yield f"hardware=auto, {precision}", None, shown_rates(machine_rates(job, lambda line: None))
+
+
+def shown_rates(rates: DeviceRates | None) -> str:
+    if rates is None:
+        return "not measured on this device"
+    of = rates.forward
+    speeds = [f"{kind.value} {1e-12 / seconds:.2f} TFLOP/s" for kind, seconds in of.flop.items() if seconds]
+    moved = [f"{kind.value} {1e-9 / seconds:.0f} GB/s" for kind, seconds in of.byte.items() if seconds]
+    begun = [f"{kind.value} {1e6 * seconds:.1f} us" for kind, seconds in of.operation.items() if seconds]
+    bandwidth = 1e-9 / rates.link_byte_seconds if rates.link_byte_seconds else float("inf")
+    link = f"link {1e6 * rates.link_seconds:.1f} us, {bandwidth:.1f} GB/s"
+    return f"forward: {', '.join(speeds + moved + begun)}; {link}"
+
+
+def installed(name: str) -> bool:
+    with suppress(metadata.PackageNotFoundError):
+        metadata.version(name)
+        return True
+    return False
+
+
+def own_rates(setting: Setting) -> Found:
+    """What the device does at its best, to hold the calibration against."""
+    device = torch.device(setting.device)
+    side = 8192 if setting.gpu else 128
+    for precision in ("float32", "tf32", "bfloat16") if setting.gpu else ("float32", "bfloat16"):
+        if setting.gpu:
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        seconds = best(partial(torch.mm, one, other), setting)
+        yield f"product of {side}, {precision}", None, f"{2e-12 * side**3 / seconds:.1f} TFLOP/s"
+    large = torch.ones(2**28 if setting.gpu else 2**20, device=device)  # floats
+    seconds = best(lambda: torch.clone(large), setting)
+    yield "copy on the device, read and written", None, f"{2e-9 * large.nbytes / seconds:.0f} GB/s"
+    host = torch.ones(2**26 if setting.gpu else 2**20, pin_memory=setting.gpu)
+    seconds = best(lambda: host.to(device, copy=True, non_blocking=True), setting)
+    yield "copy from pinned memory", None, f"{1e-9 * host.nbytes / seconds:.1f} GB/s"
+    small = torch.ones(1, device=device)
+    seconds = best(lambda: [small.add_(1) for _ in range(1000)], setting)
+    yield "launch of an operation", None, f"{1e3 * seconds:.2f} us"  # of 1000
+
+
+def best(work: Callable[[], object], setting: Setting) -> float:
+    def once() -> None:
+        work()
+
+    gpu_speed.seconds_of(once, setting.device, 3)
+    return min(gpu_speed.seconds_of(once, setting.device, 3) for _ in range(3))
 
 
 def tests(setting: Setting) -> Found:
     """2. The tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
-    yield "pytest -m gpu", done.returncode == 0, (done.stdout.strip().splitlines() or [""])[-1]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
+    failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
+    yield "pytest -m gpu", done.returncode == 0 if setting.gpu else None, last_line(done.stdout)
+    for line in failed:
+        yield "failed", False, line[:300]
 
 
 def check(setting: Setting) -> Found:
     """3. Partitions, recomputation and executors change no bit, in each precision."""
-    models = {"amoebanet": TINY, "transformer_lm": TEXT, "transformer_nmt": TRANSLATION, "resnet": RESNET}
-    for (name, model), precision in ((m, p) for m in models.items() for p in ("float32", "bfloat16")):
-        if not setting.gpu and (name, precision) not in (("amoebanet", "float32"), ("transformer_lm", "bfloat16")):
-            continue
+    models = {"amoebanet": TINY, "transformer_lm": TEXT, "transformer_nmt": TRANSLATION, "timm": TIMM}
+    cells = [(model, precision) for model in models for precision in ("float32", "bfloat16")]
+
+    def checked(model: str, precision: str) -> tuple[str, bool, str]:
+        folder = setting.new_folder(f"check_{model}_{precision}")
         done = setting.gpipe(
-            "check", *model, "partitions=2", f"precision={precision}", f"device={setting.device}", "hardware=cpu",
-            f"run_folder={setting.folder / 'check'}",
+            "check", *models[model], "partitions=2", f"precision={precision}", f"device={setting.device}",
+            "executor=in_process", "hardware=cpu", "threads=1", f"run_folder={folder}",
         )  # fmt: skip
-        shutil.rmtree(setting.folder / "check", ignore_errors=True)
-        last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
-        yield f"gpipe check {name}, {precision}", done.returncode == 0, last
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"gpipe check {model}, {precision}", done.returncode == 0, last_line(done.stdout or done.stderr)
+
+    if not setting.gpu:
+        cells = [("amoebanet", "float32"), ("transformer_lm", "bfloat16")]
+    with ThreadPoolExecutor(4 if setting.gpu else 1) as pool:
+        yield from pool.map(lambda cell: checked(*cell), cells)
 
 
 def links(setting: Setting) -> Found:
-    """4. Processes that share the GPU, over NCCL: the bits of one process."""
-    from gpipe_cli.config.settings import TrainConfig, from_tree
-    from gpipe_cli.launch.supervisor import run_task
-    from gpipe_cli.planner.placement import make_placement
-    from gpipe_cli.training.train_loop import train
-
-    # several ranks on one GPU are refused but for these: NCCL 2.30 has the first
-    os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    for schedule, partitions in (("gpipe", 2), ("1f1b", 4)) if setting.gpu else (("1f1b", 2),):
-        digests = []
-        for processes in (1, partitions):
-            tree = compose_training(
-                *TINY, f"schedule={schedule}", "max_steps=3", f"partitions={partitions}", "executor=in_process",
-                f"device={setting.device}", "hardware=cpu", "threads=1",
-            )  # fmt: skip
-            config = from_tree(TrainConfig, tree)
-            placement = make_placement(config)
-            if processes > 1:
-                placement = replace(placement, owners=tuple(range(partitions)))
-            folder = setting.folder / f"links{processes}"
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            messages: list[object] = []
-            failure = run_task(partial(train, config, "", placement, folder), placement, 60.0, messages.append)
-            if failure is not None:
-                yield f"{schedule}, K={partitions}, {processes} processes", False, failure.text
-                return
-            digests.append(digest(folder))
-        same = sum(digests[0][name] == digests[1].get(name) for name in digests[0])
-        yield (
-            f"{schedule}, K={partitions} processes on one device",
-            same == len(digests[0]),
-            f"{same} of {len(digests[0])}",
-        )
+    """4. Processes that share the GPU, over NCCL: the bits of one process. Boundaries are large, as NCCL buffers small
+    tensors, and a deadlock shows with large ones only."""
+    partitions, micro_batches, samples, size = (4, 8, 8, 256) if setting.gpu else (2, 2, 1, 8)
+    boundary = samples * 64 * size**2 * 4
+    job = [
+        "model=custom", "model.target=gpu_workers:wide",
+        f"model.arguments={{channels: 64, layers: {2 * partitions - 1}, classes: 4}}", "check_layers=false",
+        *TINY[2:3], f"dataset.image_size={size}", "dataset.num_classes=4", "data_workers=0", "optimizer=sgd",
+        f"dataset.train_samples={samples * micro_batches}", "dataset.test_samples=1", "ema_decay=0",
+        f"batch_size={samples * micro_batches}", f"micro_batches={micro_batches}", f"partitions={partitions}",
+        "recompute=always", "max_steps=2", "epochs=2", "evaluate_every_epochs=2", "memory_format=contiguous",
+    ]  # fmt: skip
+    for schedule in ("gpipe", "1f1b") if setting.gpu else ("1f1b",):
+        settings = [*job, f"schedule={schedule}"]
+        whole = digest(setting.work("links", gpu_workers.train_on_one_gpu, *settings))
+        began = time.monotonic()
+        parts = digest(setting.work("links", gpu_workers.train_on_one_gpu, *settings, processes=partitions))
+        what = f"{schedule}, K={partitions} processes on one device, M={micro_batches}"
+        note = f"boundaries of {boundary / 2**20:g} MiB, {time.monotonic() - began:.0f} s"
+        yield same(what, whole, parts, note)
 
 
 def nodes(setting: Setting) -> Found:
-    """5. Two torchrun agents as machines; one of them is killed, and the other says so."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = setting.folder / "nodes"
-    shutil.rmtree(folder, ignore_errors=True)
-    settings = [*TINY, "partitions=2", "epochs=100000", "device=cpu", "hardware=cpu", "timeout_seconds=10",
-                "evaluate_every_epochs=1000000", "checkpoint.every_epochs=0", f"run_folder={folder}"]  # fmt: skip
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-                "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
-    agents = [
-        subprocess.Popen(
-            [*torchrun, f"--node-rank={rank}", "-m", "gpipe_cli", "train", *settings], cwd=setting.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            env=environment() | {"GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        deadline = time.monotonic() + 90
-        while not (folder / "config.yaml").exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        time.sleep(8)  # some steps
-        began = time.monotonic()
-        for process in family(agents[1].pid):
-            os.kill(process, signal.SIGSTOP)
-        assert agents[0].stdout is not None
-        # torchrun itself waits much longer for its other agent
-        line = next((line.strip() for line in agents[0].stdout if "nothing was heard" in line), "")
-        taken = time.monotonic() - began
-        yield "a stopped machine ends the run and is named", bool(line) and taken < 30, f"{taken:.0f} s; {line}"
-    finally:
-        for agent in agents:
-            for process in family(agent.pid):
-                os.kill(process, signal.SIGKILL)
-            agent.wait()
+    """5. Two torchrun agents as machines; one of them is killed, or stopped, and the other says so."""
+    for how, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        folder, limit = setting.new_folder(f"nodes_{how}"), 15 if setting.gpu else 10
+        settings = [*TINY, "partitions=2", "epochs=100000", f"device={setting.device}", "hardware=cpu", "threads=1",
+                    f"timeout_seconds={limit}", "evaluate_every_epochs=1000000", "checkpoint.every_epochs=0",
+                    "checkpoint.every_steps=20", f"run_folder={folder}"]  # fmt: skip
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+                    "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
+        logs = [(setting.folder / f"{how}_{rank}.log").open("w") for rank in range(2)]
+        agents = [
+            subprocess.Popen(
+                [*torchrun, f"--node-rank={rank}", "-m", "gpipe_cli", "train", *settings], cwd=setting.folder,
+                stdout=logs[rank], stderr=subprocess.STDOUT,
+                env=environment() | (gpu_workers.shares_gpu(f"node-{rank}") if setting.gpu
+                                     else {"GLOO_SOCKET_IFNAME": "lo"}),
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            wait_for(lambda: (folder / "checkpoints" / "last").exists() or agents[0].poll() is not None)  # noqa: B023
+            began = time.monotonic()
+            end_all(agents[1].pid, number)
+            # torchrun itself waits much longer for its other agent
+            log = setting.folder / f"{how}_0.log"
+            error = wait_for(lambda: re.search(r"^error +(.+)$", log.read_text(), re.M))  # noqa: B023
+            taken = time.monotonic() - began
+            shown = error[1] if error else last_line(log.read_text())
+            held = bool(error and re.search("(process|stage) 1", shown)) and taken < 3 * limit
+            what = f"the other one names a machine that is {how}"
+            yield what, held, f"{taken:.0f} s, timeout_seconds={limit}; {shown}"
+        finally:
+            for agent in agents:
+                end_all(agent.pid)
+                agent.wait()
+            for one in logs:
+                one.close()
 
 
-def family(process: int) -> list[int]:
-    """A process and all that it has started: torchrun gives each of its processes a session of its own."""
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [process, *(one for child in children for one in family(int(child)))]
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
+    """What the condition gives once that is true, or None."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    return None
 
 
 def synchronisations(setting: Setting) -> Found:
-    """6. How often a step waits for the GPU, and how much of it is idle."""
-    if setting.gpu:
-        # read by Python at its start, also in workers
-        (setting.folder / "sitecustomize.py").write_text("import torch; torch.cuda.set_sync_debug_mode('warn')\n")
-        paths = f"{setting.folder}:{environment()['PYTHONPATH']}"
-        done = subprocess.run(
-            [sys.executable, "-m", "gpipe_cli", "train", *TINY, "max_steps=6", "partitions=1",
-             f"run_folder={setting.folder / 'sync'}"],
-            capture_output=True, text=True, cwd=setting.folder,
-            env=environment() | {"PYTHONPATH": paths, "PYTHONWARNINGS": "always"},
-        )  # fmt: skip
-        (setting.folder / "sitecustomize.py").unlink()
-        places = re.findall(r"(\S+\.py:\d+): UserWarning: called a synchronizing", done.stderr)
-        counted = {place: places.count(place) for place in places}
-        yield "calls that wait for the GPU, in 6 steps", None, f"{len(places)}: {counted}"
-    size = AMOEBANET if setting.gpu else TINY
-    result = setting.run("train", "idle", *size, "max_steps=12", "partitions=1")
-    yield "idle share of a step", None, f"{100 * result['idle']:.1f} %"
-
-
-def speeds(setting: Setting) -> Found:
-    """7. One factor at a time."""
-    base = [*AMOEBANET, "batch_size=64", "partitions=1", "micro_batches=4"] if setting.gpu else [*TINY, "partitions=1"]
-    factors = ["", "precision=tf32", "precision=bfloat16", "deterministic=false", "memory_format=contiguous",
-               "recompute=never", "partitions=2", "partitions=4", "partitions=8"]  # fmt: skip
-    first = 0.0
-    for factor in factors if setting.gpu else factors[:3:2]:
-        kept = [one for one in base if one.partition("=")[0] != factor.partition("=")[0]]
-        result = setting.run("bench", "bench", *kept, *filter(None, [factor]), "executor=in_process", "warm_up_steps=5",
-                             f"steps={20 if setting.gpu else 3}")  # fmt: skip
-        speed = result["samples_per_second"]
-        first = first or speed
-        yield factor or "as it is: AmoebaNet-D, K=1, M=4", None, f"{speed:.1f} samples/s, {speed / first:.2f}"
+    """6. Where a step waits for the GPU, and how much of it the GPU is idle."""
+    size = [*AMOEBANET, "partitions=1"] if setting.gpu else [*TINY, "partitions=1"]
+    text = ["model.length=512", "model.width=512", "model.hidden=2048", "dataset.train_samples=512", "epochs=9"]
+    for name, job in (("amoebanet", size), ("transformer_lm", [*TEXT, "partitions=1", *(text if setting.gpu else [])])):
+        steps = [f"max_steps={gpu_workers.OF_STEPS}", "epochs=99", "evaluate_every_epochs=99"]
+        keys = {one.partition("=")[0] for one in steps}
+        kept = [one for one in job if one.partition("=")[0] not in keys]
+        try:
+            setting.work(name, gpu_workers.train_watched, *dict.fromkeys([*kept, *steps]))
+        except RuntimeError as error:
+            yield f"{name}: the run", False, gpu_speed.first_line(error)
+        watched = json.loads((setting.folder / name / "watched.json").read_text())
+        waits, watched_steps = watched["waits"], len(gpu_workers.WATCHED)
+        by_line = ", ".join(f"{count} {line}" for line, count in sorted(waits.items(), key=lambda one: -one[1]))
+        yield f"{name}: calls that wait, in {watched_steps} steps", None, f"{sum(waits.values())}: {by_line or 'none'}"
+        if "seconds" not in watched:
+            continue
+        idle = 1 - watched["busy_seconds"] / watched["seconds"]
+        step = watched["seconds"] / len(gpu_workers.PROFILED)
+        yield f"{name}: no kernel runs, profiled", None, f"{100 * idle:.1f} % of {1e3 * step:.1f} ms a step"
 
 
 def memory(setting: Setting) -> Found:
     """8. The planned bytes beside those that were there, and one line where they are not enough."""
-    size = AMOEBANET if setting.gpu else TINY
-    for precision in ("float32", "bfloat16"):
-        result = setting.run("train", "memory", *size, "max_steps=3", "partitions=1", f"precision={precision}")
+    jobs = {"amoebanet": AMOEBANET if setting.gpu else TINY, "transformer_lm": TEXT}
+    for (name, size), precision in ((job, p) for job in jobs.items() for p in ("float32", "bfloat16")):
+        if not setting.gpu and (name, precision) != ("amoebanet", "bfloat16"):
+            continue
+        result = setting.run("train", "memory", *size, "max_steps=3", "partitions=1", f"precision={precision}",
+                             hardware="cpu")  # fmt: skip
         planned, counted = result["predicted_activation_bytes"][0], result["activation_bytes"][0]
-        peak = result["memory"][0]["peak"]
+        parts = result["memory"][0]
+        shown = {part: f"{parts[part] / 2**20:.1f}" for part in ("weights", "gradients", "optimizer", "other", "peak")}
         yield (
-            f"activations, {precision}", abs(planned / counted - 1) < 0.01,
-            f"planned {planned / 2**20:.1f}, counted {counted / 2**20:.1f}, peak {peak / 2**20:.1f} MiB",
+            f"activations of {name}, {precision}", abs(planned / counted - 1) < 0.01,
+            f"MiB: planned {planned / 2**20:.2f}, counted {counted / 2**20:.2f}; "
+            + ", ".join(f"{part} {value}" for part, value in shown.items()),
         )  # fmt: skip
     if setting.gpu:
-        large = [*AMOEBANET, "dataset.image_size=512", "batch_size=512", "micro_batches=1", "recompute=never"]
-        done = setting.gpipe("train", *large, "partitions=1", "max_steps=1", "dataset.train_samples=512")
-        line = done.stderr.strip().splitlines()[-1:] or [""]
-        yield "out of memory is one line", "more micro_batches" in done.stderr and "Traceback" not in line[0], line[0]
+        # logits of 134 GB
+        large = [*TEXT[:5], "model.length=512", *TEXT[6:7], "dataset.vocabulary=32000", "dataset.train_samples=2048",
+                 "dataset.test_samples=8", "batch_tokens=null", "batch_size=2048", "data_workers=0", "micro_batches=1",
+                 "partitions=1", "recompute=never", "max_steps=1", "hardware=cpu", "device=cuda"]  # fmt: skip
+        done = setting.gpipe("train", *large)
+        lines = done.stderr.strip().splitlines()
+        named = [line for line in lines if "OutOfMemory" in line and "stage 0" in line and "micro_batches" in line]
+        held = done.returncode == 1 and len(named) == 1 and "Traceback" not in done.stderr
+        yield "out of memory: one line, code 1", held, f"code {done.returncode}: {(named or lines[-1:] or [''])[0]}"
 
 
 def resumption(setting: Setting) -> Found:
     """9. K = 2, then 4, with each optimizer: the tensors of a run without a break."""
-    for optimizer in ("rmsprop", "sgd", "adam", "adafactor") if setting.gpu else ("adam",):
+
+    def resumed(optimizer: str) -> tuple[str, bool, str]:
         common = [*TINY, f"optimizer={optimizer}", "executor=in_process", "checkpoint.every_steps=3", "epochs=3"]
-        setting.run("train", "whole", *common, "partitions=1", "max_steps=6")
-        setting.run("train", "half", *common, "partitions=2", "max_steps=3")
-        setting.run("train", "rest", f"resume={setting.folder / 'half'}", "partitions=4", "max_steps=6")
-        whole, rest = (digest(setting.folder / name) for name in ("whole", "rest"))
-        same = sum(whole[name] == rest.get(name) for name in whole)
-        yield f"resumed with another K, {optimizer}", same == len(whole), f"{same} of {len(whole)} tensors"
+        run = partial(setting.run, "train", hardware="cpu")
+        run(f"whole_{optimizer}", *common, "partitions=1", "max_steps=6")
+        run(f"half_{optimizer}", *common, "partitions=2", "max_steps=3")
+        rest = f"resume={setting.folder / f'half_{optimizer}'}"
+        run(f"rest_{optimizer}", rest, "partitions=4", "max_steps=6")
+        whole, half = (digest(setting.folder / f"{name}_{optimizer}") for name in ("whole", "rest"))
+        return same(f"K=2, then 4, {optimizer}", whole, half)
+
+    every = ("rmsprop", "sgd", "adam", "adafactor") if setting.gpu else ("adam",)
+    with ThreadPoolExecutor(len(every)) as pool:
+        yield from pool.map(resumed, every)
 
 
 def prediction(setting: Setting) -> Found:
-    """10. The step that was predicted, by the data sheet and by timed layers, beside the measured one."""
-    size = [*AMOEBANET, "batch_size=64"] if setting.gpu else TINY
-    for cost in ("figures", "measured_anew"):
+    """10. The step that was predicted, by the figures of the device and by timed layers, beside the measured one."""
+    jobs = {"amoebanet": [*AMOEBANET, "micro_batches=4"], "transformer_lm": [*TEXT, "epochs=9"]}
+    for (name, size), cost in ((job, c) for job in jobs.items() for c in ("figures", "measured_anew")):
+        if not setting.gpu:
+            if (name, cost) != ("amoebanet", "figures"):
+                continue
+            size = [*TINY, "epochs=9"]
         result = setting.run("train", "predicted", *size, "max_steps=24", "partitions=1", f"cost={cost}")
         predicted, measured = result["prediction"]["step_seconds"], result["step_seconds"]
-        yield f"cost={cost}", None, f"{1e3 * predicted:.1f} ms predicted, {1e3 * measured:.1f} measured"
+        shown = f"{1e3 * predicted:.1f} ms predicted, {1e3 * measured:.1f} measured"
+        yield f"{name}, cost={cost}", None, f"{shown}, {100 * (predicted / measured - 1):+.0f} %"
+
+
+def speeds(setting: Setting) -> Found:
+    yield from gpu_speed.factors(setting.device)
+
+
+def peers(setting: Setting) -> Found:
+    yield from gpu_speed.peers(setting.device)
+
+
+def graphs(setting: Setting) -> Found:
+    yield from gpu_speed.graphs(setting.device)
 
 
 PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
-    "versions": (versions, 20),
-    "tests": (tests, 90),
-    "check": (check, 120),
-    "links": (links, 60),
-    "nodes": (nodes, 110),
-    "synchronisations": (synchronisations, 60),
-    "speeds": (speeds, 150),
-    "memory": (memory, 60),
+    "versions": (versions, 30),
+    "tests": (tests, 100),
+    "check": (check, 100),
+    "links": (links, 100),
+    "nodes": (nodes, 100),
     "resumption": (resumption, 100),
-    "prediction": (prediction, 60),
-}  # by name: what is done, and its limit in seconds
-NEEDS_GPU = ("tests",)
+    "synchronisations": (synchronisations, 40),
+    "memory": (memory, 50),
+    "prediction": (prediction, 50),
+    "graphs": (graphs, 40),
+    "peers": (peers, 75),
+    "speeds": (speeds, 150),
+}  # by name: what is done, and its limit in seconds on a GPU
+AT_ONCE = ("tests", "check", "links", "nodes", "resumption")  # their seconds do not matter
 
 
-def compose_training(*settings: str) -> Any:
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        return compose("train", list(settings))
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:400]
 
 
 def digest(run: Path) -> dict[str, bytes]:
@@ -316,61 +433,124 @@ def digest(run: Path) -> dict[str, bytes]:
     return found
 
 
-def perform(name: str, setting: Setting) -> list[Row]:
-    """One part, in a process of its own; what it has found when its time is over counts."""
-    _, limit = PARTS[name]
-    file = setting.folder / f"{name}.jsonl"
-    command = [sys.executable, str(HERE), f"--one={name}", f"--device={setting.device}", f"--folder={setting.folder}"]
-    began = time.monotonic()
-    program = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               start_new_session=True, env=environment())  # fmt: skip
+def same(what: str, one: dict[str, bytes], other: dict[str, bytes], note: str = "") -> tuple[str, bool, str]:
+    equal = sum(one[name] == other.get(name) for name in one)
+    shown = f"{equal} of {len(one)} tensors the same bits"
+    return what, equal == len(one) == len(other) > 0, f"{shown}, {note}" if note else shown
+
+
+def family(process: int) -> list[int]:
+    """A process and all that it has started: torchrun gives each of its processes a session of its own."""
     try:
-        _, said = program.communicate(timeout=limit)
-        end = "" if program.returncode == 0 else f"{(said.strip().splitlines() or ['?'])[-1]}"
-    except subprocess.TimeoutExpired:
-        program.send_signal(signal.SIGINT)  # it ends what it has started
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
+    return [process, *(one for child in children for one in family(int(child)))]
+
+
+def end_all(process: int, how: signal.Signals = signal.SIGKILL) -> None:
+    for one in family(process):
+        with suppress(ProcessLookupError):
+            os.kill(one, how)
+
+
+def perform(name: str, setting: Setting, deadline: float) -> list[Row]:
+    """One part, in a process of its own; what it has found when its time is over counts."""
+    began = time.monotonic()
+    seconds = min(PARTS[name][1], deadline - began) if setting.gpu else 600
+    if seconds < 5:
+        return [Row(name, "the part", False, "no time was left")]
+    folder = setting.folder / name
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(HERE), f"--one={name}", f"--device={setting.device}", f"--folder={folder}"]
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        program = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment())
         try:
-            program.wait(15)
+            code = program.wait(seconds)
+            end = "" if code == 0 else f"code {code}: {last_line(log.read_text())}"
         except subprocess.TimeoutExpired:
-            os.killpg(program.pid, signal.SIGKILL)
+            end = f"not done after {seconds:.0f} s"
+        finally:
+            end_all(program.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
             program.wait()
-        end = f"not done after {limit} s"
-    lines = file.read_text().splitlines() if file.exists() else []
-    rows = [Row(**json.loads(line)) for line in lines]
+    found = folder / "rows.jsonl"
+    rows = [Row(**json.loads(line)) for line in found.read_text().splitlines()] if found.exists() else []
+    shutil.rmtree(folder, ignore_errors=True)
     taken = f"{time.monotonic() - began:.0f} s"
-    return [*rows, Row(name, "the part", False, f"{end} ({taken})") if end else Row(name, "the part", True, taken)]
+    return [*rows, Row(name, "the part", not end, f"{taken}; {end}" if end else taken)]
+
+
+def only(name: str, setting: Setting) -> None:
+    """The part of a process."""
+    with (setting.folder / "rows.jsonl").open("w") as file:
+        for found in PARTS[name][0](setting):
+            file.write(json.dumps(asdict(Row(name, *found))) + "\n")
+            file.flush()
+
+
+def report(rows: Sequence[Row], device: str, seconds: float) -> str:
+    """In Markdown, in the order of the parts; first what it is about."""
+    ordered = sorted(rows, key=lambda row: list(PARTS).index(row.part))
+    judged = [row for row in rows if row.held is not None]
+    names = ", ".join(gpu.name for gpu in usable_gpus()) if device == "cuda" else cpu_model()
+    lines = [
+        f"{names}; torch {torch.__version__}, Python {sys.version.split()[0]}; {seconds:.0f} s",
+        "",
+        f"{sum(bool(row.held) for row in judged)} of {len(judged)} held.",
+        "",
+        "| part | what | held | figures | published: torchgpipe, P40 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in ordered:
+        cells = (row.part, row.what, {True: "yes", False: "NO", None: ""}[row.held], row.figures, row.published)
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    import torch
-
     parser = command_line(__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if usable_gpus() else "cpu")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--folder", type=Path, default=Path("."), help="of the table (the current one)")
     parser.add_argument("--one", default=None, help="this part alone, in this process")
     options = parser.parse_args(arguments)
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="gpu_acceptance_"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(options.device, folder)
+    output: Path = options.folder.resolve()
     if options.one is not None:
-        with (folder / f"{options.one}.jsonl").open("w") as file:
-            for what, held, figures in PARTS[options.one][0](setting):
-                file.write(json.dumps(asdict(Row(options.one, what, held, figures))) + "\n")
-                file.flush()
+        only(options.one, Setting(options.device, output))
         return
-    rows: list[Row] = []
-    print("| part | what | held | figures |\n| --- | --- | --- | --- |")
-    for name in options.parts.split(","):
-        if name in NEEDS_GPU and not setting.gpu:
-            continue
-        for row in perform(name, setting):
-            rows.append(row)
-            held = {True: "yes", False: "NO", None: ""}[row.held]
-            print(f"| {row.part} | {row.what} | {held} | {row.figures.replace('|', '/')} |", flush=True)
-    (folder / "gpu_acceptance.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    failed = [row for row in rows if row.held is False]
-    print(f"\n{len(rows) - len(failed)} rows, {len(failed)} did not hold; {folder / 'gpu_acceptance.json'}")
+    output.mkdir(parents=True, exist_ok=True)
+    began, rows = time.monotonic(), list[Row]()
+
+    def note(found: Sequence[Row]) -> None:
+        rows.extend(found)
+        for row in found:
+            held = {True: "yes", False: "NO", None: "-"}[row.held]
+            print(f"{row.part:<17} {held:<4} {row.what}: {row.figures}", flush=True)
+        (output / "gpu_acceptance.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        (output / "gpu_acceptance.md").write_text(report(rows, options.device, time.monotonic() - began))
+
+    parts = [name for name in PARTS if name in options.parts.split(",")]
+    with tempfile.TemporaryDirectory(prefix="gpu_acceptance_", ignore_cleanup_errors=True) as folder:
+        os.environ.setdefault("XDG_CACHE_HOME", folder)  # one for all parts
+        setting, deadline = Setting(options.device, Path(folder)), began + ALL_SECONDS
+        for group in groups_of(parts, setting.gpu):
+            with ThreadPoolExecutor(len(group)) as pool:
+                for done in as_completed([pool.submit(perform, name, setting, deadline) for name in group]):
+                    note(done.result())
+    print(f"\n{report(rows, options.device, time.monotonic() - began)}")
+
+
+def groups_of(parts: Sequence[str], gpu: bool) -> list[list[str]]:
+    """Those that run at the same time, one group after the other."""
+    if not gpu:
+        return [[name] for name in parts]
+    together = [name for name in parts if name in AT_ONCE]
+    before, after = ([name for name in parts if name not in AT_ONCE and (name == "versions") is first]
+                     for first in (True, False))  # fmt: skip
+    return [group for group in ([before, together, *([name] for name in after)]) if group]
 
 
 if __name__ == "__main__":
