@@ -146,7 +146,7 @@ def versions(setting: Setting) -> Found:
             yield f"hardware={sheet}", None, str(load_hardware(sheet))
     yield from own_rates(setting)
     # what other parts look up then
-    for precision in ("float32", "tf32", "bfloat16") if setting.gpu else ("float32",):
+    for precision in ("float32", "bfloat16") if setting.gpu else ("float32",):
         job = gpu_speed.training([*TINY, f"device={setting.device}", f"precision={precision}"])
         yield f"hardware=auto, {precision}", None, shown_rates(machine_rates(job, lambda line: None))
 
@@ -401,7 +401,7 @@ def graphs(setting: Setting) -> Found:
 
 
 PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
-    "versions": (versions, 30),
+    "versions": (versions, 50),
     "tests": (tests, 100),
     "check": (check, 100),
     "links": (links, 100),
