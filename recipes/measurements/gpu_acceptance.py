@@ -205,7 +205,8 @@ def tests(setting: Setting) -> Found:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
-    yield "pytest -m gpu", done.returncode == 0 if setting.gpu else None, last_line(done.stdout)
+    last = last_line(done.stdout)
+    yield "pytest -m gpu", done.returncode == 0 and "passed" in last if setting.gpu else None, last
     for line in failed:
         yield "failed", False, line[:300]
 
@@ -441,11 +442,15 @@ def same(what: str, one: dict[str, bytes], other: dict[str, bytes], note: str = 
 
 def family(process: int) -> list[int]:
     """A process and all that it has started: torchrun gives each of its processes a session of its own."""
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:  # it has ended
-        return []
-    return [process, *(one for child in children for one in family(int(child)))]
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(file.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(file.parent.name))
+    found = [process]
+    for one in found:
+        found += children.get(one, [])
+    return found
 
 
 def end_all(process: int, how: signal.Signals = signal.SIGKILL) -> None:
@@ -497,7 +502,7 @@ def report(rows: Sequence[Row], device: str, seconds: float) -> str:
     judged = [row for row in rows if row.held is not None]
     names = ", ".join(gpu.name for gpu in usable_gpus()) if device == "cuda" else cpu_model()
     lines = [
-        f"{names}; torch {torch.__version__}, Python {sys.version.split()[0]}; {seconds:.0f} s",
+        f"{names or 'no GPU'}; torch {torch.__version__}, Python {sys.version.split()[0]}; {seconds:.0f} s",
         "",
         f"{sum(bool(row.held) for row in judged)} of {len(judged)} held.",
         "",
