@@ -298,8 +298,7 @@ class HardwareConfig:
     link_gb_per_second: Positive | None  # one way
     link_microseconds: NotNegative | None  # until the first byte has arrived
 
-    def gain(self, precision: Precision) -> float:
-        """How many times as fast as in float32 products and convolutions can be, by the peaks."""
-        peaks = {"float32": self.peak_tflops, "tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}
-        peak = peaks[precision]
-        return 1.0 if peak is None or self.peak_tflops is None else peak / self.peak_tflops
+    def peak(self, precision: Precision) -> tuple[str, float | None]:
+        """The setting that holds the peak of products and convolutions, and the peak: in float32 where it has none."""
+        own = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)
+        return ("peak_tflops", self.peak_tflops) if own is None else (f"{precision}_tflops", own)

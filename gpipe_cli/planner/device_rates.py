@@ -85,8 +85,9 @@ class DeviceRates:
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
-    """The rates of a data sheet, where all kinds of operations are alike; a CPU's sheet is that of one thread. Those of
-    an H200 where there is none."""
+    """The rates of a data sheet; a CPU's sheet is that of one thread. Those of an H200 where there is none. In another
+    precision than float32 the same share of the peak is reached, but by convolutions of few channels, which are no
+    products of large matrices."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"
@@ -94,10 +95,12 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
     assert hardware.memory_gb_per_second is not None
     speed = threads if hardware.name == "cpu" else 1
     each = (hardware.operation_microseconds or 0.0) * 1e-6
+    reached = reached_tflops(hardware, precision) * 1e12 * speed
+    few = dict.fromkeys((OperationKind.DEPTHWISE, OperationKind.NARROW), 1 / (hardware.tflops * 1e12 * speed))
     rates = Rates(
         0.0,
         dict.fromkeys(OperationKind, each),
-        dict.fromkeys(OperationKind, 1 / (hardware.tflops * hardware.gain(precision) * 1e12 * speed)),
+        dict.fromkeys(OperationKind, 1 / reached) | few,
         dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
         overlap=hardware.name != "cpu",  # whose figures are fitted ones
     )
@@ -110,6 +113,14 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
         (hardware.link_microseconds or 0.0) * 1e-6,
         0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * 1e9),
     )
+
+
+def reached_tflops(hardware: HardwareConfig, precision: Precision) -> float:
+    """What products of large matrices reach, in 10^12 a second, where the float32 figure is known."""
+    sheet = load_hardware(hardware.name)  # peaks that the user gives are for the MFU alone
+    (_, peak), (_, in_float32) = sheet.peak(precision), sheet.peak("float32")
+    assert hardware.tflops is not None
+    return hardware.tflops if peak is None or in_float32 is None else hardware.tflops * peak / in_float32
 
 
 def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, figures: Figures | None = None) -> Rates:

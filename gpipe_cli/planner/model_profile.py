@@ -62,10 +62,11 @@ def profile_model(
     frozen = find_frozen(config, model)
     freeze(model, frozen)
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
+    on_gpu = computes_on_gpu(config)
     trace = partial(
         trace_layers, model, inputs, lengths=lengths, memory_format=memory_format,
-        computed_in=build.COMPUTED_IN[config.precision],
-        fuses=partial(gpu_fuses, deterministic=config.deterministic) if computes_on_gpu(config) else cpu_fuses,
+        computed_in=build.COMPUTED_IN[config.precision], device="cuda" if on_gpu else "cpu",
+        fuses=partial(gpu_fuses, deterministic=config.deterministic) if on_gpu else cpu_fuses,
     )  # fmt: skip
     evaluation = trace(training=False)
     _check_outputs(config, evaluation[-1].outputs, lengths)

@@ -166,10 +166,11 @@ def _peak(config: TrainConfig, placement: Placement, figures: Figures | None) ->
     sheet = resolved(hardware, placement.devices)
     if hardware.name not in ("auto", here) and (here != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
-    if sheet.peak_tflops is not None:
-        peak = sheet.peak_tflops * sheet.gain(config.precision)
-        given = sheet.peak_tflops != load_hardware(sheet.name).peak_tflops
-        source = "hardware.peak_tflops" if given else str(sheet.name)
+    key, peak = sheet.peak(config.precision)
+    if peak is not None:
+        source = (
+            str(sheet.name) if (key, peak) == load_hardware(sheet.name).peak(config.precision) else f"hardware.{key}"
+        )
     elif figures is not None and not on_cpu:
         peak, source = figures.product_flops_per_second / 1e12, "the measured product rate"
     else:

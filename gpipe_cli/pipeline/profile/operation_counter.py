@@ -172,7 +172,8 @@ def _convolution_backward_flops(
 # Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
 _aten = torch.ops.aten
 _VECTOR = 16  # numbers of 32 bits in a vector register of 512
-_MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default)
+# the last one: where a tensor is, which tensors without memory are asked as if it were an operation
+_MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default, torch.ops.prim.device.default)
 _FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     _aten.convolution.default: _convolution_shapes,

@@ -42,6 +42,7 @@ def trace_layers(
     loss: Loss | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
     computed_in: torch.dtype | None = None,
+    device: str = "cpu",
     fuses: Fuses = cpu_fuses,
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
@@ -52,7 +53,7 @@ def trace_layers(
     layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
     model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
     The weights stay so: initial values would be drawn in another order. Layers compute with numbers of the type
-    `computed_in` where autocast has it so on a CPU; `fuses` says when attention is one kernel.
+    `computed_in` where autocast has it so on `device`, `cpu` or `cuda`; `fuses` says when attention is one kernel.
 
     Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not known,
     and ChangedInputError if in training it changes its input in place.
@@ -60,10 +61,18 @@ def trace_layers(
     layers = _described(model.to(memory_format=memory_format), training)
     trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses)
     first = _TRACED_SIZES[0]
-    with deferring(model), _on_fake_cpu(model) if computed_in else nullcontext():
-        small, large = (trace(samples, lengths, training, loss) for samples in _TRACED_SIZES)
-        shorter = [trace(first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))]
-        backward, backward_of_large = _trace_backward(small), _trace_backward(large)
+    with deferring(model):
+        with _without_memory(model, device) if computed_in else nullcontext("meta") as where:
+            small, large = both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
+            shorter = [
+                trace(where, first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))
+            ]
+            if where != "cuda":
+                backward, backward_of_large = map(_trace_backward, both)
+        if where == "cuda":  # a backward there wants a GPU, which may not be here: operations are those of a CPU
+            with _without_memory(model, "cpu") as where:
+                both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
+                backward, backward_of_large = map(_trace_backward, both)
     return tuple(
         _cost(layer, small[at], [large[at], *(runs[at] for runs in shorter)], lengths, backward[at],
               backward_of_large[at])
@@ -83,7 +92,7 @@ def run_shapes(
     """
     layers = _described(model, True)
     with deferring(model):
-        _trace(layers, inputs, memory_format, None, cpu_fuses, 1, lengths)
+        _trace(layers, inputs, memory_format, None, cpu_fuses, "meta", 1, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +126,8 @@ class _Run:
 
 
 @contextmanager
-def _on_fake_cpu(model: nn.Module) -> Iterator[None]:
-    """Inside, the weights are tensors of a CPU without memory: autocast has no rules for the meta device."""
+def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
+    """Inside, the weights are tensors of `device` that have no memory: autocast has no rules for the meta device."""
     fakes: dict[int, torch.Tensor] = {}  # by identity: a weight may be used in several places
     groups: list[dict[str, Any]] = [
         group for module in model.modules() for group in (module._parameters, module._buffers)
@@ -128,12 +137,12 @@ def _on_fake_cpu(model: nn.Module) -> Iterator[None]:
         for group in groups:
             for name, tensor in group.items():
                 if tensor is not None and id(tensor) not in fakes:
-                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 group[name] = fakes.get(id(tensor))
         try:
-            yield
+            yield device
         finally:
             for group, tensors in zip(groups, before, strict=True):
                 group.update(tensors)
@@ -153,13 +162,13 @@ def _trace(
     memory_format: torch.memory_format,
     computed_in: torch.dtype | None,
     fuses: Fuses,
+    device: str,
     samples: int,
     lengths: Sequence[int],
     graph: bool = False,
     loss: Loss | None = None,
 ) -> list[_Run]:
     """The forward of every layer, with its graph or without; equal ones share a run."""
-    device = "cpu" if computed_in else "meta"
     made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in inputs)
     value, in_tuple = tuple(in_layout(tensor, memory_format) for tensor in made), False
     known: dict[Hashable, _Run] = {}
@@ -207,7 +216,7 @@ def _run(
     closed: torch.Tensor | None = None
     counter = OperationCounter()
     with torch.set_grad_enabled(graph), counter, AttentionKernels(fuses), counting_saved(saved):
-        with autocast(torch.device("cpu"), computed_in):
+        with autocast(value[0].device, computed_in):
             returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:

@@ -103,6 +103,11 @@ class P2PTransport:
                     f"a tensor that stage {action.stage} received got no gradient, but it did when the model was "
                     "traced: which inputs a layer uses must not depend on the data"
                 )
+            if tensor.dtype is not described.dtype:
+                raise ValueError(
+                    f"stage {action.stage} hands on {tensor.dtype}, and handed on {described.dtype} when the model was "
+                    "traced: which type a layer returns must not depend on the data"
+                )
             sent.append(as_sent(tensor.detach(), self._memory_format))
         while self._sends and all(work.is_completed() for work in self._sends[0].works):
             self._sends.popleft()

@@ -6,13 +6,29 @@ each micro-batch that keeps its graph keeps a copy of the weights with it, which
 one copy in all with `recompute=except_last` and `always`, up to M with `never`.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Inside, products and convolutions compute in `dtype`; None: in what they are given."""
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, products and convolutions compute in `dtype`; None: in what they are given.
+
+    `torch.autocast` does nothing for CUDA where there is no GPU; what is planned here may run elsewhere.
+    """
     if dtype is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype, cache_enabled=False)
+        yield
+        return
+    kind = device.type
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+        torch.set_autocast_cache_enabled(before[2])

@@ -19,6 +19,7 @@ from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Comparison
 from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.device_rates import reached_tflops
 from gpipe_cli.planner.devices import memory_limit, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
@@ -153,6 +154,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     hardware = resolved(config.hardware, devices.stages)
     timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
     figures = plan.costs.figures
+    reached = None if hardware.tflops is None else reached_tflops(hardware, config.precision)
 
     def times(value: float | None, factor: float) -> float | None:
         return None if timed or value is None else value * factor
@@ -160,7 +162,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     return {
         "name": hardware.name,
         "source": plan.costs.source,
-        "flops_per_second": times(hardware.tflops, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
+        "flops_per_second": times(reached, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
         "timed": figures and asdict(figures),
         "memory_bytes": memory_limit(config, devices),
         "link_bytes_per_second": times(hardware.link_gb_per_second, 1e9),

@@ -174,3 +174,22 @@ def test_nothing_is_saved_without_a_backward() -> None:
     assert all(cost.saved == Saved(same_memory=(None,)) for cost in costs.values())
     assert not any(cost.backward.by_kind for cost in costs.values())
     assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
+
+
+def test_bfloat16_has_the_types_of_the_device_and_the_operations_of_float32() -> None:
+    """Layer normalization returns bfloat16 on a CPU and float32 on a GPU. Asking a tensor without memory where it is
+    once counted as an operation on all its bytes: ten times as many as there were."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 4)).to("meta")
+    inputs = as_boundary((torch.empty(1, 8),))
+
+    def traced(device: str, dtype: torch.dtype | None) -> tuple[LayerCost, ...]:
+        return trace_layers(model, inputs, training=True, computed_in=dtype, device=device)
+
+    types = {"cpu": [torch.bfloat16, torch.bfloat16], "cuda": [torch.float32, torch.bfloat16]}
+    for device, expected in types.items():
+        found = traced(device, torch.bfloat16)
+        assert [cost.outputs[0].dtype for cost in found] == expected
+        for cost, full in zip(found, traced(device, None), strict=True):
+            assert cost.forward.flops == full.forward.flops
+            counted, before = (sum(each.count for each in one.forward.by_kind.values()) for one in (cost, full))
+            assert before < counted <= before + 4  # casts of an input, a weight, a bias, and before a normalization
