@@ -101,7 +101,7 @@ def test_an_auxiliary_head_hands_over_fewer_tensors_in_evaluation(tmp_path: Path
 @pytest.mark.parametrize(
     ("stop", "before", "after"),
     [
-        (2, "partitions=1 executor=in_process", "partitions=2 executor=distributed"),
+        (2, "partitions=1 executor=in_process", "partitions=3 executor=distributed stages_per_process=2"),
         (3, "partitions=3 executor=in_process", "partitions=1 executor=in_process"),
     ],
 )

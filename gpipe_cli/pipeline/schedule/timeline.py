@@ -104,7 +104,8 @@ class Timeline:
         describe("process_name", 0, name=name)
         describe("process_sort_index", 0, sort_index=pid)
         for stage, row in enumerate(rows):
-            describe("thread_name", stage, name=f"stage {stage}")
+            shared = f" on device {self.turns[stage]}" if len(set(self.turns)) < len(self.turns) else ""
+            describe("thread_name", stage, name=f"stage {stage}{shared}")
             describe("thread_sort_index", stage, sort_index=stage)
             for piece in row:
                 args: dict[str, Any] = {"stage": stage}

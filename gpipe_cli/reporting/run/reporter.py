@@ -237,9 +237,14 @@ class Reporter:
             "activation_bytes": self._counted[0],
             "predicted_activation_bytes": self._predicted_activation_bytes,  # of the mini-batch that was counted
             "partitions": [
-                {"layers": names, "parameters": parameters, "cost_share": share, "device": device}
-                for names, parameters, share, device in zip(
-                    placement.layer_names, placement.parameters, run.cost_shares, placement.devices, strict=True
+                {"layers": names, "parameters": parameters, "cost_share": share, "process": process, "device": device}
+                for names, parameters, share, process, device in zip(
+                    placement.layer_names,
+                    placement.parameters,
+                    run.cost_shares,
+                    placement.owners,
+                    placement.devices,
+                    strict=True,
                 )
             ],
             "resumed_from": config.resume,
