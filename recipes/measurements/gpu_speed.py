@@ -4,7 +4,7 @@ Everything is in one process, on random data that is there already. A factor and
 in turns, so that a clock that changes changes both; reported is the median of the ratios. A step is forward,
 recomputation and backward by the schedule, and the optimizer's.
 
-Usage: python recipes/measurements/gpu_speed.py [--device cuda|cpu] [--only factors|peers|graphs ...]
+Usage: python recipes/measurements/gpu_speed.py [--device cuda|cpu] [--only factors|peers|graphs|precision ...]
        on a GPU four minutes; on a CPU tiny models, to see that it runs
 """
 
@@ -174,12 +174,14 @@ def synchronise(device: str) -> None:
 
 
 def seconds_of(step: Step, device: str, steps: int) -> float:
+    """On a CPU those of this process: others may have the cores meanwhile."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
     synchronise(device)
-    began = time.perf_counter()
+    began = clock()
     for _ in range(steps):
         step()
     synchronise(device)
-    return (time.perf_counter() - began) / steps
+    return (clock() - began) / steps
 
 
 @dataclass
@@ -189,6 +191,7 @@ class Turns:
     device: str
     first: Step
     config: TrainConfig
+    rounds: int = 2
     warm: bool = False
 
     def beside(self, other: Step, config: TrainConfig) -> tuple[float, float]:
@@ -197,8 +200,9 @@ class Turns:
             self._seconds(self.first, self.config, 2)
             self.warm = True
         self._seconds(other, config, 2)
-        rounds = 2 if self.device == "cuda" else 1
-        taken = [(self._seconds(self.first, self.config, 1), self._seconds(other, config, 1)) for _ in range(rounds)]
+        taken = [
+            (self._seconds(self.first, self.config, 1), self._seconds(other, config, 1)) for _ in range(self.rounds)
+        ]
         return median(seconds for _, seconds in taken), median(first / seconds for first, seconds in taken)
 
     def _seconds(self, step: Step, config: TrainConfig, steps: int) -> float:
@@ -284,6 +288,22 @@ def peers(device: str) -> Found:
                 figures = first_line(error)
             yield f"{model}, {name}", None, figures, published
             give_back()
+
+
+def precisions(device: str) -> Found:
+    """bfloat16 beside float32 at the sizes that the program has for two CPU cores."""
+    worker.keep_freed_memory()  # as a run does
+    jobs = {
+        "AmoebaNet-D (6, 16), digits": ["model=amoebanet"],
+        "ResNet-18, digits": ["model=resnet", "model.depth=18"],
+        "Transformer, CLDR": ["model=transformer_nmt", "batch_tokens=null", "batch_size=32"],
+        "Transformer-4, CPython's documents": ["model=transformer_lm"],
+    }
+    for name, job in jobs.items():
+        settings = [*job, f"device={device}", "partitions=1", "threads=1", "executor=in_process", "hardware=cpu"]
+        base, other = training(settings), training([*settings, "precision=bfloat16"])
+        turns = Turns(device, pipeline(base), base, rounds=5)
+        yield name, None, speed(other, *turns.beside(pipeline(other), other)), ""
 
 
 class OfTensors(nn.Module):
@@ -379,9 +399,11 @@ def give_back() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    measured = {"factors": factors, "peers": peers, "graphs": graphs}
+    measured = {"factors": factors, "peers": peers, "graphs": graphs, "precision": precisions}
     parser.add_argument("--only", choices=measured, action="append", help="(all)")
     options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     for name in options.only or measured:
         for what, _, figures, published in measured[name](options.device):
             print(f"{what:<60}  {figures}{f'  (published: {published})' if published else ''}", flush=True)
