@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from gpipe_cli.assembly.adafactor import Adafactor
 from gpipe_cli.config import groups
 
 Named = Mapping[str, nn.Parameter]
@@ -47,11 +48,11 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
             return kind(parts, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=fused)
         case groups.AdafactorConfig():
             # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
-            return torch.optim.Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
+            return Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
 
 
 def _fused(parameters: Sequence[nn.Parameter]) -> bool:
-    """One kernel for all parameters of a GPU; timm's RMSProp has a few there, and torch's Adafactor one for each."""
+    """One kernel for all parameters of a GPU; timm's RMSProp and Adafactor have a few there."""
     return parameters[0].device.type == "cuda"
 
 
@@ -84,7 +85,7 @@ def load_optimizer_state(
         if parameter is None or not parameter.requires_grad:
             continue
         if key == "step":  # on the CPU, but where the optimizer is fused
-            value = tensor.to(parameter.device if _fused([parameter]) else "cpu", copy=True)
+            value = tensor.to(parameter.device if optimizer.defaults.get("fused") else "cpu", copy=True)
         elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
             value = tensor.to(parameter.device, copy=True)
         else:
@@ -101,12 +102,6 @@ def state_bytes(config: groups.OptimizerConfig, parameters: Sequence[nn.Paramete
 @cache
 def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """What the optimizer keeps for a parameter from its first step on, by key; tensors without values."""
-    if isinstance(config, groups.AdafactorConfig):
-        # its step reads values, which meta tensors do not have; the state is one vector per factored dimension
-        factored = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
-        moments = factored if len(shape) > 1 else {"variance": shape}
-        state = {key: torch.empty(of, dtype=dtype, device="meta") for key, of in moments.items()}
-        return {"step": torch.empty((), device="meta"), **state}
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})

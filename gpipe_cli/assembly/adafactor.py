@@ -1,0 +1,75 @@
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235) without a host that waits for its device.
+
+torch's own reads two norms of each parameter on the host. Here they stay tensors; on a CPU the bits are torch's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Adafactor(torch.optim.Adafactor):
+    """Settings and state are torch's; parameters are real numbers on one device."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is nowhere given
+        for group in self.param_groups:
+            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            parameters, gradients, rows, columns, variances, steps = lists
+            if parameters:
+                _update(group, parameters, gradients, list(zip(rows, columns, variances, strict=True)), steps)
+
+
+def _update(
+    group: dict[str, Any],
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    averages: Sequence[tuple[torch.Tensor | None, ...]],
+    steps: list[torch.Tensor],
+) -> None:
+    """`averages` of squared gradients: of rows (..., R, 1) and columns (..., 1, C), or of all elements of a vector."""
+    rate, (epsilon, least_scale) = group["lr"], group["eps"]
+    torch._foreach_add_(steps, 1.0)
+    done = [step.item() for step in steps]  # of the host
+    shares = [number ** group["beta2_decay"] for number in done]
+    roots = [parameter.numel() ** 0.5 for parameter in parameters]
+    least = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]
+
+    scales = _at_least(least_scale, torch._foreach_norm(parameters), roots)
+    torch._foreach_mul_(scales, [min(rate, 1 / number**0.5) for number in done])
+    if group["weight_decay"]:
+        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+
+    updates = [_second_moment(*of) for of in zip(gradients, averages, shares, least, strict=True)]
+    torch._foreach_clamp_min_(updates, [number * number for number in least])
+    torch._foreach_rsqrt_(updates)
+    torch._foreach_mul_(updates, gradients)
+
+    too_large = _at_least(1.0, torch._foreach_norm(updates), [root * group["d"] for root in roots])
+    factors = torch.stack(scales).neg().div_(torch.stack(too_large)).to(parameters[0].dtype)
+    torch._foreach_addcmul_(parameters, updates, factors.unbind())
+
+
+def _second_moment(
+    gradient: torch.Tensor, averages: tuple[torch.Tensor | None, ...], share: float, least: float
+) -> torch.Tensor:
+    """Move the averages by `share`; returns what they say of the squares of all elements."""
+    row, column, vector = averages
+    if vector is not None:
+        return vector.lerp_(gradient * gradient, share).clone()
+    assert row is not None
+    assert column is not None
+    for average, dim in ((row, -1), (column, -2)):
+        square_sum = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_()
+        average.lerp_(square_sum.div_(gradient.size(dim)), share)
+    return (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=least))
+
+
+def _at_least(least: float, norms: Sequence[torch.Tensor], roots: Sequence[float]) -> list[torch.Tensor]:
+    """Norms by the roots of the numbers of elements, so root mean squares; each a float64 of its own."""
+    means = list(torch.stack(list(norms)).double().unbind())
+    torch._foreach_div_(means, roots)
+    torch._foreach_clamp_min_(means, least)
+    return means
