@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe_cli.pipeline.runtime.host_copies import to_device
+
 
 @dataclass
 class _Slot:
@@ -122,23 +124,32 @@ class BatchStatistics:
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]) -> None:
         sizes = [norm.num_features for norm in self._norms]
         means, variances = mean.split(sizes), variance.split(sizes)
-        by_momentum: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        torch._foreach_add_([_buffers(n)[2] for n, was in zip(self._norms, seen, strict=True) if was], 1)
+        by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, norm in enumerate(self._norms):
             if not seen[index]:
                 continue
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            assert norm.num_batches_tracked is not None
-            norm.num_batches_tracked += 1
-            # momentum=None asks nn.BatchNorm for the plain average of all mini-batches
-            factor = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-            running, new = by_momentum.setdefault(factor, ([], []))
-            running += [norm.running_mean, norm.running_var]
+            *statistics, count = _buffers(norm)
+            running, new, shares = by_momentum.setdefault(norm.momentum, ([], [], []))
+            running += statistics
             new += [means[index], variances[index]]
+            if norm.momentum is None:  # asks nn.BatchNorm for the plain average of all mini-batches
+                shares += [
+                    count.double().reciprocal().to(mean.dtype)
+                ] * 2  # not read: a GPU would have to be waited for
         self.newest = []
-        for factor, (running, new) in by_momentum.items():
-            torch._foreach_lerp_(running, new, factor)
+        for momentum, (running, new, shares) in by_momentum.items():
+            torch._foreach_lerp_(running, new, shares if momentum is None else momentum)
             self.newest += zip(running, new, strict=True)
+
+
+def _buffers(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, variance, number of mini-batches."""
+    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
+    assert count is not None
+    return mean, variance, count
 
 
 @lru_cache(maxsize=256)  # of all stages in a process, for each size of mini-batch
@@ -146,8 +157,9 @@ def _values_of_channels(
     rows: tuple[tuple[int, ...], ...], channels: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """For each micro-batch the values that each channel of all norms has, and their sum; from those of each norm."""
-    repeats = torch.tensor(channels)
-    values = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats).to(device) for row in rows]
+    repeats, length = torch.tensor(channels), sum(channels)
+    on_host = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats, output_size=length) for row in rows]
+    values = [to_device(of_channels, device) for of_channels in on_host]
     return values, torch.stack(values).sum(dim=0)  # whole numbers: exact in any order
 
 
