@@ -34,15 +34,19 @@ class HostClock:
         pass
 
     def reader(self) -> Callable[[Mark], float]:
-        """How the marks of this step are read: as seconds of the host's monotonic clock."""
+        """How a mark of this step is read: as seconds of the host's monotonic clock."""
         return float
+
+    def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
+        """As `reader`, for marks of one stage of which none is later than the last one."""
+        return list
 
 
 class StreamClock:
     """A GPU's: work is only launched, so events are put between it.
 
     Events tell the time since another event, in float32: so each step has an event of its own to count from, and that
-    counts from the step before.
+    counts from the step before. The others are used again: marks of a step are read before the next but one begins.
     """
 
     core_seconds = staticmethod(float)  # the work is the device's
@@ -51,19 +55,29 @@ class StreamClock:
         self._device = device
         self._steps = 0
         self._reference: _Reference | None = None
+        self._beside = torch.cuda.Stream(device)  # does nothing but tell the time
+        self._events: list[torch.cuda.Event] = []  # of this step, and of the one before
+        self._events_before: list[torch.cuda.Event] = []
+        self._marks = 0  # of this step
 
     def begin_step(self) -> None:
-        event = self.now()
-        anchored = self._reference is None or self._steps % _ANCHOR_STEPS == 0
-        if anchored:
-            event.synchronize()
-        self._reference = _Reference(
-            event, time.perf_counter() if anchored else None, None if anchored else self._reference
-        )
+        if self._steps % _ANCHOR_STEPS == 0:  # on a stream without work, so that the host does not wait for any
+            anchor = torch.cuda.Event(enable_timing=True)
+            anchor.record(self._beside)
+            anchor.synchronize()
+            self._reference = _Reference(anchor, time.perf_counter(), None)
+        began = torch.cuda.Event(enable_timing=True)
+        began.record(torch.cuda.current_stream(self._device))
+        self._reference = _Reference(began, None, self._reference)
+        self._events, self._events_before = self._events_before, self._events
+        self._marks = 0
         self._steps += 1
 
     def now(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
+        if self._marks == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._marks]
+        self._marks += 1
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -71,9 +85,13 @@ class StreamClock:
         assert self._reference is not None, "a step has begun"
         return self._reference.read
 
+    def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
+        assert self._reference is not None, "a step has begun"
+        return self._reference.read_all
+
 
 class _Reference:
-    """The first event of a step, and when it happened."""
+    """An event that others count from, and when it happened: it is known, or counted from `previous`."""
 
     def __init__(self, event: Any, seconds: float | None, previous: "_Reference | None") -> None:
         self._event, self._known, self._previous = event, seconds, previous
@@ -87,8 +105,11 @@ class _Reference:
         return self._known
 
     def read(self, mark: Any) -> float:
-        mark.synchronize()
-        return self.seconds + float(self._event.elapsed_time(mark)) / 1e3
+        return self.read_all((mark,))[0]
+
+    def read_all(self, marks: Sequence[Any]) -> list[float]:
+        marks[-1].synchronize()
+        return [self.seconds + float(self._event.elapsed_time(mark)) / 1e3 for mark in marks]
 
 
 Clock: TypeAlias = HostClock | StreamClock  # marks moments in the order of a device's work
@@ -97,7 +118,7 @@ Clock: TypeAlias = HostClock | StreamClock  # marks moments in the order of a de
 class Recording:
     """The marks of one step on the stages of this process; read when there is time for it."""
 
-    def __init__(self, schedule: Schedule, readers: Mapping[int, Callable[[Mark], float]]) -> None:
+    def __init__(self, schedule: Schedule, readers: Mapping[int, Callable[[Sequence[Mark]], list[float]]]) -> None:
         self.schedule = schedule
         self._readers = readers
         self._marks: dict[int, list[Mark]] = {stage: [] for stage in readers}
@@ -123,11 +144,12 @@ class Recording:
         return max(0.0, 1 - had / sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS)))
 
     def seconds(self) -> dict[int, list[float]]:
-        """For each stage: MARKS numbers per action, in the order of its schedule, then begin and end of its update."""
+        """For each stage: MARKS numbers per action, in the order of its schedule, then begin and end of its update.
+        On a GPU this waits for the last of them."""
         read: dict[int, list[float]] = {}
         for stage, reader in self._readers.items():
             marks = self._marks[stage]
-            read[stage] = [reader(mark) for mark in (*marks, *self._updates.get(stage, marks[-1:] * 2))]
+            read[stage] = reader([*marks, *self._updates.get(stage, marks[-1:] * 2)])
         return read
 
 
@@ -141,7 +163,7 @@ class Recorder:
     def begin_step(self, schedule: Schedule) -> Recording:
         for clock in set(self.clocks.values()):
             clock.begin_step()
-        return Recording(schedule, {stage: clock.reader() for stage, clock in self.clocks.items()})
+        return Recording(schedule, {stage: clock.reader_of_all() for stage, clock in self.clocks.items()})
 
 
 def room(micro_batches: int) -> int:
