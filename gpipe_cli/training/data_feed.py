@@ -72,8 +72,9 @@ class Data:
             self._splits = open_data(config, saved.read_bytes() if saved is not None and saved.is_file() else None)
         if self._splits is None or not self._first:
             return
+        # Last the only loader that pins memory: it starts a thread that opens a CUDA context.
         pin = placement.device_of(process) != "cpu"
-        for training, split in zip((True, False), self._splits, strict=True):
+        for training, split in zip((False, True), reversed(self._splits), strict=True):
             if training and start is None:
                 continue
             batches = mini_batches(config, split.catalogue, training=training)
@@ -86,7 +87,7 @@ class Data:
                         "dataset's settings"
                     )
                 span = start.epoch, start.position, config.epochs
-            loaded = LoadedBatches(split, batches, *span, workers_of(config), pin)
+            loaded = LoadedBatches(split, batches, *span, workers_of(config), pin and training)
             self._readings[training] = Reading(split, batches, loaded)
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:
