@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.pipeline.runtime.boundary import Tensors
+from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class CrossEntropy:
         device: torch.device | None = None,
     ) -> None:
         self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
-        self._targets = targets.to(device, non_blocking=True).split(list(sizes))
+        self._targets = to_device(targets, device or targets.device).split(list(sizes))
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
         self._counted: list[torch.Tensor] = []
@@ -82,10 +83,18 @@ class CrossEntropy:
         self._counted.append(torch.stack(counted))
 
     def totals(self) -> Totals:
-        """Read the sums over the mini-batch; on a GPU this waits for it."""
-        rows = torch.stack(self._counted).cpu().tolist()
-        loss, plain, top1, top5 = (sum(column) for column in zip(*rows, strict=True))
-        return Totals(self._elements, loss, plain, top1, top5)
+        """The sums over the mini-batch; on a GPU this waits for it."""
+        return self.begin_totals()()
+
+    def begin_totals(self) -> Callable[[], Totals]:
+        """After the last micro-batch: `totals`, for which what is returned waits."""
+        counted = to_host(torch.stack(self._counted))
+
+        def totals() -> Totals:
+            loss, plain, top1, top5 = (sum(column) for column in zip(*counted().tolist(), strict=True))
+            return Totals(self._elements, loss, plain, top1, top5)
+
+        return totals
 
 
 def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[[Tensors], torch.Tensor]:

@@ -1,11 +1,12 @@
 """What the processes of one run send each other outside the pipeline: a few numbers per step, over the CPU.
 
 One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
-In a run of one process the same calls return at once.
+Where gradients are clipped, another one carries those parts before the update. In a run of one process the same calls
+return at once.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -121,13 +122,9 @@ class ControlGroup:
         return median(differences)
 
 
-def gradient_norm(parts: Sequence[torch.Tensor]) -> float:
-    """The global norm from the norms of all parameters in global order: one order of summation, whatever the cut.
-
-    `parts` are the float64 norms of each process's parameters, in the order of the stages.
-    """
-    total = 0.0
-    for part in parts:
-        for norm in part.tolist():
-            total += norm * norm
-    return float(total**0.5)
+def global_norm(norms: torch.Tensor) -> torch.Tensor:
+    """From the norms of all parameters in global order, float64 (P,), that of all of them together, (): on a CPU in
+    that order of summation, whatever the cut."""
+    squares = norms.square()
+    # one after another on a CPU; on a GPU, whose scans are not repeatable, as `sum` does it
+    return (squares.sum() if squares.is_cuda else squares.cumsum(0)[-1:].sum()).sqrt()

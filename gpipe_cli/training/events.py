@@ -30,7 +30,8 @@ class TrainingReady:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step. Loss and shares are means over the samples of its mini-batch, for text over its tokens."""
+    """One optimizer step, sent during the next one. Loss and shares are means over the samples of its mini-batch, for
+    text over its tokens."""
 
     step: int  # steps done, this one included: the first is 1
     epoch: int  # the first is 1
@@ -54,7 +55,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepRecorded:
-    """When the stages did what in the step that was sent last: known once the next one is done."""
+    """When the stages did what in the step that was sent last."""
 
     seconds: list[list[float]]  # of each stage, as `Recording.seconds` gives them
     began_seconds: float  # on the same clock

@@ -22,8 +22,9 @@ import torch
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup, gradient_norm
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup, global_norm
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
 from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
 from gpipe_cli.planner.step_schedule import checked_schedule
@@ -43,13 +44,23 @@ class StageMetrics:
 
 
 @dataclass(frozen=True)
+class StepNumbers:
+    """What this process knows of a step that has been launched. To call what is to be called waits for the device."""
+
+    recording: Recording
+    stages: Mapping[int, StageMetrics]
+    totals: Callable[[], Totals] | None  # where the last stage is
+    norms: Callable[[], torch.Tensor]  # float64, of each gradient
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """What all processes know of a step together."""
 
     totals: Totals  # over the mini-batch
     gradient_norm: float  # global
     stages: tuple[StageMetrics, ...]
-    seconds_before: list[list[float]]  # of the step before: of each stage, what `Recording.seconds` gives; [] if none
+    seconds: list[list[float]]  # of each stage, what `Recording.seconds` gives
 
 
 def rehearse(
@@ -82,16 +93,17 @@ def train_step(
     epoch: int,
     position: int,
     *,
-    before: Recording | None,
+    before: StepNumbers | None,
     count: bool = False,
     begun_bytes: int = 0,
     before_update: Callable[[], None] = lambda: None,
-) -> tuple[Recording, Callable[[], StepMetrics]]:
+) -> tuple[StepNumbers, Callable[[], StepMetrics] | None]:
     """Mini-batch `position` of `epoch`: forward and backward through the pipeline, then every stage's optimizer with
-    learning rate `rate`. The metrics that it returns wait for the other processes.
+    learning rate `rate`.
 
-    `before` is the recording of the step before. With `count` the saved activations are counted, and what libraries
-    need of a process that began with `begun_bytes` of its own. `before_update` is called when all gradients are there.
+    Returns the numbers of this step, and the metrics of the step before, of which `before` are the numbers: they wait
+    for the other processes. With `count` the saved activations are counted, and what libraries need of a process that
+    began with `begun_bytes` of its own. `before_update` is called when all gradients are there.
     """
     for stage in engine.stages.values():
         stage.count_saved(count)
@@ -109,14 +121,17 @@ def train_step(
         counted = (stage.peak_saved_bytes, library_bytes(device, begun_bytes)) if count else (0, 0)
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
-    totals, norms = None if objective is None else objective.totals(), norms_of(gradients)
-    metrics = gather_metrics(config, engine, control, before, totals, stages, norms)
+    norms = norms_of(gradients)
+    totals = None if objective is None else objective.begin_totals()
+    numbers = StepNumbers(recording, stages, totals, to_host(norms))
+    metrics_before = None if before is None else gather_metrics(config, engine, control, before)
 
     before_update()
     if config.gradient_clipping:
-        norm = metrics().gradient_norm
-        if gradients and norm > config.gradient_clipping:
-            torch._foreach_mul_(gradients, config.gradient_clipping / norm)
+        if control.size > 1:
+            padded = _padded(numbers.norms(), engine.placement.most_parameter_tensors)
+            norms = _known(control.gather(padded)()).to(norms.device)
+        clip(gradients, norms, config.gradient_clipping)
     for k, optimizer in engine.optimizers.items():
         now = engine.executor.recorder.clocks[k].now
         begun = now()
@@ -127,7 +142,7 @@ def train_step(
         if k in engine.averages:
             engine.averages[k].update(engine.stages[k].statistics.newest)
         recording.update(k, begun, now())
-    return recording, metrics
+    return numbers, metrics_before
 
 
 def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
@@ -163,9 +178,7 @@ def objective_of(
 def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
     if inputs is None:
         return None
-    return tuple(
-        in_layout(tensor.to(engine.first_device, non_blocking=True), engine.memory_format) for tensor in inputs
-    )
+    return tuple(in_layout(to_device(tensor, engine.first_device), engine.memory_format) for tensor in inputs)
 
 
 def _run(
@@ -191,16 +204,10 @@ def _run(
 
 
 def gather_metrics(
-    config: TrainConfig,
-    engine: Engine,
-    control: ControlGroup,
-    before: Recording | None,
-    totals: Totals | None = None,
-    stages: Mapping[int, StageMetrics] | None = None,
-    norms: torch.Tensor | None = None,
+    config: TrainConfig, engine: Engine, control: ControlGroup, numbers: StepNumbers
 ) -> Callable[[], StepMetrics]:
-    """Share what this process knows of a step, and its recording of the step before (read on the clock of process 0);
-    what is returned waits for the other processes."""
+    """Share what this process knows of a step (its recording on the clock of process 0); what is returned waits for the
+    other processes."""
     placement = engine.placement
     sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
     stages_here = max(len(placement.stages_of(process)) for process in range(placement.processes))
@@ -211,30 +218,27 @@ def gather_metrics(
 
     vector = torch.zeros(sum(sizes) + stages_here * room(config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
-    if totals is not None:
-        to_sums.copy_(torch.tensor(astuple(totals), dtype=torch.float64))
-    for k, of_stage in (stages or {}).items():
+    if numbers.totals is not None:
+        to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
+    for k, of_stage in numbers.stages.items():
         to_stages[k] = torch.tensor(astuple(of_stage), dtype=torch.float64)
-    if norms is not None:
-        to_norms[: len(norms)] = norms
-    if before is not None:
-        seconds = [value for _, values in sorted(before.seconds().items()) for value in values]
-        to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
+    to_norms.copy_(_padded(numbers.norms(), len(to_norms)))
+    seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
+    to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
+    schedule = numbers.recording.schedule
 
     @cache
     def metrics() -> StepMetrics:
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
-        seconds_before: list[list[float]] = []
-        if before is not None:
-            for process, recorded in enumerate(recordings):
-                values = iter(recorded.tolist())
-                for stage in placement.stages_of(process):
-                    seconds_before.append(list(islice(values, MARKS * len(before.schedule[stage]) + 2)))
-        numbers = torch.stack(all_stages).sum(dim=0).tolist()
-        return StepMetrics(
-            _sum(all_sums), gradient_norm(all_norms), tuple(StageMetrics(*of) for of in numbers), seconds_before
-        )
+        recorded: list[list[float]] = []
+        for process, numbers_of_process in enumerate(recordings):
+            values = iter(numbers_of_process.tolist())
+            for stage in placement.stages_of(process):
+                recorded.append(list(islice(values, MARKS * len(schedule[stage]) + 2)))
+        of_stages = torch.stack(all_stages).sum(dim=0).tolist()
+        norm = float(global_norm(_known(all_norms)))
+        return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
 
     return metrics
 
@@ -244,9 +248,30 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
     return Totals(int(elements), *sums)
 
 
-def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """Of each gradient, in float64 on the CPU, with one read per device instead of one per parameter."""
+def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of each gradient, float64, on the device of the first one: nothing is read."""
     if not gradients:
-        return None
+        return torch.zeros(0, dtype=torch.float64)
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
-    return torch.cat([torch.stack(list(norms)).double().cpu() for _, norms in by_device])
+    norms = [torch.stack(list(of_device)).double() for _, of_device in by_device]
+    return torch.cat([of_device.to(norms[0].device, non_blocking=True) for of_device in norms])
+
+
+def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
+    """Scale all gradients of this process so that the global norm, that of all `norms`, is `largest` at most."""
+    norm = global_norm(norms)
+    factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # of the device: not read
+    for (device, dtype), group in groupby(gradients, key=attrgetter("device", "dtype")):
+        torch._foreach_mul_(list(group), factor.to(device, dtype, non_blocking=True))
+
+
+def _padded(norms: torch.Tensor, length: int) -> torch.Tensor:
+    padded = torch.full((length,), -1.0, dtype=torch.float64)
+    padded[: len(norms)] = norms
+    return padded
+
+
+def _known(padded: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norms of all processes, in global order."""
+    together = torch.cat(list(padded))
+    return together[together != -1]

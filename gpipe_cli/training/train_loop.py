@@ -4,8 +4,10 @@ Every process runs the same lines. Decisions (which mini-batch, is it the best, 
 processes have; see `milestones.py`.
 """
 
+import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ from gpipe_cli.training.data_feed import Data, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
-from gpipe_cli.training.step import StepMetrics, evaluate, gather_metrics, rehearse, train_step
+from gpipe_cli.training.step import StepMetrics, StepNumbers, evaluate, gather_metrics, rehearse, train_step
 from gpipe_cli.training.translation import WATCHED, score_translations, translate
 
 
@@ -92,7 +94,8 @@ def train(
         process.report(events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus))
 
     counted = False  # whether saved activations were
-    recording, recording_began = None, 0.0  # of the step before
+    reports = _StepReports(config, batches, process.report if control.leads else None)
+    before: _LaunchedStep | None = None  # the step before, as long as nothing has been reported of it
     for epoch, position in batches.stream(progress.epoch, progress.position, config.epochs):
         # --- 5. A step -------------------------------------------------------------------------------------------
         began = time.perf_counter()
@@ -104,23 +107,24 @@ def train(
         full = config.batch_size in (None, batches.size(epoch, position))
         count = full and not counted and step > start.step
         counted = counted or count
-        done, metrics_of_all = train_step(
+        numbers, metrics_before = train_step(
             config, engine, control, step, rate, training, epoch, position,
-            before=recording, count=count, begun_bytes=begun_bytes,
+            before=None if before is None else before.numbers, count=count, begun_bytes=begun_bytes,
         )  # fmt: skip
         updates = next((average.updates for average in engine.averages.values()), 0)
         progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
-        if control.leads:
-            metrics = metrics_of_all()
-            refuse_nonsense(config, metrics.totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
-            if recording is not None:
-                process.report(events.StepRecorded(metrics.seconds_before, recording_began))
-            process.report(_step_done(config, batches, progress, rate, metrics, began, counted=count))
-        recording, recording_began = done, began
+        reports.send(before, metrics_before)
+        before = _LaunchedStep(numbers, progress, rate, began, counted=count)
+        # Reported one step late, so that no step waits for a GPU; but nothing is tested or saved before it is known
+        # that the step was one of numbers.
+        tests, saves = milestones.evaluates_after(progress.step), milestones.saves_after(progress.step)
+        if tests or saves or progress.step == milestones.end_step:
+            reports.send(before, gather_metrics(config, engine, control, numbers))
+            before = None
 
         # --- 6. The test set, on the averaged weights if there are any -------------------------------------------
         best = False
-        if milestones.evaluates_after(progress.step):
+        if tests:
             with engine.evaluating(averages=bool(engine.averages)):
                 totals = evaluate(config, engine, control, test)
                 examples = tuple(translate(config, WATCHED, engine, control, test))
@@ -133,18 +137,14 @@ def train(
                 process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint -------------------------------------------------------------------------------------
-        if best or milestones.saves_after(progress.step):
+        if best or saves:
             save_checkpoint(engine, control, folder, progress, config_yaml, keep=config.checkpoint.keep)
             if control.leads:
                 process.report(events.CheckpointWritten(progress.step))
         if progress.step == milestones.end_step:
             break
 
-    # --- 8. The end: what was recorded of the last step; all processes finish before one of them disconnects -----
-    if recording is not None:
-        seconds = gather_metrics(config, engine, control, recording)().seconds_before
-        if control.leads:
-            process.report(events.StepRecorded(seconds, recording_began))
+    # --- 8. The end: all processes finish before one of them disconnects ------------------------------------------
     training.close()
     test.close()
     engine.executor.settle()
@@ -185,19 +185,46 @@ def evaluate_checkpoint(
     control.barrier()
 
 
+@dataclass(frozen=True)
+class _LaunchedStep:
+    """A step that a GPU may still be at, and the progress that it leads to."""
+
+    numbers: StepNumbers
+    progress: Progress
+    rate: float
+    began: float  # to be launched, on the clock of the recordings
+    counted: bool  # whether saved activations were
+
+
+class _StepReports:
+    """Steps as the parent hears of them, from the process that has `report`."""
+
+    def __init__(self, config: TrainConfig, batches: MiniBatches, report: Callable[[object], None] | None) -> None:
+        self._config, self._batches, self._report = config, batches, report
+        self._freed = self._ended = -math.inf  # when the step before was done: by the first stage, and by all
+
+    def send(self, step: _LaunchedStep | None, metrics: Callable[[], StepMetrics] | None) -> None:
+        """Raises DivergedError for numbers that are none."""
+        if step is None or metrics is None or self._report is None:
+            return
+        found = metrics()
+        refuse_nonsense(
+            self._config, found.totals.loss, found.gradient_norm, step.progress.step, step.progress.epoch + 1, step.rate
+        )
+        # a GPU begins when it is done with the step before, whenever that was launched
+        began, begins = max(step.began, self._freed), max(step.began, self._ended)
+        self._freed, self._ended = found.seconds[0][-1], max(seconds[-1] for seconds in found.seconds)
+        self._report(_step_done(self._config, self._batches, step, found, self._ended - begins))
+        self._report(events.StepRecorded(found.seconds, began))
+
+
 def _step_done(
-    config: TrainConfig,
-    batches: MiniBatches,
-    progress: Progress,
-    rate: float,
-    metrics: StepMetrics,
-    began: float,
-    *,
-    counted: bool,
+    config: TrainConfig, batches: MiniBatches, step: _LaunchedStep, metrics: StepMetrics, seconds: float
 ) -> events.StepDone:
-    """What is reported of the step that led to `progress`."""
+    """What is reported of a step."""
     text = config.task != "classification"
     loss, cross_entropy, top1, top5 = metrics.totals.means
+    progress = step.progress
     epoch, position = progress.epoch, progress.position
     return events.StepDone(
         step=progress.step,
@@ -206,17 +233,17 @@ def _step_done(
         samples=batches.size(epoch, position - 1),
         tokens=metrics.totals.elements if text else None,
         lengths=batches.lengths(epoch, position - 1),
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
         loss=loss,
         cross_entropy=cross_entropy,
         top1=top1,
         top5=None if text else top5,
-        learning_rate=rate,
+        learning_rate=step.rate,
         gradient_norm=metrics.gradient_norm,
         memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
         without_core=tuple(stage.without_core for stage in metrics.stages),
-        activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages) if counted else None,
-        library_bytes=tuple(int(stage.library_bytes) for stage in metrics.stages) if counted else None,
+        activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages) if step.counted else None,
+        library_bytes=tuple(int(stage.library_bytes) for stage in metrics.stages) if step.counted else None,
     )
 
 

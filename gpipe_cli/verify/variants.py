@@ -41,7 +41,7 @@ from gpipe_cli.training.data_feed import Data, Reading
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
-from gpipe_cli.training.step import objective_of, placed, rehearse, train_step
+from gpipe_cli.training.step import gather_metrics, objective_of, placed, rehearse, train_step
 
 Schedule = Literal["gpipe", "1f1b"]
 Mode = Literal["never", "except_last", "always"]
@@ -323,7 +323,7 @@ class _Runs:
         total = config.epochs * batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
         data = self._first_mini_batch()
-        _, metrics = train_step(
+        numbers, _ = train_step(
             config, engine, self.control, 0, rate, data, 0, 0, before=None, before_update=keep_gradients
         )
         engine.executor.settle()
@@ -332,7 +332,7 @@ class _Runs:
             digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
             digests |= self._digests(What.BUFFER, dict(module.named_buffers()))
             digests |= self._digests(What.WEIGHT, parameters)
-        return metrics().totals.means[0], digests, gradients
+        return gather_metrics(config, engine, self.control, numbers)().totals.means[0], digests, gradients
 
     def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
         """Have the layers leave digests of their outputs; `output` says which one it is, and its micro-batch."""

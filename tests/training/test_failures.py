@@ -294,9 +294,17 @@ def test_a_finished_run_is_not_resumed(
 def test_a_run_that_diverges_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*TINY, "partitions=2", "executor=distributed", "learning_rate.per_sample=1e30"]
+    settings = [
+        *TINY,
+        "partitions=2",
+        "executor=distributed",
+        "learning_rate.per_sample=1e30",
+        "checkpoint.every_steps=2",
+    ]
     assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / 'run'}") == 1
     result = read_result(tmp_path / "run")
     assert result["status"] == "failed"
     assert "it has diverged at learning rate" in result["error"]
     assert "use a smaller learning_rate.per_sample" in result["error"]
+    assert "step 2 " in result["error"]
+    assert not list((tmp_path / "run").glob("checkpoints/step_*")), "saved after a step without numbers"

@@ -1,0 +1,181 @@
+"""In a step the host waits for nothing that the step has launched on a GPU.
+
+Shown without one: the step runs on tensors without values that claim to be on a GPU (torch's own, made for its
+compiler), and whatever would make the host wait is an error. Two things are stand-ins, as torch's need a GPU: events,
+and the autograd engine, in whose place every parameter gets a gradient.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import LIVELY, TINY, configure
+
+from gpipe_cli.assembly.build import build_model, open_data
+from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
+from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.training import data_feed
+from gpipe_cli.training import engine as engines
+from gpipe_cli.training.data_feed import mini_batches
+from gpipe_cli.training.milestones import starting_point
+from gpipe_cli.training.step import StepNumbers, train_step
+
+aten = torch.ops.aten
+GPU = "cuda:0"
+TEXT = [
+    "model=transformer_lm", "dataset=synthetic_text", "dataset.vocabulary=300", "model.layers=2", "model.width=16",
+    "model.hidden=16", "model.heads=2", "model.length=8", "batch_size=8", "optimizer=adafactor", "device=cpu",
+    "threads=1",
+]  # fmt: skip
+
+
+class Watched(TorchDispatchMode):
+    """Refuses operations for which the host would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            assert args[0].device.type == "cpu", "a value is read from the GPU"
+            return 8.0 if args[0].is_floating_point() else 8
+        if func is aten._pin_memory.default:
+            pinned = args[0].clone()
+            pinned.page_locked = True
+            return pinned
+        if func in (aten._to_copy.default, aten.copy_.default):
+            source = args[1] if func is aten.copy_.default else args[0]
+            target = args[0].device if func is aten.copy_.default else torch.device(kwargs.get("device", source.device))
+            if source.device.type != target.type:
+                assert kwargs.get("non_blocking") or True in args[2:], (
+                    f"waits for a copy from {source.device} to {target}"
+                )
+                assert source.is_cuda or hasattr(source, "page_locked"), "waits for a copy from pageable memory"
+        if func is aten._fused_sgd_.default:  # torch does not have it for tensors without values
+            return None
+        return func(*args, **kwargs)  # one whose shape depends on values raises: a GPU's would have to be read
+
+
+class Event:
+    """Of a GPU that has done everything but the step that is being launched."""
+
+    step = made = waited = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        Event.made += 1
+
+    def record(self, stream: object = None) -> "Event":
+        self.of = 0 if stream == "beside" else Event.step
+        return self
+
+    def synchronize(self) -> None:
+        assert self.of < Event.step, "the host waits for the step that it launches"
+        Event.waited += 1
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 0.0
+
+
+STREAM = SimpleNamespace(record_event=lambda: Event().record())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(roots: Sequence[torch.Tensor], gradients: object) -> None:
+        nodes, seen = [root.grad_fn for root in roots], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                node.variable.grad = torch.empty_like(node.variable)
+
+    monkeypatch.setattr(torch.autograd, "backward", backward)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "beside")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator()])
+    monkeypatch.setattr(engines, "materialize", materialize)
+
+
+class Made(nn.Sequential):
+    def to(self, *arguments: Any, **changes: Any) -> "Made":  # type: ignore[override]
+        return self
+
+
+def materialize(model: nn.Sequential, first: int, layers: int, **others: Any) -> nn.Sequential:
+    """The layers with tensors without values on the GPU."""
+    made = Made()
+    for name, layer in list(model.named_children())[first : first + layers]:
+        for module in layer.modules():
+            for key, tensor in module._parameters.items():
+                if tensor is not None:
+                    module._parameters[key] = nn.Parameter(torch.empty(tensor.shape, device=GPU))
+            for key, tensor in module._buffers.items():
+                if tensor is not None:
+                    module._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=GPU)
+        made.add_module(name, layer)
+    return made
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.9 records such a graph only with a CUDA driver")
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("settings", [[*TINY, *LIVELY, "micro_batches=1"], TEXT], ids=["images", "text"])
+def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
+    """Batch norms with and without momentum, clipping, averages; the numbers of the step before are read meanwhile."""
+    config = configure(*settings, "partitions=2", "executor=in_process")
+    placement = replace(make_placement(config), devices=(GPU, GPU))
+    train, _ = open_data(config)
+    batches = mini_batches(config, train.catalogue, training=True)
+    inputs, targets = train.inputs(0, list(range(8)), batches.lengths(0, 0)), train.targets_of(torch.arange(8), ())
+    model = build_model(config)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms[::2]:
+        norm.momentum = None
+    control, made = ControlGroup(0, 1), []
+    before: StepNumbers | None = None
+    with FakeTensorMode(allow_non_fake_inputs=True), Watched():
+        engine = engines.build_engine(config, placement, 0, None, model, lambda *action: None, pretrained=True)
+        reading: Any = SimpleNamespace(
+            batches=batches,
+            inputs=lambda: tuple(torch.empty(one.shape, dtype=one.dtype) for one in inputs),
+            targets=lambda epoch, position: torch.empty(targets.shape, dtype=targets.dtype),
+        )
+        for step in range(3):
+            Event.step, Event.made, Event.waited = step + 1, 0, 0
+            numbers, metrics = train_step(config, engine, control, step, 0.1, reading, 0, 0, before=before)
+            assert (metrics is None) == (before is None)
+            before = replace(numbers, totals=None)  # there are no values to make Python's numbers of
+            made.append(Event.made)
+    assert len(engine.optimizers) == 2
+    assert Event.waited == 2 + 1 + 1, "for the last event of each stage, the step's first, and the norms"
+    assert made[2] == 1 + 2, "the step's first event, totals and norms; those of the actions are used again"
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adam", "rmsprop", "sgd"])
+def test_an_optimizer_reads_nothing(name: str) -> None:
+    with FakeTensorMode(), Watched():
+        parameters = {str(at): nn.Parameter(torch.empty(of, device=GPU)) for at, of in enumerate([(), (3,), (4, 5)])}
+        optimizer = build_optimizer(configure(f"optimizer={name}").optimizer, parameters)
+        assert optimizer is not None
+        for _ in range(2):
+            for parameter in parameters.values():
+                parameter.grad = torch.empty_like(parameter)
+            set_learning_rate(optimizer, 0.1)
+            optimizer.step()
+
+
+def test_the_loader_that_pins_memory_starts_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread opens a CUDA context, which the workers of the other one must not be forked from."""
+    pins: list[bool] = []
+    monkeypatch.setattr(data_feed, "LoadedBatches", lambda *arguments: pins.append(arguments[-1]))
+    config = configure(*TINY)
+    data_feed.Data(config, replace(make_placement(config), devices=(GPU, GPU)), 0, starting_point(config, None), None)
+    assert pins == [False, True]
