@@ -19,6 +19,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, build
 from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training.checkpoint.writer import Snapshot
 
 SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=cuda"]
 
@@ -120,3 +121,19 @@ def test_layers_are_timed_on_the_device(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert command(monkeypatch, "plan", *SETTINGS, "cost=measured", f"output={tmp_path / 'plans'}") == 0
     assert "layers measured on this machine" in capsys.readouterr().out
+
+
+def test_a_snapshot_has_what_was_there_before_later_kernels() -> None:
+    """Taken while the GPU is still busy with earlier ones, without waiting for it."""
+    weight = torch.ones(64, 64, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    factor = torch.randn(4096, 4096, device="cuda")
+    snapshot = Snapshot()
+    for expected in (1.0, 2.0):  # the second into the same memory: to take page-locked memory may wait for the GPU
+        for _ in range(20):
+            factor = factor @ factor
+        copies, arrived = snapshot.take({"weight": weight, "step": torch.tensor(3)})
+        assert expected == 1.0 or not torch.cuda.current_stream().query()
+        weight += 1
+        arrived()
+        assert copies["weight"].is_pinned()
+        assert (copies["weight"] == expected).all()

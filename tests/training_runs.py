@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.pipeline.runtime.executor import Watch
 from gpipe_cli.planner.placement import make_placement
@@ -70,7 +70,12 @@ def configure(*settings: str) -> TrainConfig:
     return from_tree(TrainConfig, composed(*settings))
 
 
-def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, samples, lengths: None) -> list[object]:
+def train_here(
+    config: TrainConfig,
+    folder: Path,
+    watch: Watch = lambda action, samples, lengths: None,
+    waits: Waits = nullcontext,
+) -> list[object]:
     """Train in this process, all stages of it; returns the messages for the parent."""
     folder.mkdir(parents=True, exist_ok=True)
     messages: list[object] = []
@@ -81,7 +86,7 @@ def train_here(config: TrainConfig, folder: Path, watch: Watch = lambda action, 
         to_yaml(config),
         placement,
         folder,
-        WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, watch),
+        WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, watch),
         source=find_source(config, placement),
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed

@@ -1,8 +1,8 @@
 """What the processes of one run send each other outside the pipeline: a few numbers per step, over the CPU.
 
 One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
-Where gradients are clipped, another one carries those parts before the update. In a run of one process the same calls
-return at once.
+Where gradients are clipped, another one carries those parts before the update; and one follows as long as a checkpoint is
+being written. In a run of one process the same calls return at once.
 """
 
 import time
@@ -24,6 +24,7 @@ class Awaited(IntEnum):
     NOTHING = 0
     PROCESS = 1  # another one of the run
     DATA = 2
+    DISK = 3  # a checkpoint
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,10 @@ class RunReport:
                 self._reporter.evaluated(message)
             case events.CheckpointWritten():
                 self._reporter.checkpointed(message.step)
+            case events.CheckpointFailed():
+                self._reporter.checkpoint_failed(message.why)
+            case events.CheckpointAwaited():
+                self._reporter.checkpoint_awaited(message)
             case _:
                 raise AssertionError(message)
 

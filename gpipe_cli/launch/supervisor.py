@@ -189,6 +189,8 @@ class Supervisor:
         doing, placement = self._doing(process), self._placement
         if doing.awaited == Awaited.DATA:
             return "waiting for a mini-batch"
+        if doing.awaited == Awaited.DISK:
+            return "waiting for a checkpoint to be written"
         if not doing.kind:
             return "before its first action"
         inputs = placement.training_boundaries[doing.stage - 1] if doing.stage > 0 else placement.inputs

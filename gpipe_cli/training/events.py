@@ -91,6 +91,23 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint could not be written; the training goes on."""
+
+    step: int
+    why: str  # one line
+
+
+@dataclass(frozen=True)
+class CheckpointAwaited:
+    """The training waited after a step, as the checkpoint of an earlier one, or of the last one, was not complete."""
+
+    step: int
+    awaited_step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EvaluationReady:
     """`gpipe evaluate`: the checkpoint is loaded, the test set comes next."""
 

@@ -24,8 +24,9 @@ from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events
-from gpipe_cli.training.checkpoint.restore import restore, save_checkpoint
-from gpipe_cli.training.checkpoint.store import Progress, adopt
+from gpipe_cli.training.checkpoint.restore import restore
+from gpipe_cli.training.checkpoint.store import Progress, adopt, remove_drafts
+from gpipe_cli.training.checkpoint.writer import CheckpointWriter
 from gpipe_cli.training.data_feed import Data, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
@@ -86,12 +87,14 @@ def train(
 
     # --- 4. Ready: the run folder gets its first files, the parent shows the banner ------------------------------
     if control.leads:
+        remove_drafts(folder)
         if resume_from is not None:
             adopt(resume_from, folder)
         data.save_vocabulary(folder)
         # asked here and not in the parent, where it would open a CUDA context
         gpus = tuple(torch.cuda.get_device_name(one) for one in dict.fromkeys(placement.devices) if one != "cpu")
         process.report(events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus))
+    checkpoints = CheckpointWriter(engine, control, folder, config_yaml, config.checkpoint.keep, process.report, start)
 
     counted = False  # whether saved activations were
     reports = _StepReports(config, batches, process.report if control.leads else None)
@@ -136,15 +139,13 @@ def train(
                 scores = _scores(config, engine, totals)
                 process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
-        # --- 7. A checkpoint -------------------------------------------------------------------------------------
-        if best or saves:
-            save_checkpoint(engine, control, folder, progress, config_yaml, keep=config.checkpoint.keep)
-            if control.leads:
-                process.report(events.CheckpointWritten(progress.step))
+        # --- 7. A checkpoint, which is written while the next steps are done -------------------------------------
+        progress = checkpoints.after_step(progress, save=best or saves)
         if progress.step == milestones.end_step:
             break
 
-    # --- 8. The end: all processes finish before one of them disconnects ------------------------------------------
+    # --- 8. The end: the last checkpoint is complete, and all processes finish before one of them disconnects ------
+    checkpoints.close(progress.step)
     training.close()
     test.close()
     engine.executor.settle()

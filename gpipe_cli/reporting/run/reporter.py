@@ -21,12 +21,12 @@ from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import RunDescription, Status, Task, scores_of, words_of
-from gpipe_cli.reporting.run.lines import show_error, show_facts
+from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
 from gpipe_cli.reporting.run.tensorboard import Dashboard
-from gpipe_cli.training.events import Evaluated, StepDone
+from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone
 
 if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
     from gpipe_cli.reporting.plots.picture import Picture
@@ -53,6 +53,7 @@ class Reporter:
         self._steps = run.first_step
         self._memory_bytes: tuple[int, ...] = ()
         self._checkpoint = 0  # the step after which the last one was written
+        self._failed_checkpoints = 0
         self._medians = measurement.StepMedians(run.warm_up_steps)
         # Of a step whose activations were counted: those of each stage, and its libraries' bytes.
         self._counted: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
@@ -151,6 +152,16 @@ class Reporter:
             self._dashboard.flush()  # what came before it is not done again, should the run be killed
         self._checkpoint = step
 
+    def checkpoint_failed(self, why: str) -> None:
+        """The training goes on without it."""
+        self._failed_checkpoints += 1
+        show_error(f"warning: {why}; the training goes on, and tries the next one")
+
+    def checkpoint_awaited(self, message: CheckpointAwaited) -> None:
+        """A checkpoint takes longer than the steps until the next one, or the end."""
+        awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.awaited_step:,} to be written"
+        show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
+
     @contextmanager
     def optional(self) -> Iterator[None]:
         """Around writing what a run can do without: the first failure is shown as a warning, and the run goes on."""
@@ -247,6 +258,7 @@ class Reporter:
                     strict=True,
                 )
             ],
+            "failed_checkpoints": self._failed_checkpoints,  # that the training went on without
             "resumed_from": config.resume,
             **self._machine,
             "config": asdict(config),

@@ -60,6 +60,8 @@ def show_summary(
         show_facts(console, [("timeline", str(folder / TIMELINE_PAGE))])
     if bench:
         return
+    if failed := result["failed_checkpoints"]:
+        show_facts(console, [("not written", f"{plural(failed, 'checkpoint')} of those that were due")])
     if status in ("interrupted", "failed"):
         show_facts(console, [("checkpoint", checkpoint)])
         if resume is not None:

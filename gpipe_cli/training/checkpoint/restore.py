@@ -13,17 +13,10 @@ from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, 
 from gpipe_cli.config.groups import ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import show
-from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.engine import Engine
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-# As the head of a safetensors file calls them.
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class Comparison:
     def refuse_damaged(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """If the checkpoint lacks one of these tensors, or has it with another type or shape: as DamagedError."""
         for name, tensor in wanted.items():
-            head = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
+            head = store.DTYPES.get(tensor.dtype), tuple(tensor.shape)
             if (found := self.heads.get(name, "missing")) != head:
                 raise store.DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
 
@@ -113,30 +106,6 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     if stage in engine.averages:
         state |= {f"ema/{name}": tensor for name, tensor in engine.averages[stage].average.items()}
     return state
-
-
-def save_checkpoint(
-    engine: Engine, control: ControlGroup, folder: Path, progress: store.Progress, config_yaml: str, *, keep: int
-) -> None:
-    """Every process writes the files of its stages, then the leading one completes the checkpoint.
-
-    Raises CheckpointError.
-    """
-    draft = control.collect(store.begin_checkpoint(folder, progress.step) if control.leads else None)[0]
-    states = {k: state_of_stage(engine, k) for k in engine.stages}
-    written = [store.write_stage(draft, k, state) for k, state in states.items()]
-    without = [
-        name
-        for k, state in states.items()
-        for name in engine.parameters[k]
-        if not any(key.startswith(f"optimizer/{name}/") for key in state)
-    ]
-    files, without_state = ([one for part in control.collect(mine) for one in part] for mine in (written, without))
-    if control.leads:
-        layers = [name for names in engine.placement.layer_names for name in names]
-        index = store.Index(store.FORMAT, progress, tuple(layers), tuple(files), tuple(without_state))
-        store.finish_checkpoint(draft, index, config=config_yaml, keep=keep)
-    control.barrier()
 
 
 def check_restorable(both: Comparison, model: nn.Sequential, *, optimizer: bool) -> None:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.system.files import read_json, regular_size, write_whole
@@ -31,6 +31,13 @@ _PREFIX = "step_"
 _STEP = re.compile(rf"{_PREFIX}\d{{8,12}}")
 _FILE = re.compile(r"stage_\d{1,5}\.safetensors")
 _MOST_SHOWN = 200  # characters of what is wrong with an index
+# As the head of a safetensors file calls them.
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
 Done = Annotated[int, Within(0, 10**12)]  # steps, epochs
 Head = tuple[str, tuple[int, ...]]  # of a tensor: its dtype, as safetensors calls it, and its shape
@@ -131,14 +138,9 @@ def folder_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
-def begin_checkpoint(run_folder: Path, step: int) -> Path:
-    """Make the folder that the stages write into; readers do not look at it. Raises CheckpointError."""
-    draft = run_folder / "checkpoints" / f".{folder_name(step)}.writing"
-    remove_drafts(run_folder)
-    with writing(draft):
-        draft.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted does not come back
-        draft.mkdir()
-    return draft
+def draft_of(run_folder: Path, step: int) -> Path:
+    """The folder that the stages write a checkpoint into; readers do not look at it."""
+    return run_folder / "checkpoints" / f".{folder_name(step)}.writing"
 
 
 def remove_drafts(run_folder: Path) -> None:
@@ -156,23 +158,38 @@ def writing(path: Path) -> Iterator[None]:
     """Around writing part of a checkpoint. Raises CheckpointError, one line, if that cannot be done."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2].partition(" (os error")[0]
+    except OSError as error:
         name = path.name.removeprefix(".").removesuffix(".writing")
-        raise CheckpointError(f"{path.parent / name}: the checkpoint cannot be written ({why})") from error
+        raise CheckpointError(f"{path.parent / name}: the checkpoint cannot be written ({error.strerror})") from error
 
 
 def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
-    """Write one stage's tensors and make sure they are on disk. Raises CheckpointError."""
-    file = draft / f"stage_{stage}.safetensors"
-    # a plain copy each: safetensors refuses strides and memory that two names share
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    """Write one stage's tensors, contiguous ones on the CPU, and make sure they are on disk. Raises CheckpointError.
+
+    Python's writing and hashing leave other threads alone; safetensors' own writer, up to 0.7, stops them all. Format:
+    https://github.com/huggingface/safetensors, "Format"
+    """
+    # wide types first, as that writer orders them: every tensor lies at a multiple of its element's size
+    ordered = sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0]))
+    ends = [0, *accumulate(tensor.nbytes for _, tensor in ordered)]
+    head = json.dumps({
+        name: {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
+        for (name, tensor), span in zip(ordered, pairwise(ends), strict=True)
+    }).encode()  # fmt: skip
+    head += b" " * (-len(head) % 8)
+    content = (one.flatten().view(torch.uint8).numpy().data for _, one in ordered)
+    parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head, *content]
+    path, digest = draft / f"stage_{stage}.safetensors", hashlib.sha256()
     with writing(draft):
-        save_file(copies, file)
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-            digest = hashlib.file_digest(written, "sha256").hexdigest()
-        return WrittenFile(file.name, file.stat().st_size, digest, tuple(tensors))
+        draft.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted does not come back
+        draft.mkdir(exist_ok=True)  # another stage may have made it
+        with path.open("wb") as file:
+            for part in parts:
+                file.write(part)
+                digest.update(part)
+            file.flush()
+            os.fsync(file.fileno())
+    return WrittenFile(path.name, 8 + len(head) + ends[-1], digest.hexdigest(), tuple(tensors))
 
 
 def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:
@@ -186,6 +203,8 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
+        for file in index.files:  # of stages on other machines: is the folder the same one?
+            regular_size(draft / file.name)
         write_whole(draft / "index.json", json.dumps(values, indent=1, allow_nan=False))
         _sync_folder(draft)
         # one of that step is replaced: a run that went on from an earlier one came by again

@@ -1,12 +1,15 @@
 """Checkpoints: whole or not there, by name, and refused if damaged."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gpipe_cli.training.checkpoint import store
+from gpipe_cli.training.checkpoint.writer import Snapshot
 
 KINDS = ("model", "optimizer", "ema")
 
@@ -30,8 +33,9 @@ def progress(step: int, best: int | None = None) -> store.Progress:
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
-    draft = store.begin_checkpoint(run, step)
-    files = [store.write_stage(draft, stage, named) for stage, named in enumerate(tensors(step))]
+    draft = store.draft_of(run, step)
+    snapshots = [Snapshot().take(named)[0] for named in tensors(step)]
+    files = [store.write_stage(draft, stage, copies) for stage, copies in enumerate(snapshots)]
     index = store.Index(store.FORMAT, progress(step, best), ("stem", "head"), tuple(files))
     return store.finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
 
@@ -44,6 +48,20 @@ def test_strides_shared_memory_and_types_come_back(tmp_path: Path) -> None:
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
     assert store.read_index(checkpoint).progress == progress(5, 5)
+
+
+def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
+    every = {f'"{number}\u00e9': torch.ones(3).to(dtype) for number, dtype in enumerate(store.DTYPES)}
+    for stage, named in enumerate(({**every, "none": torch.empty(0, 2), "one": torch.tensor(7.0)}, {})):
+        written = store.write_stage(tmp_path / "checkpoints" / "draft", stage, named)
+        file = tmp_path / "checkpoints" / "draft" / written.name
+        found = load_file(file)
+        assert found.keys() == named.keys()
+        for name, tensor in named.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+        assert written.bytes == file.stat().st_size
+        assert written.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_only_what_is_asked_for(tmp_path: Path) -> None:
@@ -59,10 +77,11 @@ def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
         store.find_checkpoint(tmp_path, "last", "resume")
     write(tmp_path, 1)
-    draft = store.begin_checkpoint(tmp_path, 2)
-    store.write_stage(draft, 0, tensors(2)[0])  # and then it was killed
+    draft = store.draft_of(tmp_path, 2)
+    store.write_stage(draft, 0, Snapshot().take(tensors(2)[0])[0])  # and then it was killed
     assert [folder.name for folder in store.checkpoints_in(tmp_path)] == ["step_00000001"]
     assert store.find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
+    store.remove_drafts(tmp_path)  # as the next start does
     write(tmp_path, 3)
     assert sorted(path.name for path in draft.parent.iterdir() if not path.is_symlink()) == [
         "step_00000001",

@@ -1,0 +1,129 @@
+"""Checkpoints that are written while the training goes on: what a step of it waits for, and what it does not."""
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
+
+from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.training import events
+from gpipe_cli.training.checkpoint.store import checkpoints_in, draft_of, read_index
+from gpipe_cli.training.checkpoint.writer import Snapshot
+
+RUN = [*TINY, "checkpoint.keep=9"]
+
+
+def odd_file(run: Path, step: int, name: str) -> Path:
+    """Where a file of the checkpoint of `step` will be written to, if something else lies there before.
+
+    The draft is a link, as a folder would be removed when the run begins.
+    """
+    elsewhere = run.with_name(f"{run.name}_{step}")
+    elsewhere.mkdir()
+    draft = draft_of(run, step)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.symlink_to(elsewhere)
+    return elsewhere / name
+
+
+def steps_in(run: Path) -> list[int]:
+    return [read_index(found).progress.step for found in checkpoints_in(run)]
+
+
+def test_a_snapshot_keeps_its_memory_and_what_it_has_seen() -> None:
+    snapshot, weight = Snapshot(), torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    copies, arrived = snapshot.take({"a": weight, "b": weight, "step": torch.tensor(1)})
+    arrived()
+    expected = weight.clone()
+    weight.zero_()
+    for name in ("a", "b"):
+        assert copies[name].is_contiguous()
+        assert torch.equal(copies[name], expected)
+    places = {name: copy.data_ptr() for name, copy in copies.items()}
+    again, _ = snapshot.take({"a": weight, "b": weight, "step": torch.tensor([1, 2])})
+    assert not again["a"].any()
+    assert {name: copy.data_ptr() for name, copy in again.items()} == places | {"step": again["step"].data_ptr()}
+    assert again["step"].tolist() == [1, 2]
+
+
+def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Its file is a pipe, which is written to when somebody reads. That is when the training waits for it, three steps
+    later: what is read are the bytes of the checkpoint of a run that nothing held up.
+
+    A pipe cannot be flushed, so this best checkpoint fails, and a score that is no better is the best after it.
+    """
+    settings = configure(*RUN, "partitions=1", "executor=in_process", "epochs=3", "checkpoint.every_epochs=2",
+                         "learning_rate.per_sample=1e-6")  # fmt: skip
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    bests = [one.is_best for one in of_type(train_here(settings, whole), events.Evaluated)]
+    assert (bests, steps_in(whole)) == ([True, False, False], [3, 6, 9])
+    pipe, awaited = odd_file(run, 3, "stage_0.safetensors"), threading.Event()
+    os.mkfifo(pipe)
+
+    @contextmanager
+    def waits(what: Awaited) -> Iterator[None]:
+        if what is Awaited.DISK:
+            awaited.set()
+        yield
+
+    def read() -> bytes:
+        awaited.wait(60)
+        threading.Event().wait(0.6)  # longer than what is not worth a line
+        return pipe.read_bytes()
+
+    with ThreadPoolExecutor(1) as pool:
+        content = pool.submit(read)
+        messages = train_here(settings, run, waits=waits)
+    assert content.result() == (whole / "checkpoints" / "step_00000003" / "stage_0.safetensors").read_bytes()
+    (failed,) = of_type(messages, events.CheckpointFailed)
+    line = next(one for one in of_type(messages, events.CheckpointAwaited) if one.awaited_step == 3)
+    assert (failed.step, line.step) == (3, 6)
+    assert line.seconds >= 0.6
+    step_6 = next(one for one in of_type(messages, events.StepDone) if one.step == 6)
+    assert messages.index(step_6) < messages.index(failed)
+    assert steps_in(run) == [6, 9]
+    assert [one.is_best for one in of_type(messages, events.Evaluated)] == [True, False, True]
+    assert (run / "checkpoints" / "best").readlink() == Path("step_00000009")
+    assert_same_tensors(final_tensors(run), final_tensors(whole))
+
+
+def test_a_process_that_cannot_write_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First the disk of one of two processes is full: all go on without this checkpoint. Then it never answers: the run
+    ends while it writes, names the disk, and goes on from the checkpoint before with the bits that it would have had.
+    """
+    run, whole, alone = tmp_path / "run", tmp_path / "whole", ("partitions=1", "executor=in_process")
+    train_here(configure(*RUN, *alone, "checkpoint.every_steps=1", "max_steps=1"), run)
+    full = odd_file(run, 2, "stage_1.safetensors")
+    full.symlink_to("/dev/full")
+    goes_on = ["train", f"resume={run}", f"run_folder={run}"]
+    pair = ["partitions=2", "executor=distributed"]
+    assert command(monkeypatch, *goes_on, *pair, "max_steps=3") == 0
+    captured = capsys.readouterr()
+    why = f"{run}/checkpoints/step_00000002: the checkpoint cannot be written (No space left on device)"
+    assert captured.err == f"warning: {why}; the training goes on, and tries the next one\n"
+    assert re.search("not written +1 checkpoint ", captured.out)
+    result = read_result(run)
+    assert (result["status"], result["failed_checkpoints"], steps_in(run)) == ("completed", 1, [1, 3])
+
+    draft_of(run, 2).rename(draft_of(run, 5))
+    full.unlink()
+    os.mkfifo(full)
+    assert command(monkeypatch, *goes_on, *pair, "max_steps=6", "timeout_seconds=4") == 1
+    assert (full.with_name("stage_0.safetensors")).exists()
+    error = str(read_result(run)["error"])
+    assert re.match(r"stage 1 has been silent for \d s waiting for a checkpoint to be written, longer than", error)
+    assert steps_in(run) == [1, 3, 4]
+    draft_of(run, 5).unlink()
+    train_here(configure(*RUN, *alone, "max_steps=6", f"resume={run}"), run)
+    train_here(configure(*RUN, *alone, "max_steps=6"), whole)
+    assert_same_tensors(final_tensors(run), final_tensors(whole))
