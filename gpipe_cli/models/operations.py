@@ -22,6 +22,8 @@ Norm = Callable[[int], nn.Module]  # number of channels -> batch normalisation
 FACTOR = 2.0
 TRUNCATION_CORRECTION = 1.3
 
+_ONEDNN = torch.backends.mkldnn.is_available()  # asked here, as torch.compile cannot ask inside of a layer
+
 
 def variance_scaling_(weight: Tensor, fan_out: int) -> None:
     """Fill `weight` from a normal distribution cut at two standard deviations, of variance about 2 / `fan_out`."""
@@ -35,7 +37,7 @@ def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[
     # routine that takes up to twice as long as oneDNN, which it uses for strided or dilated ones. To a 1x1 kernel
     # dilation means nothing, so we say "dilated": D (6, 128) at 224 pixels, 8 samples, takes 0.67 s instead of 0.92 s.
     pointwise = weight.shape[2:] == (1, 1)
-    dilation = 2 if pointwise and x.device.type == "cpu" and torch.backends.mkldnn.is_available() else 1
+    dilation = 2 if pointwise and x.device.type == "cpu" and _ONEDNN else 1
     return F.conv2d(x, weight, None, stride, padding, dilation, groups)
 
 
