@@ -261,6 +261,25 @@ is_lonely = network_with(lambda: Does(refuses_company))
 tracks = network_with(Tracking)
 
 
+asks_for_a_value = network_with(lambda: Does(lambda x: x * 2 if x.is_meta or x.sum().item() > 0 else x))
+norms_twice = network_with(Twice)
+
+
+class Block(nn.Module):
+    """Images to images of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.norm(self.conv(x)).relu(), 0.2, self.training) + x
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(Block(), Block(), Block(), nn.Flatten())
+
+
 def draws_elsewhere(source: str) -> nn.Sequential:
     return with_layers(Noise(source))
 

@@ -126,6 +126,7 @@ class Case:
     frozen: Frozen = NOTHING_FROZEN
     device: str = "cpu"
     bfloat16: bool = False
+    compiled: bool = False
 
 
 @dataclass
@@ -171,6 +172,7 @@ def build_stages(
     memory_format: torch.memory_format = torch.contiguous_format,
     computed_in: torch.dtype | None = None,
     frozen: Frozen = NOTHING_FROZEN,
+    compiled: bool = False,
 ) -> dict[int, Stage]:
     """The stages numbered `here` of a model on the meta device, in training mode, with weights from seed 7."""
     starts = [0, *accumulate(balance)]
@@ -180,7 +182,7 @@ def build_stages(
         freeze(module, frozen)
         stages[k] = Stage(
             k, module, first_layer=starts[k], inputs=costs[starts[k] - 1].outputs if k else (), device=device,
-            run_seed=7, memory_format=memory_format, computed_in=computed_in,
+            run_seed=7, memory_format=memory_format, computed_in=computed_in, compiled=compiled,
         )  # fmt: skip
         stages[k].set_training(True)
     return stages
@@ -214,6 +216,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         memory_format=memory_format,
         frozen=case.frozen,
         computed_in=torch.bfloat16 if case.bfloat16 else None,
+        compiled=case.compiled,
     )
     transport: Any = LocalTransport([device] * case.partitions)
     if links is not None:

@@ -58,6 +58,7 @@ def placement(**changes: Any) -> Placement:
         "devices": ("cuda:0", "cuda:1"),
         "owners": (0, 1),
         "precision": "float32",
+        "compile": False,
         "threads": 1,
     }
     return Placement(**(unread | values | changes))

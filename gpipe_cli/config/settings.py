@@ -82,6 +82,7 @@ class TrainConfig:
     device: Device
     precision: groups.Precision
     deterministic: bool
+    compile: bool
     memory_format: MemoryFormat
     threads: Threads | None
     data_workers: DataWorkers | None
@@ -102,9 +103,19 @@ class TrainConfig:
         self._check_task()
         self._check_mini_batch()
         self._check_fine_tuning()
+        self._check_compile()
         if self.partition.costs is not None and self.cost != "figures":
             why = f"cost={self.cost} times the layers; leave one of the two out"
             raise RefusedError("partition.costs", self.partition.costs, why)
+
+    def _check_compile(self) -> None:
+        """Raises ValueError for what would be compiled anew in every step."""
+        if self.compile and self.dataset.name in ("cldr", "parallel_text"):
+            why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
+            raise RefusedError("compile", True, f"{why}; use compile=false")
+        if self.compile and isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
+            why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled anew"
+            raise RefusedError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
 
     def _check_fine_tuning(self) -> None:
         """Raises ValueError for a setting that means nothing without `init_from`."""

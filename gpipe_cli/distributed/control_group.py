@@ -1,8 +1,8 @@
 """What the processes of one run send each other outside the pipeline: a few numbers per step, over the CPU.
 
 One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
-Where gradients are clipped, another one carries those parts before the update; and one follows as long as a checkpoint is
-being written. In a run of one process the same calls return at once.
+Where gradients are clipped, another one carries those parts before the update; and one follows as long as a checkpoint
+is being written. In a run of one process the same calls return at once.
 """
 
 import time
@@ -25,6 +25,7 @@ class Awaited(IntEnum):
     PROCESS = 1  # another one of the run
     DATA = 2
     DISK = 3  # a checkpoint
+    COMPILER = 4  # which may take minutes for a layer
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class ControlGroup:
 
         return wait
 
-    def collect(self, value: Any) -> list[Any]:
-        """One small object of each process, everywhere; waits for all of them."""
+    def collect(self, value: Any, *, patient: bool = False) -> list[Any]:
+        """One small object of each process, everywhere; waits for all of them, `patient`: however long one takes."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
         with self._waiting():
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(values, value, group=dist.group.WORLD if patient else self._group)
         return values
 
     def barrier(self) -> None:

@@ -189,7 +189,7 @@ def _reference(config: TrainConfig) -> TrainConfig:
         micro_batches=1, schedule="gpipe", recompute="never", partition=PartitionConfig(None),
         batch_size=samples, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
         init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=devices.threads,
-        cost="figures", hardware=load_hardware("auto"), model=layers, dataset=images,
+        compile=False, cost="figures", hardware=load_hardware("auto"), model=layers, dataset=images,
         optimizer=SGDConfig("sgd", 0.0, False, 0.0),
     )  # fmt: skip
 
@@ -305,6 +305,7 @@ def _layer_facts(config: TrainConfig, profile: ModelProfile, samples: int) -> di
     return {
         **{key: settings[key] for key in _DECISIVE},
         **_machine_facts(config),
+        "compile": config.compile,
         "samples": samples,
         "lengths": profile.lengths,
         "layers": [[cost.name, cost.parameters, cost.forward.flops, cost.backward.flops] for cost in profile.costs],

@@ -103,7 +103,7 @@ class RunReport:
         bench = {"bench": True, "warm_up_steps": self._bench.warm_up_steps} if self._bench is not None else {}
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
-            first_step=ready.first_step, gpu_names=ready.gpu_names, **bench,
+            first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled, **bench,
         )  # fmt: skip
         self._reporter, self.started = Reporter(self._folder, run), True
         self._reporter.banner()

@@ -223,7 +223,8 @@ class SilenceTimer:
         """The process that holds up the run, and its seconds, if one has been silent for too long; `stopped` are those
         that were stopped by a signal.
 
-        There is no limit before the first mini-batch is loaded: a vocabulary is learned, a data set fetched.
+        There is no limit before the first mini-batch is loaded, when a vocabulary is learned or a data set fetched, and
+        none to compiling.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS), now
@@ -232,7 +233,7 @@ class SilenceTimer:
             same = self._seen.get(process) == doing
             self._seen[process] = doing
             self._seconds[process] = self._seconds.get(process, 0.0) + passed if same else 0.0
-            has_begun = doing.kind > 0 or doing.awaited == Awaited.DATA
+            has_begun = (doing.kind > 0 or doing.awaited == Awaited.DATA) and doing.awaited != Awaited.COMPILER
             if self._seconds[process] > self._limit and (has_begun or process in stopped):
                 silent[process] = self._seconds[process]
         if not silent:

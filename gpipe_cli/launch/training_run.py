@@ -40,7 +40,7 @@ def launch(
     if isinstance(config, EvaluateConfig):
         # nothing is kept for a backward: what was planned for the memory of the training does not matter
         hardware = replace(config.training.hardware, memory_gib=None)
-        training = replace(config.training, recompute="never", cost="figures", hardware=hardware)
+        training = replace(config.training, recompute="never", cost="figures", compile=False, hardware=hardware)
         placement = make_placement(training)
         find = partial(_find, training, placement, folder, config.checkpoint, "run", optimizer=False)
         decision = agree(lambda: Decision(folder, None, find()))
@@ -55,6 +55,8 @@ def launch(
                 find_source(training, placement)
                 show_dry_run(prepared, folder)
             return 0
+        if training.compile and leads():
+            show_line(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
         decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
         training = replace(training, resume=decision.resume)
         task = partial(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
@@ -93,8 +94,20 @@ def _set_up(placement: Placement) -> None:
     keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
     torch.set_num_threads(placement.threads)
+    if placement.compile:
+        _set_up_compiler()
     if set(placement.devices) != {"cpu"}:
         _set_up_gpu(placement.precision, placement.deterministic)
+
+
+def _set_up_compiler() -> None:
+    """What is compiled is kept for other processes and later runs, in a folder of ours if the user has named none."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    key = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(key, default_cache_dir()) == default_cache_dir():  # torch sets it too
+        with contextlib.suppress(ValueError):  # this user has no folder; torch's is a temporary one
+            os.environ[key] = str(cache_folder(None) / "compiled")
 
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:

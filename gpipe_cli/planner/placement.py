@@ -44,6 +44,7 @@ class Placement:
     memory_format: str
     precision: str
     deterministic: bool
+    compile: bool
 
     @property
     def partitions(self) -> int:
@@ -123,6 +124,7 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         memory_format=memory_format_of(config),
         precision=config.precision,
         deterministic=config.deterministic,
+        compile=config.compile,
     )
 
 

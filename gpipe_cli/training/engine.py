@@ -1,8 +1,9 @@
 """The part of the pipeline that is in this process, with what training adds to it: optimizers and averages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
+from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.pipeline.runtime.executor import Executor, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
@@ -68,6 +70,14 @@ class Engine:
         """Tell the model how much of the training is done (scheduled drop-path)."""
         for stage in self.stages.values():
             set_progress(stage.module, share)
+
+    def compile(self, sizes: Iterable[int]) -> Compiled:
+        """Have all layers of this process compiled for micro-batches of these sizes; returns what that took."""
+        before = Compiled.so_far()
+        for samples, (k, stage) in product(sizes, self.stages.items()):
+            inputs = self.placement.training_boundaries[k - 1] if k else self.placement.inputs
+            stage.compile(inputs, samples, self.placement.lengths)
+        return Compiled.so_far() - before
 
     @contextmanager
     def evaluating(self, *, averages: bool) -> Iterator[None]:
@@ -154,6 +164,7 @@ def build_stage(
         run_seed=config.seed,
         memory_format=memory_format,
         computed_in=COMPUTED_IN[placement.precision],
+        compiled=placement.compile,
     )
     stage.set_training(True)
     return stage

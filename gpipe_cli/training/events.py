@@ -18,6 +18,18 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
+class LayersCompiled:
+    """What compile=true has done, in all processes together."""
+
+    layers: int
+    sizes: tuple[int, ...]  # of micro-batches, in samples
+    graphs: int  # of layers, as equal ones in a process are one for each size
+    made: int  # forwards and backwards of these that were compiled
+    found: int  # what was on disk
+    seconds: float  # of the process that took longest
+
+
+@dataclass(frozen=True)
 class TrainingReady:
     """Everything is open and connected; the first step comes next."""
 
@@ -26,6 +38,7 @@ class TrainingReady:
     first_step: int  # steps done before this run began
     steps_per_epoch: int
     gpu_names: tuple[str, ...]
+    compiled: LayersCompiled | None = None
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from gpipe_cli.assembly.optimizer import learning_rate
 from gpipe_cli.config.groups import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
@@ -82,6 +83,7 @@ def train(
     notes = fine_tune(config, engine, model, source)
     progress = replace(start, steps_per_epoch=batches.steps_per_epoch)
     milestones.refuse_finished(progress.step)
+    compiled = _compile(config, engine, control, batches) if config.compile else None
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
         notes = (*notes, _check_layers(config, engine, control, training, progress))
 
@@ -93,7 +95,9 @@ def train(
         data.save_vocabulary(folder)
         # asked here and not in the parent, where it would open a CUDA context
         gpus = tuple(torch.cuda.get_device_name(one) for one in dict.fromkeys(placement.devices) if one != "cpu")
-        process.report(events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus))
+        process.report(
+            events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus, compiled)
+        )
     checkpoints = CheckpointWriter(engine, control, folder, config_yaml, config.checkpoint.keep, process.report, start)
 
     counted = False  # whether saved activations were
@@ -264,6 +268,25 @@ def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:
             f"partition.balance=null: the processes came to different plans ({cuts}), as their machines differ; give "
             f"partition.balance={cuts.partition(' and ')[0]} and recompute=except_last"
         )
+
+
+def _compile(config: TrainConfig, engine: Engine, control: ControlGroup, batches: MiniBatches) -> events.LayersCompiled:
+    """Compile all layers for all micro-batches that there will be, in all processes at the same time. Raises ValueError
+    for a layer that cannot be compiled."""
+    mini_batches = {batches.size(0, position) for position in range(batches.steps_per_epoch)}
+    sizes = sorted({size for samples in mini_batches for size in micro_batch_sizes(samples, config.micro_batches)})
+    began = time.perf_counter()
+    with control.waits(Awaited.COMPILER):
+        done = engine.compile(sizes)
+    parts = control.collect((done, time.perf_counter() - began), patient=True)
+    return events.LayersCompiled(
+        layers=sum(map(len, engine.placement.layer_names)),
+        sizes=tuple(sizes),
+        graphs=sum(part.graphs for part, _ in parts),
+        made=sum(part.made for part, _ in parts),
+        found=sum(part.found for part, _ in parts),
+        seconds=max(seconds for _, seconds in parts),
+    )
 
 
 def _check_layers(

@@ -24,7 +24,7 @@ from gpipe_cli.assembly.optimizer import learning_rate
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.data.loading import LoadedBatches
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, watching
@@ -369,6 +369,10 @@ class _Runs:
         engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
                               pretrained=config.init_from is None)  # fmt: skip
         fine_tune(config, engine, model, self.source)
+        if config.compile:
+            samples = self.reading.batches.size(0, 0)
+            with self.control.waits(Awaited.COMPILER):
+                engine.compile(sorted(set(micro_batch_sizes(samples, config.micro_batches))))
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
         return config, engine
 

@@ -13,6 +13,7 @@ from gpipe_cli.launch.supervisor import SilenceTimer, Supervisor, cause_of
 
 WORKS = Activity(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
 WAITS = replace(WORKS, awaited=Awaited.PROCESS)
+COMPILES = replace(WORKS, awaited=Awaited.COMPILER)
 READS = replace(WORKS, awaited=Awaited.DATA)
 PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
 
@@ -49,6 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ({1: WAITS}, [], False, None),  # for one on another machine
         ({0: PREPARES, 1: WAITS}, [], True, None),  # it may learn a vocabulary
         ({0: PREPARES, 1: WAITS}, [0], True, 0),
+        ({0: COMPILES, 1: WAITS}, [], True, None),
     ],
 )
 def test_who_is_silent_and_waits_for_no_other_is_to_blame(

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
+from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
@@ -56,7 +57,9 @@ class Stage:
     `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
     `evaluation_inputs` do so in evaluation, where that may be something else. A stage that has nothing to train, and
     nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do no work. Layers compute
-    with numbers of the type `computed_in` where autocast has it so.
+    with numbers of the type `computed_in` where autocast has it so, and `compiled` in code that torch.compile makes.
+
+    Raises RefusedError where that has no compiler.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Stage:
         run_seed: int,
         memory_format: torch.memory_format = torch.contiguous_format,
         computed_in: torch.dtype | None = None,
+        compiled: bool = False,
         replica: int = 0,
     ) -> None:
         self.index = index
@@ -88,7 +92,11 @@ class Stage:
         self._objective: Objective | None = None
         self._saved: dict[int, _Saved] = {}
         self._saved_bytes: SavedBytes | None = None
-        defer_batch_norms(module, self.statistics)
+        self._compiled = compiled
+        norms = defer_batch_norms(module, self.statistics)
+        if compiled:
+            refuse_missing(device)
+            compile_layers(module, self.statistics, norms)
         self._layers = list(module.named_children())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
@@ -118,15 +126,18 @@ class Stage:
     def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
         keep = keep if self.needs_backward else Retain.NOTHING
+        graph = keep is Retain.GRAPH
+        # compiled code is that of a recomputation, which records a graph; here each layer's is dropped at once
+        drop = self._compiled and self.module.training and not graph
         self.statistics.open(micro_batch)
         try:
-            with torch.set_grad_enabled(keep is Retain.GRAPH), self._recording(micro_batch, keep), self._autocast():
-                leaves = self._leaves(inputs) if keep is Retain.GRAPH else inputs
-                outputs = self._run(micro_batch, leaves)
+            with torch.set_grad_enabled(graph or drop), self._recording(micro_batch, keep), self._autocast():
+                leaves = self._leaves(inputs) if graph or drop else inputs
+                outputs = self._run(micro_batch, leaves, drop=drop)
                 closed = self._close(micro_batch, outputs, observe=True)
         finally:
             self.statistics.close()
-        if keep is Retain.GRAPH:
+        if graph:
             self._keep(micro_batch, _Saved(leaves, closed))
         elif keep is Retain.INPUT:
             self._keep(micro_batch, _Saved(inputs))
@@ -165,6 +176,27 @@ class Stage:
             self._saved_bytes.drop(micro_batch)
         return tuple(tensor.grad for tensor in saved.inputs)
 
+    def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
+        """Have all layers compiled for micro-batches of `samples`: each runs forward and backward once, on zeros.
+
+        `inputs` describes what the first layer gets. Raises RefusedError, which names a layer that cannot be compiled.
+        """
+        shapes = [described.shape(samples, lengths) for described in inputs]
+        zeros = [torch.zeros(s, dtype=d.dtype, device=self.device) for s, d in zip(shapes, inputs, strict=True)]
+        given = tuple(in_layout(tensor, self._memory_format) for tensor in zeros)
+        for tensor, described in zip(given, inputs, strict=True):
+            tensor.requires_grad_(described.has_gradient)
+        in_tuple = self._in_tuple[True]
+        for name, layer in self._layers:
+            with torch.enable_grad(), self._autocast():
+                returned = call(name, layer, given, in_tuple)
+                outputs, in_tuple = self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
+            made = [tensor for tensor in outputs if tensor.grad_fn is not None]
+            with naming_layer(name):
+                torch.autograd.backward(made, [torch.zeros_like(tensor) for tensor in made])
+            given = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
+        self.module.zero_grad(set_to_none=True)
+
     def finish_step(self) -> None:
         """After the last action: batch norm commits once, nothing is left saved."""
         assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
@@ -189,7 +221,8 @@ class Stage:
             for tensor, described in zip(inputs, self._inputs, strict=True)
         )
 
-    def _run(self, micro_batch: int, inputs: Tensors) -> Tensors:
+    def _run(self, micro_batch: int, inputs: Tensors, *, drop: bool = False) -> Tensors:
+        """`drop`: of the graphs that layers record nothing is kept."""
         training = self.module.training
         in_tuple = self._in_tuple[training]
         for offset, (name, layer) in enumerate(self._layers):
@@ -201,6 +234,8 @@ class Stage:
                 # in evaluation nothing is kept, so that a layer may change its input
                 returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
                 inputs, in_tuple = self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
+                if drop:
+                    inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
             except Exception:
                 self.layer_shapes = shapes_of(inputs)
                 raise

@@ -10,6 +10,7 @@ from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
+from gpipe_cli.training.events import LayersCompiled
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate
 
@@ -56,6 +57,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
                 training += f", stopping after {plural(run.total_steps, 'step')}"
         yield "training", training
         yield "", f"learning rate {_learning_rate(run)}"
+    if run.compiled is not None:
+        yield "compiled", _compiled(run.compiled)
     yield from run.notes
     yield "run folder", str(folder)
     if config.resume is not None:
@@ -75,6 +78,13 @@ def _learning_rate(run: RunDescription) -> str:
     if run.first_step >= warm_up:
         return rate(run.first_step)
     return f"{rate(warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {rate(run.first_step)}"
+
+
+def _compiled(done: LayersCompiled) -> str:
+    """`10 layers for micro-batches of 8: 9 graphs in 41.2 s, 18 parts compiled, 0 found on disk`."""
+    took = f"{done.seconds:.1f} s, {plural(done.made, 'part')} compiled, {done.found} found on disk"
+    sizes = " and ".join(map(str, done.sizes))
+    return f"{plural(done.layers, 'layer')} for micro-batches of {sizes}: {plural(done.graphs, 'graph')} in {took}"
 
 
 def _samples_of_data(run: RunDescription) -> str:

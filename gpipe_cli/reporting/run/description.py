@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.training.events import DataFacts, Notes, Scores
+from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
     from gpipe_cli.planner.placement import Placement, StepFlops
@@ -34,6 +34,7 @@ class RunDescription:
     steps_per_epoch: int | None  # None: a dry run that has not opened the data
     first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
     gpu_names: tuple[str, ...] = ()
+    compiled: LayersCompiled | None = None  # None: with compile=false, and in a dry run
     bench: bool = False  # the run measures, and trains no model
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
 

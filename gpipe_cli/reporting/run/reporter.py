@@ -259,6 +259,7 @@ class Reporter:
                 )
             ],
             "failed_checkpoints": self._failed_checkpoints,  # that the training went on without
+            "compiled": None if run.compiled is None else asdict(run.compiled),
             "resumed_from": config.resume,
             **self._machine,
             "config": asdict(config),

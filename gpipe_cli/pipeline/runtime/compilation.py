@@ -1,0 +1,233 @@
+"""Layers compiled by torch.compile, each by itself, so that compilation knows of no cut (law 1).
+
+All layers are compiled through one function. Torch keeps what it has compiled of it, with the types, shapes and
+settings that it holds for, so layers that are equal are compiled once in a process; its cache on disk serves the other
+processes of the run, and later runs. A layer is compiled whole or refused: nothing falls back to slower code unseen.
+
+A forward that keeps no graph and the recomputation of it must give the same bits, and torch would compile other code
+for each. So a compiled layer always records its graph, and the stage drops it where it is not kept.
+
+In evaluation layers run as they are: mini-batches there have other sizes, and sentences any length.
+
+Departs from the paper, where XLA compiles the whole program.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.pipeline.runtime.boundary import as_tuple
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics
+
+_UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others as they are
+_REASON_CHARACTERS = 200
+_SETTING = "compile"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What torch has compiled in a process: `graphs` of layers, one for each kind of layer and size of micro-batch, and
+    of their forwards and backwards how many were made and how many found on disk."""
+
+    graphs: int = 0
+    made: int = 0
+    found: int = 0
+
+    @classmethod
+    def so_far(cls) -> "Compiled":
+        from torch._dynamo.utils import counters
+
+        inductor, aot = counters["inductor"], counters["aot_autograd"]
+        # a layer that is found as a whole counts once, though it has two passes
+        found = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
+        return cls(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_miss"], found)
+
+    def __sub__(self, other: "Compiled") -> "Compiled":
+        return Compiled(self.graphs - other.graphs, self.made - other.made, self.found - other.found)
+
+
+def refuse_missing(device: torch.device) -> None:
+    """Raises RefusedError where torch.compile cannot work: this Python, or no compiler for the device."""
+    if not torch._dynamo.is_dynamo_supported():
+        version = ".".join(map(str, sys.version_info[:3]))
+        raise _refused(f"torch {torch.__version__} does not compile on Python {version}")
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton_package
+
+        if not has_triton_package():
+            raise _refused("Triton is not installed, which makes the code of GPUs; install it")
+        return
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise _refused("there is no C++ compiler here, which code of CPUs needs; install g++, or say CXX=...") from None
+
+
+def compile_layers(module: nn.Sequential, statistics: BatchStatistics, norms: Sequence[_BatchNorm]) -> None:
+    """Have every layer of `module` run compiled while the module is in training mode.
+
+    `norms` are its batch norms in the order in which they have been registered with `statistics`.
+    """
+    numbers = {norm: number for number, norm in enumerate(norms)}
+    for norm in norms:
+        del vars(norm)["forward"]  # a deferred one, which writes where a compiled layer cannot see it
+    for name, layer in module.named_children():
+        if "forward" in vars(layer):
+            raise _refused(f"layer {name} has a forward of its own, as an attribute of the object; give it a class")
+        inside = {norm: numbers[norm] for norm in layer.modules() if norm in numbers}
+        vars(layer)["forward"] = _CompiledForward(name, module, layer, statistics, inside)
+
+
+class _CompiledForward:
+    """The forward of a layer, in place of its own.
+
+    Batch norms write the moments of a micro-batch into memory of their own, the same in every call, as compiled code
+    knows no micro-batches; from there they are copied to where the statistics want them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Sequential,
+        layer: nn.Module,
+        statistics: BatchStatistics,
+        norms: dict[_BatchNorm, int],
+    ) -> None:
+        self._name, self._module, self._layer = name, module, layer
+        self._statistics, self._norms = statistics, norms
+        self._moments: dict[_BatchNorm, tuple[torch.Tensor, torch.Tensor]] = {}
+        for norm in norms:
+            assert norm.running_mean is not None
+            # zeros, as what was there before counts with weight 0, which does not make up for a NaN
+            self._moments[norm] = (torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean))
+        # of each norm that runs, by the shapes of the layer's input: values per channel
+        self._values: dict[tuple[torch.Size, ...], dict[_BatchNorm, int]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not self._module.training:
+            return _forward(self._layer, value)
+        with self._tracking_apart():
+            shapes = tuple(tensor.shape for tensor in as_tuple(value))
+            if shapes not in self._values:
+                self._values[shapes] = self._look(value)
+            with naming_layer(self._name):
+                returned = _compiled()(self._layer, value)
+        self._track(self._values[shapes])
+        return returned
+
+    @contextmanager
+    def _tracking_apart(self) -> Iterator[None]:
+        """Inside, norms in training mode write mean and unbiased variance of the micro-batch into memory of their
+        own."""
+        active = [norm for norm in self._norms if norm.training]
+        before = [(norm._buffers.copy(), norm.momentum) for norm in active]
+        for norm in active:
+            mean, variance = self._moments[norm]
+            norm._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
+            vars(norm)["momentum"] = 1.0
+        try:
+            yield
+        finally:
+            for norm, (buffers, momentum) in zip(active, before, strict=True):
+                norm._buffers.update(buffers)
+                vars(norm)["momentum"] = momentum
+
+    @torch.no_grad()
+    def _look(self, value: Any) -> dict[_BatchNorm, int]:
+        """Run the layer as it is, once for each size of micro-batch, and see what its norms are given."""
+        seen: dict[_BatchNorm, int] = {}
+
+        def runs(norm: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
+            if not norm.training:
+                return
+            if norm in seen:
+                raise _refused(f"layer {self._name} applies a batch norm twice, which is not tracked in compiled code")
+            seen[norm] = inputs[0].numel() // norm.num_features
+
+        if not self._norms:
+            return seen
+        hooks = [norm.register_forward_pre_hook(runs) for norm in self._norms]
+        device = next(iter(self._moments.values()))[0].device
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                _forward(self._layer, value)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def _track(self, values: dict[_BatchNorm, int]) -> None:
+        slots: list[torch.Tensor] = []
+        moments: list[torch.Tensor] = []
+        for norm, per_channel in values.items():
+            mean, variance = self._statistics.slot(self._norms[norm], per_channel)
+            if mean is not None and variance is not None:
+                slots += mean, variance
+                moments += self._moments[norm]
+        if slots:
+            torch._foreach_copy_(slots, moments)
+
+
+@contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Inside, what torch raises because it cannot compile a layer becomes a RefusedError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_of_compiler(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = "; ".join(line.removeprefix("Explanation: ").rstrip(".") for line in lines[:2]) or type(error).__name__
+        raise _refused(f"layer {name} cannot be compiled ({reason[:_REASON_CHARACTERS]})") from error
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    from torch._dynamo import exc as of_tracing
+    from torch._inductor import exc as of_code
+
+    kinds = (
+        of_tracing.TorchDynamoException,
+        of_tracing.FailOnRecompileLimitHit,
+        of_code.CppCompileError,
+        of_code.InvalidCxxCompiler,
+    )
+    return isinstance(error, kinds)
+
+
+def _refused(why: str) -> RefusedError:
+    return RefusedError(_SETTING, True, f"{why}; or use compile=false")
+
+
+def _forward(layer: nn.Module, value: Any) -> Any:
+    return type(layer).forward(layer, value)
+
+
+@cache
+def _compiled() -> Callable[[nn.Module, Any], Any]:
+    """`_forward`, compiled anew for every kind of layer and every shape of its input."""
+    from torch import _dynamo, _inductor
+
+    # a line on machines that have the tools of CUDA and no GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = _UNLIMITED
+    _dynamo.config.fail_on_recompile_limit_hit = True
+    # dropout draws the numbers that it would draw without compilation, and repeats them from the same seed
+    _inductor.config.fallback_random = True
+    # on GPUs: nothing that is chosen by timing, and sums in an order of its own
+    _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # the processes of a run compile side by side; helpers of theirs would outlive one that is killed
+        _inductor.config.compile_threads = 1
+    return torch.compile(_forward, dynamic=False, fullgraph=True)

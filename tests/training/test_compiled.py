@@ -1,0 +1,91 @@
+"""compile=true: the laws hold, equal layers are compiled once, and what cannot be compiled is named."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
+
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.training.events import StepDone, TrainingReady
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+# two steps, of 2 + 1 samples each
+SETTINGS = [
+    *TINY[2:], "compile=true", "model=custom", "model.target=custom_models:blocks", "dataset.image_size=8",
+    "dataset.num_classes=192", "dataset.train_samples=6", "dataset.test_samples=3", "batch_size=3", "micro_batches=2",
+    "epochs=1", "check_layers=true", "learning_rate=constant",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+@needs_compiler
+def test_the_laws_hold_in_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One partition and three, all recomputed and nothing, in one process and in two: the same bits, with batch norm
+    and dropout; a process compiles equal layers once. The last digits are not those of compile=false, and no more than
+    these."""
+    ways = {
+        "reference": ["partitions=1", "recompute=never"],
+        "recomputed": ["partitions=1", "recompute=always"],
+        "cut": ["partitions=3", "recompute=except_last"],
+        "eager": ["partitions=1", "recompute=never", "compile=false"],
+    }
+    losses, compiled = {}, {}
+    for name, way in ways.items():
+        config = configure(*SETTINGS, *way, "executor=in_process")
+        messages = train_here(config, tmp_path / name)
+        (ready,) = of_type(messages, TrainingReady)
+        compiled[name] = ready.compiled
+        losses[name] = [done.loss for done in of_type(messages, StepDone)]
+    assert command(monkeypatch, "train", *SETTINGS, "partitions=2", f"run_folder={tmp_path}/apart") == 0
+
+    reference = final_tensors(tmp_path / "reference")
+    for name in ("recomputed", "cut", "apart"):
+        assert_same_tensors(final_tensors(tmp_path / name), reference)
+    assert losses["eager"] == pytest.approx(losses["reference"], rel=1e-5)
+    eager = final_tensors(tmp_path / "eager")
+    for name, tensor in reference.items():
+        torch.testing.assert_close(tensor, eager[name], rtol=1e-3, atol=1e-5, msg=name)
+
+    first = compiled["reference"]
+    assert first is not None
+    assert (first.layers, first.sizes) == (4, (1, 2))
+    # of each size: a block whose input needs no gradient, the two others, and what flattens
+    assert first.graphs == 6
+    assert first.made
+    again = compiled["cut"]
+    assert again is not None
+    assert (again.graphs, again.made) == (0, 0)
+    apart = json.loads((tmp_path / "apart" / "result.json").read_text())["compiled"]
+    # a block whose input needs a gradient is in both of the two processes
+    assert apart["graphs"] == 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("layer", ["asks_for_a_value", "norms_twice"])
+def test_a_layer_that_cannot_be_compiled_is_named(layer: str, tmp_path: Path) -> None:
+    config = configure(*SETTINGS, f"model.target=custom_models:{layer}", "dataset.num_classes=4", "partitions=1")
+    with pytest.raises(RefusedError, match=r"compile=true: layer 1 .*compile=false$"):
+        train_here(config, tmp_path)
+
+
+def test_without_a_compiler_nothing_is_compiled(tmp_path: Path) -> None:
+    from torch._inductor import config as inductor
+
+    with inductor.patch("cpp.cxx", ("/no/such/compiler",)), pytest.raises(RefusedError, match=r"C\+\+.*compile=false$"):
+        train_here(configure(*SETTINGS, "partitions=1"), tmp_path)
+
+
+@pytest.mark.parametrize("settings", [["model=transformer_nmt"], ["model.drop_path=0.1"]])
+def test_what_changes_in_every_step_is_refused(settings: list[str]) -> None:
+    with pytest.raises(RefusedError, match=r"compile=true: .*compile=false"):
+        configure(*settings, "compile=true")
