@@ -225,6 +225,11 @@ class Piece(nn.Module):
             x = self.get_submodule(step)(x)
         return x
 
+    @property
+    def compiled_as(self) -> nn.Module:
+        """A single module without its path, which differs between blocks that are otherwise equal."""
+        return self.get_submodule(self.steps[0]) if type(self) is Piece and len(self.steps) == 1 else self
+
     def _put(self, path: str, module: nn.Module) -> None:
         """Register `module` under `path`, with empty modules in between."""
         *parents, last = path.split(".")

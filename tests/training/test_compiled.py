@@ -10,6 +10,7 @@ import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.training.events import StepDone, TrainingReady
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -40,12 +41,14 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, monkeypatch: pytest.Monk
         "eager": ["partitions=1", "recompute=never", "compile=false"],
     }
     losses, compiled = {}, {}
+    before = Compiled.so_far()
     for name, way in ways.items():
         config = configure(*SETTINGS, *way, "executor=in_process")
         messages = train_here(config, tmp_path / name)
         (ready,) = of_type(messages, TrainingReady)
         compiled[name] = ready.compiled
         losses[name] = [done.loss for done in of_type(messages, StepDone)]
+    assert (Compiled.so_far() - before).graphs == 6, "all that is compiled, and in no step"
     assert command(monkeypatch, "train", *SETTINGS, "partitions=2", f"run_folder={tmp_path}/apart") == 0
 
     reference = final_tensors(tmp_path / "reference")
@@ -64,7 +67,7 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, monkeypatch: pytest.Monk
     assert first.made
     again = compiled["cut"]
     assert again is not None
-    assert (again.graphs, again.made) == (0, 0)
+    assert again.graphs == again.made == 0
     apart = json.loads((tmp_path / "apart" / "result.json").read_text())["compiled"]
     # a block whose input needs a gradient is in both of the two processes
     assert apart["graphs"] == 8

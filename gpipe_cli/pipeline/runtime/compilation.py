@@ -105,7 +105,8 @@ class _CompiledForward:
         statistics: BatchStatistics,
         norms: dict[_BatchNorm, int],
     ) -> None:
-        self._name, self._module, self._layer = name, module, layer
+        self._name, self._module = name, module
+        self._layer: nn.Module = getattr(layer, "compiled_as", layer)
         self._statistics, self._norms = statistics, norms
         self._moments: dict[_BatchNorm, tuple[torch.Tensor, torch.Tensor]] = {}
         for norm in norms:
@@ -225,6 +226,7 @@ def _compiled() -> Callable[[nn.Module, Any], Any]:
     _dynamo.config.fail_on_recompile_limit_hit = True
     # dropout draws the numbers that it would draw without compilation, and repeats them from the same seed
     _inductor.config.fallback_random = True
+    _inductor.config.cpp.threads = torch.get_num_threads()  # said in the code, and in the name that it is kept under
     # on GPUs: nothing that is chosen by timing, and sums in an order of its own
     _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
