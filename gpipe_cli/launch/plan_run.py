@@ -41,7 +41,7 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
         else:
             config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
         if config.compile:
-            log("planned as with compile=false: compiled layers keep other activations, and take less time")
+            log("planned as with compile=false: compiled layers keep other activations, and take other times")
         files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
         written = plan_json(config, profile, made, comparisons, files)
         title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"

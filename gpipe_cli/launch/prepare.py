@@ -47,7 +47,9 @@ def prepare(
     if plan.costs.weighted_by:
         chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
     if config.compile:
-        chosen.append(("planned", "as with compile=false: compiled layers keep other activations, and take less time"))
+        chosen.append(
+            ("planned", "as with compile=false: compiled layers keep other activations, and take other times")
+        )
     notes = (*chosen, *_resumed_threads(config), *_turns(placement))
     return Prepared(config, profile, plan, placement, comparisons, notes)
 
