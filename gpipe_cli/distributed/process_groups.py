@@ -73,10 +73,6 @@ def edge_links(
 ) -> dict[Edge, Link]:
     """A link for every edge of the pipeline that begins or ends in this process and not both; called in all processes,
     as all of them have to make all groups in the same order."""
-    options = None
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = _LINK_BLOCKS
     forward = [(Kind.F, stage, stage + 1) for stage in range(len(owners) - 1)]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
@@ -84,6 +80,10 @@ def edge_links(
         ends = (owners[sender], owners[receiver])
         if ends[0] == ends[1]:
             continue
+        options = None
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()  # each group writes its own name into it
+            options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
         group = dist.new_group(
             ends,
             timeout,

@@ -218,12 +218,13 @@ def gather_metrics(
 
     vector = torch.zeros(sum(sizes) + stages_here * room(config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
-    if numbers.totals is not None:
-        to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
     for k, of_stage in numbers.stages.items():
         to_stages[k] = torch.tensor(astuple(of_stage), dtype=torch.float64)
-    to_norms.copy_(_padded(numbers.norms(), len(to_norms)))
-    seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
+    with control.waits(Awaited.PROCESS):  # a GPU that waits for another process holds up this one here
+        if numbers.totals is not None:
+            to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
+        to_norms.copy_(_padded(numbers.norms(), len(to_norms)))
+        seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
     to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
     schedule = numbers.recording.schedule

@@ -50,13 +50,9 @@ class GroupLink:
         return self._start(dist.irecv, tensors)
 
     def _start(self, operation: Callable[..., dist.Work | None], tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
-        if len(tensors) == 1:
-            work = operation(tensors[0], self.peer, self._group)
-            assert work is not None, "this process is not in the group"
-            return [work]
-        if not tensors:
-            return []
-        return dist.batch_isend_irecv([dist.P2POp(operation, t, self.peer, self._group) for t in tensors])
+        # a batch also of one: NCCL would make another communicator for what is not in a batch
+        operations = [dist.P2POp(operation, tensor, self.peer, self._group) for tensor in tensors]
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 class ThreadedLink(GroupLink):

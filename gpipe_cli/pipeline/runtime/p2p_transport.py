@@ -6,6 +6,7 @@ from the tensor, while the stage computes on.
 """
 
 import datetime
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ import torch
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
 from gpipe_cli.pipeline.runtime.link import Edge, Link, Work
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, PeerLostError
 from gpipe_cli.pipeline.schedule.posting import Posting, postings
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
@@ -150,18 +152,21 @@ class P2PTransport:
             samples = self._sizes[posting.action.micro_batch]
             if self._receiving is not None and posting.freed:
                 self._receiving.wait_event(self._ends[posting.freed])
-            with torch.cuda.stream(self._receiving):  # on a CPU: nothing
+            with nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving):
                 tensors = [self._buffer((edge, posting.buffer, i), t, samples) for i, t in enumerate(received)]
                 if posting.freed:
-                    self._let_leave({tensor.data_ptr() for tensor in tensors})
+                    self._let_leave({storage_of(tensor) for tensor in tensors})
                 with self._waiting(f"receive from process {self._links[edge].peer}"):
                     works = self._links[edge].receive([as_sent(tensor, self._memory_format) for tensor in tensors])
             self._posted[posting.action] = works, tensors
 
-    def _let_leave(self, addresses: set[int]) -> None:
-        """Wait for sends from this memory: a layer may have passed its input on, which is then received over."""
-        for sending in [s for s in self._sends if any(t.data_ptr() in addresses for t in s.tensors)]:
-            self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
+    def _let_leave(self, storages: set[int]) -> None:
+        """Wait for sends from this memory: a layer may have passed its input, or a part of it, on, which is then
+        received over."""
+        for sending in [s for s in self._sends if any(storage_of(tensor) in storages for tensor in s.tensors)]:
+            if self._receiving is None:
+                self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
+            # on a GPU only this stream waits: what else was sent along must live until it has left
             self._finish(sending)
 
     def _boundary(self, kind: Kind, receiver: int) -> Boundary:
@@ -183,7 +188,9 @@ class P2PTransport:
         for (_, stage), link in sorted(self._links.items()):
             token = [torch.zeros(1, device=self._device)]
             with self._waiting(f"connect to process {link.peer}"):
-                self._wait(link.receive(token) if self._owners[stage] == self._process else link.send(token))
+                works = link.receive(token) if self._owners[stage] == self._process else link.send(token)
+                self._wait(works)
+                self._arrive(works)
 
     def _finish(self, sending: _Sending) -> None:
         with self._waiting("finish a send"):
@@ -195,6 +202,17 @@ class P2PTransport:
                 work.wait(self._timeout)
             else:  # the kernels that follow wait, and this thread does not
                 work.wait()
+
+    def _arrive(self, works: Sequence[Work]) -> None:
+        """Wait for a GPU, too. Raises RuntimeError if that takes too long."""
+        until = time.monotonic() + self._timeout.total_seconds()
+        while self._receiving is not None and not all(work.is_completed() for work in works):
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"nothing arrived for {self._timeout.total_seconds():g} s; with NCCL_P2P_DISABLE=1 GPUs do not "
+                    "reach into each other's memory, which a machine may forbid"
+                )
+            time.sleep(0.001)
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
