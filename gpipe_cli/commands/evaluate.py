@@ -18,8 +18,8 @@ from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that take the place of the run's own; null: as the run was trained.
 OF_THE_RUN = (
-    "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "device", "memory_format", "threads",
-    "data_workers", "timeout_seconds", "partition.balance", "dataset.root",
+    "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "device", "precision", "deterministic",
+    "memory_format", "threads", "data_workers", "timeout_seconds", "partition.balance", "dataset.root",
 )  # fmt: skip
 KEYS = (*settings_of(EvaluateSettings), *OF_THE_RUN)
 

@@ -9,7 +9,9 @@ from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 
-# Words of the name that the driver has for a GPU, the least memory in GB, and its file in conf/hardware.
+# Words of the name that the driver has for a GPU, the least memory in GB, and its file in conf/hardware. Most names are
+# those of several products; what has one of the words below is another one, unless the row has that word, too.
+_OTHERS = {"PCIE", "NVL", "MIG", "LAPTOP", "D", "144G"}
 _SHEETS = (
     ("A100", 60, "a100_80"),
     ("A100", 0, "a100_40"),
@@ -50,9 +52,12 @@ def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig
 
 def sheet_of(gpu: Gpu) -> str | None:
     """The file in conf/hardware of a GPU; None if there is none."""
-    name = set(gpu.name.replace("-", " ").split())
-    fitting = (file for words, least, file in _SHEETS if name >= set(words.split()) and gpu.memory_bytes >= least * 1e9)
-    return next(fitting, None)
+    name = set(gpu.name.upper().replace("-", " ").split())
+    for words, least, file in _SHEETS:
+        own = set(words.split())
+        if name >= own and not (name & _OTHERS) - own and gpu.memory_bytes >= least * 1e9:
+            return file
+    return None
 
 
 def gpu_of(device: str) -> Gpu | None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from gpipe_cli.assembly.optimizer import learning_rate, warm_up_steps
 from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
-from gpipe_cli.reporting.run.description import RunDescription, words_of
+from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.training.events import LayersCompiled
@@ -45,6 +45,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
     yield "executor", f"{run.executor}, {plural(placement.threads, 'thread')} for each process"
+    yield from precision_facts(config.precision, here=config.precision != "tf32" or placement.devices[0] != "cpu")
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
     if run.bench:

@@ -109,6 +109,19 @@ class Words:
     ends: tuple[int, ...]  # where the columns of an epoch's line end
 
 
+def precision_facts(precision: str, *, here: bool) -> list[tuple[str, str]]:
+    """A line of what layers compute with, unless that is float32; `here`: the device can."""
+    parts = {"tf32": "products and convolutions", "bfloat16": "products and convolutions; weights stay float32"}
+    if precision not in parts:
+        return []
+    return [
+        (
+            "precision",
+            f"{precision}: {parts[precision]}" if here else f"{precision}: not on this device, where it is float32",
+        )
+    ]
+
+
 def words_of(task: Task) -> Words:
     """The words of a task. Lines are at most 75 characters long: `best` still fits behind them at 80 columns."""
     if task == "classification":

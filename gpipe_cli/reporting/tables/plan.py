@@ -25,7 +25,7 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
-from gpipe_cli.reporting.run.description import model_name, words_of
+from gpipe_cli.reporting.run.description import model_name, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import share_lines
@@ -162,6 +162,8 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     return {
         "name": hardware.name,
         "source": plan.costs.source,
+        "precision": config.precision,
+        "has_precision": timed or config.precision == "float32" or hardware.peak(config.precision)[0] != "peak_tflops",
         "flops_per_second": times(reached, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
         "timed": figures and asdict(figures),
         "memory_bytes": memory_limit(config, devices),
@@ -197,6 +199,7 @@ def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     yield "schedule", f"{plan['schedule']}, recompute {plan['recompute']}"
     batch, tokens = plural(plan["step_samples"], plan["sample"]), plan["step_tokens"]
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
+    yield from precision_facts(hardware["precision"], here=hardware["has_precision"])
     yield "hardware", hardware["name"]
     figures = [
         words(hardware[key])
