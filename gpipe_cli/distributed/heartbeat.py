@@ -25,7 +25,8 @@ class Heartbeat:
         self._rank, self._limit = started.rank, limit_seconds
         self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without news, as far as this was awake
         self._failed: int | None = None
-        self._unanswered, self._asked = 0.0, time.monotonic()  # seconds without an answer of the store
+        self._answered = self._asked = time.monotonic()  # the store, and `lost`
+        self._unanswered = 0.0  # seconds
         self._ending = threading.Event()
         self._last = _ENDED
         self._thread = threading.Thread(target=self._run, name="gpipe-heartbeat", daemon=True)
@@ -34,8 +35,10 @@ class Heartbeat:
     def lost(self) -> tuple[int, float | None] | None:
         """A process that has said that it failed, None for the seconds; or one that has been silent for too long, and
         its seconds. It is process 0 where the store does not answer."""
-        now = time.monotonic()
-        self._unanswered += min(now - self._asked, _MOST_ASLEEP)
+        now, answered = time.monotonic(), self._answered
+        if answered > self._asked:
+            self._unanswered = 0.0
+        self._unanswered += min(now - max(self._asked, answered), _MOST_ASLEEP)
         self._asked = now
         if self._failed is not None:
             return self._failed, None
@@ -61,8 +64,7 @@ class Heartbeat:
                 beat += 1
                 store.set(self._keys[self._rank], str(beat))
                 values = store.multi_get(self._keys) if store.check(self._keys) else []  # not before all have begun
-                self._unanswered = 0.0
-                now = time.monotonic()
+                now = self._answered = time.monotonic()
                 passed, looked = min(now - looked, 2 * interval), now
                 for process, (value, before) in enumerate(zip(values, seen, strict=False)):
                     news = value != before or value.decode() == _ENDED

@@ -70,6 +70,14 @@ class WrittenFile:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one process has written of a checkpoint."""
+
+    files: tuple[WrittenFile, ...]
+    without_state: tuple[str, ...]  # parameters
+
+
+@dataclass(frozen=True)
 class Index:
     """What index.json says of a checkpoint."""
 
@@ -192,6 +200,25 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
     return WrittenFile(path.name, 8 + len(head) + ends[-1], digest.hexdigest(), tuple(tensors))
 
 
+def write_part(draft: Path, process: int, part: Part) -> None:
+    """Say what a process has written, when it has. Raises CheckpointError."""
+    with writing(draft):
+        write_whole(_part_file(draft, process), json.dumps(asdict(part)))
+
+
+def read_part(draft: Path, process: int) -> Part | None:
+    """None as long as there is none. Raises CheckpointError."""
+    with writing(draft):
+        try:
+            return typed(Part, read_json(_part_file(draft, process)))
+        except FileNotFoundError:
+            return None
+
+
+def _part_file(draft: Path, process: int) -> Path:
+    return draft / f"part_{process}.json"
+
+
 def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:
     """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one
     stay. What lies behind this step is of a run that was left, as its checkpoint was damaged, and goes too.
@@ -205,6 +232,8 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     with writing(draft):
         for file in index.files:  # of stages on other machines: is the folder the same one?
             regular_size(draft / file.name)
+        for part in draft.glob("part_*.json"):
+            part.unlink()
         write_whole(draft / "index.json", json.dumps(values, indent=1, allow_nan=False))
         _sync_folder(draft)
         # one of that step is replaced: a run that went on from an earlier one came by again

@@ -1,18 +1,17 @@
 """Checkpoints that are written while the training goes on.
 
-A step in which one begins waits only for copies of the stages' tensors. A thread of each process then writes them; when
-all processes have, a thread of process 0 completes the checkpoint. The processes send each other nothing from a thread:
-as long as a checkpoint is being written they compare after every step how far they are, so that all of them take the
-same decisions after the same step.
+A step in which one begins waits only for copies of the stages' tensors. A thread of each process then writes them, and
+a file that says which; when process 0 finds those of all, its thread completes the checkpoint, whatever the training is
+at. As long as one is being written the processes compare after every step whether they are done, so that all of them
+take the same decisions after the same step.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.engine import Engine
 
+_LOOKS_SECONDS = 0.1  # between two looks at what other processes have written
 _SAID_SECONDS = 0.5  # a wait that is shorter is not worth a line
 
 State = dict[str, torch.Tensor]
@@ -74,9 +74,10 @@ class CheckpointWriter:
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
         self._written: store.Progress | None = None  # of the checkpoint that is being written
-        # What this process does for it: first writes its files, then, in process 0, completes it. A text: why it can't.
-        self._work: Future[Any]
-        self._completing = False
+        # Of this process for it: its part, and in process 0, then, the whole. A text: why it cannot.
+        self._writing: Future[str | None]
+        self._work: Future[str | None]
+        self._given_up = threading.Event()  # as another process cannot write its part
 
     def after_step(self, progress: store.Progress, *, save: bool) -> store.Progress:
         """Begin a checkpoint if `save`, once the one before is complete. Returns `progress`, whose best step is one
@@ -85,7 +86,7 @@ class CheckpointWriter:
         Raises CheckpointError if the run's folder is gone. What else cannot be written is reported, and left out.
         """
         if self._written is not None:
-            self._go_on(last=False)
+            self._look(last=False)
         if save:
             self._finish(progress.step, last=False)
         if self._written is None and progress.best_step != progress.step:
@@ -108,44 +109,62 @@ class CheckpointWriter:
             if not any(key.startswith(f"optimizer/{name}/") for key in state)
         ]
         snapshots = {k: self._snapshots[k].take(state) for k, state in states.items()}
+        draft = store.draft_of(self.folder, progress.step)
+        self._given_up.clear()
 
-        def write() -> tuple[list[store.WrittenFile], list[str]]:
+        def write() -> None:
             files = []
             for k, (copies, arrived) in snapshots.items():
                 arrived()
-                files.append(store.write_stage(store.draft_of(self.folder, progress.step), k, copies))
-            return files, without_state
+                files.append(store.write_stage(draft, k, copies))
+            store.write_part(draft, self.control.rank, store.Part(tuple(files), tuple(without_state)))
 
-        self._written, self._completing = progress, False
-        self._work = self._thread.submit(_or_why_not, write)
+        def complete() -> None:
+            parts = [self._part(draft, process) for process in range(self.control.size)]
+            layers = tuple(name for names in self.engine.placement.layer_names for name in names)
+            files = tuple(file for part in parts for file in part.files)
+            stateless = tuple(name for part in parts for name in part.without_state)
+            index = store.Index(store.FORMAT, progress, layers, files, stateless)
+            store.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
+
+        self._written = progress
+        self._writing = self._work = self._thread.submit(_why_not, write)
+        if self.control.leads:
+            self._work = self._thread.submit(_why_not, complete)
+
+    def _part(self, draft: Path, process: int) -> store.Part:
+        """What a process has written, once it has. Raises CheckpointError if one cannot."""
+        while (part := store.read_part(draft, process)) is None:
+            if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
+                raise store.CheckpointError("a part of it is missing")
+        return part
 
     def _finish(self, step: int, *, last: bool) -> None:
         """Wait until no checkpoint is being written, and say so."""
         began, awaited = time.perf_counter(), self._written
-        while self._written is not None:
-            with self.control.waits(Awaited.DISK):
-                wait([self._work])
-            self._go_on(last=last)
+        if self._written is not None:
+            # when all parts are written, or it is known that one cannot be, process 0 waits for nobody
+            for work in (self._writing, self._work):
+                with self.control.waits(Awaited.DISK):
+                    wait([work])
+                self._look(last=last)
+                if self._written is None:
+                    break
         seconds = time.perf_counter() - began
         if awaited is not None and self.control.leads and seconds >= _SAID_SECONDS:
             self.report(events.CheckpointAwaited(step, awaited.step, seconds))
 
-    def _go_on(self, *, last: bool) -> None:
-        """Take what comes next of the checkpoint that is being written, if all processes have done their part."""
+    def _look(self, *, last: bool) -> None:
+        """Whether all processes are done with the checkpoint that is being written, and whether one cannot."""
         progress = self._written
         assert progress is not None
-        found = self.control.collect(self._work.result() if self._work.done() else None)
-        if None in found:
-            return
-        why = next((one for one in found if isinstance(one, str)), None)
-        if why is None and not self._completing:
-            self._completing = True
-            files, without_state = ([one for part in parts for one in part] for parts in zip(*found, strict=True))
-            layers = [name for names in self.engine.placement.layer_names for name in names]
-            index = store.Index(store.FORMAT, progress, tuple(layers), tuple(files), tuple(without_state))
-            draft = store.draft_of(self.folder, progress.step)
-            complete = partial(store.finish_checkpoint, draft, index, config=self.config_yaml, keep=self.keep)
-            self._work = self._thread.submit(_or_why_not, complete if self.control.leads else tuple)
+        ended = self._work.done()
+        reasons = [work.result() for work in (self._writing, self._work) if work.done()]
+        found = self.control.collect((ended, next(filter(None, reasons), None)))
+        why = next((text for _, text in reversed(found) if text is not None), None)  # process 0 may only follow another
+        if why is not None:
+            self._given_up.set()
+        if not all(done for done, _ in found):
             return
         self._written = None
         if why is None:
@@ -161,8 +180,9 @@ class CheckpointWriter:
             self.report(message)
 
 
-def _or_why_not(write: Callable[[], object]) -> object:
+def _why_not(write: Callable[[], None]) -> str | None:
     try:
-        return write()
+        write()
     except store.CheckpointError as error:
         return str(error)
+    return None
