@@ -13,13 +13,12 @@ from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.distributed.torchrun import Torchrun
 
 OTHER = """
-import sys, time
+import time
 from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.distributed.torchrun import Torchrun
 
-heartbeat = Heartbeat(Torchrun(int(sys.argv[1]), 4, 1, 0), "start", 2.0)
-heartbeat.stop(failed=sys.stdin.read() == "failed")
-time.sleep(2)
+heartbeat = Heartbeat(Torchrun(2, 4, 1, 0), "start", 2.0)
+time.sleep(100)
 """
 
 
@@ -27,8 +26,8 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
     shared = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(shared.port))
-    others = [subprocess.Popen([sys.executable, "-c", OTHER, str(rank)], stdin=subprocess.PIPE) for rank in (1, 2, 3)]
-    own = Heartbeat(Torchrun(0, 4, 1, 0), "start", 2.0)
+    other = subprocess.Popen([sys.executable, "-c", OTHER])
+    own, ends, fails = (Heartbeat(Torchrun(rank, 4, 1, 0), "start", 2.0) for rank in (0, 1, 3))
 
     def wait(seconds: float) -> tuple[int, float | None] | None:
         until = time.monotonic() + seconds
@@ -39,21 +38,20 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
     try:
         while not shared.check([f"start/heartbeat/{rank}" for rank in range(4)]):
             time.sleep(0.05)
-        others[0].stdin.close()  # type: ignore[union-attr]
+        ends.stop(failed=False)
         assert wait(4) is None
-        os.kill(others[1].pid, signal.SIGSTOP)
+        os.kill(other.pid, signal.SIGSTOP)
         found = wait(20)
         assert found is not None
         assert found[0] == 2
         assert found[1] is not None
         assert found[1] > 2
-        others[2].communicate(b"failed")
+        fails.stop(failed=True)
         until = time.monotonic() + 20
         while (found := own.lost()) != (3, None) and time.monotonic() < until:
             time.sleep(0.05)
         assert found == (3, None)
     finally:
         own.stop(failed=False)
-        for other in others:
-            other.kill()
-            other.wait()
+        other.kill()
+        other.wait()
