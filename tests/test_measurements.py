@@ -47,8 +47,8 @@ PROGRAMS = {
     ),
     "link_order": (
         ["--partitions=4", "--micro-batches=8"],
-        r"(\| edge \| in order \| .* \| 0 of 24 \|  \|\n){14}(.*\n)+"
-        r"\| direction \| in flight \| at once \| 1f1b never \| 4 of 24 \| K=4, M=5 \|",
+        r"(\| [12] \| edge \| in order \| .* \| 0 of 24 \|  \|\n){28}(.*\n)+"
+        r"\| 1 \| direction \| in flight \| at once \| 1f1b never \| 4 of 24 \| K=4, M=5 \|",
     ),
     "random_kills": (
         ["--kills=1", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",

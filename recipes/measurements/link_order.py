@@ -4,7 +4,8 @@ compute nothing, and links that only a simulated device moves.
 The rule: what a process gives to a process group runs one after another, and a send ends only when its receive runs.
 Groups: one for each edge and direction, as in a run; or one for forwards and one for backwards. Receives: posted in
 the order of `schedule/posting.py`, as in a run on GPUs; early, as on CPUs; or as many ahead as inputs are in flight.
-Launches: at once; or each when the device is idle, as the first use of a kernel does.
+Launches: at once; or each when the device is idle, as the first use of a kernel does. One stage for each process, or
+two.
 
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """
@@ -189,41 +190,41 @@ def in_flight_ahead(schedule: Schedule, owners: Sequence[int], process: int, *, 
     return tuple(sorted(found, key=lambda posting: posting.after))
 
 
-def finishes(schedule: Schedule, groups: Groups, *, receives: Receives, idle: bool) -> bool:
+def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, receives: Receives, idle: bool) -> bool:
     """Whether two steps of a schedule end; every process is a thread here. What arrives is checked."""
     partitions, micro_batches = len(schedule), sum(action.kind is Kind.F for action in schedule[0])
-    device = Device(partitions)
+    device = Device(1 + owners[-1])
     failed: list[BaseException] = []
 
-    def link(process: int, kind: Kind, receiver: int) -> OrderedLink:
-        sender = receiver - 1 if kind is Kind.F else receiver + 1
-        peer = sender if process == receiver else receiver
-        return OrderedLink(device, process, peer, (kind, receiver), (kind, receiver) if groups == "edge" else kind)
+    def links_of(process: int) -> dict[Edge, OrderedLink]:
+        links = {}
+        forward = [(Kind.F, stage, stage + 1) for stage in range(partitions - 1)]
+        for kind, sender, receiver in forward + [(Kind.B, receiver, sender) for _, sender, receiver in forward]:
+            ends = owners[sender], owners[receiver]
+            if process in ends and ends[0] != ends[1]:
+                edge = kind, receiver
+                peer = ends[0] if process == ends[1] else ends[1]
+                links[edge] = OrderedLink(device, process, peer, edge, edge if groups == "edge" else kind)
+        return links
 
     def run(process: int) -> None:
-        edges = [(Kind.F, process), (Kind.F, process + 1), (Kind.B, process), (Kind.B, process - 1)]
-        links = {
-            (kind, k): link(process, kind, k)
-            for kind, k in edges
-            if (0 < k < partitions if kind is Kind.F else 0 <= k < partitions - 1)
-        }
-
         def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
             if idle:
                 device.wait(lambda: device.idle(process))
 
         try:
             transport = P2PTransport(
-                process, range(partitions), links, Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
+                process, owners, links_of(process), Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
                 device=CPU, memory_format=torch.contiguous_format, early=receives == "early", timeout_seconds=1,
             )  # fmt: skip
-            stage: Any = Stage(process)
-            executor = Executor({process: stage}, range(partitions), transport, watch)
+            stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if owners[k] == process}
+            executor = Executor(stages, owners, transport, watch)
             values = torch.arange(float(micro_batches))
             for step in range(2):
                 executor.run(schedule, step, [1] * micro_batches, (values,), None)
-                passed = sum(range(process))
-                assert stage.values == {m: m + passed for m in range(micro_batches)}, "another micro-batch arrived"
+                for k, stage in stages.items():
+                    passed = sum(range(k))
+                    assert stage.values == {m: m + passed for m in range(micro_batches)}, "another micro-batch arrived"
             executor.settle()
         except BaseException as error:
             failed.append(error)
@@ -231,7 +232,7 @@ def finishes(schedule: Schedule, groups: Groups, *, receives: Receives, idle: bo
             device.leave()
 
     before = patch.object(p2p_transport, "postings", in_flight_ahead) if receives == "in flight" else nullcontext()
-    threads = [threading.Thread(target=run, args=(process,)) for process in range(partitions)]
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + owners[-1])]
     with before:
         for thread in threads:
             thread.start()
@@ -249,18 +250,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = list(product(range(2, options.partitions + 1), range(1, options.micro_batches + 1)))
     rows = []
-    ways: tuple[tuple[Groups, Receives], ...] = (("edge", "in order"), ("edge", "early"), ("direction", "in flight"))
-    for (groups, receives), idle in product(ways, (False, True)):
+    ways: tuple[tuple[Groups, Receives, int], ...] = (
+        ("edge", "in order", 1), ("edge", "in order", 2), ("edge", "early", 1), ("direction", "in flight", 1)
+    )  # fmt: skip
+    for (groups, receives, each), idle in product(ways, (False, True)):
         for name, recompute in (*product(SCHEDULES, RECOMPUTE), ("evaluation", "")):
             stuck = []
             for k, m in sizes:
                 schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute)
-                if not finishes(schedule, groups, receives=receives, idle=idle):
+                owners = [stage // each for stage in range(k)]
+                if not finishes(schedule, owners, groups, receives=receives, idle=idle):
                     stuck.append((k, m))
-            how = groups, receives, "idle" if idle else "at once"
+            how = str(each), groups, receives, "idle" if idle else "at once"
             first = "K={}, M={}".format(*stuck[0]) if stuck else ""
             rows.append((*how, f"{name} {recompute}".strip(), f"{len(stuck)} of {len(sizes)}", first))
-    columns = ("groups", "receives", "launches", "schedule", "deadlocks", "first")
+    columns = ("stages of a process", "groups", "receives", "launches", "schedule", "deadlocks", "first")
     print(to_markdown(Table.of_rows("Links with NCCL's rule of order", map(Column, columns), rows)))
 
 
