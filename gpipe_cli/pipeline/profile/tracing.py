@@ -30,6 +30,9 @@ Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 
 # Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per
 # channel.
+# Older torch records no graph of a GPU's tensors without a driver: there types are those of a CPU, and a boundary that
+# has another one on a GPU ends the run in one line.
+_RECORDS_WITHOUT_GPU = (2, 11)
 _TRACED_SIZES = (2, 3)
 
 
@@ -58,6 +61,8 @@ def trace_layers(
     Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not known,
     and ChangedInputError if in training it changes its input in place.
     """
+    if torch.__version__ < _RECORDS_WITHOUT_GPU:
+        device = "cpu"
     layers = _described(model.to(memory_format=memory_format), training)
     trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses)
     first = _TRACED_SIZES[0]

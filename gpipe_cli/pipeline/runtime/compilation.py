@@ -227,8 +227,9 @@ def _compiled() -> Callable[[nn.Module, Any], Any]:
     # dropout draws the numbers that it would draw without compilation, and repeats them from the same seed
     _inductor.config.fallback_random = True
     _inductor.config.cpp.threads = torch.get_num_threads()  # said in the code, and in the name that it is kept under
-    # on GPUs: nothing that is chosen by timing, and sums in an order of its own
-    _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
+    if hasattr(_inductor.config, "deterministic"):  # not in torch 2.9, which times GPU code less, too
+        # on GPUs: nothing that is chosen by timing, and sums in an order of its own
+        _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # the processes of a run compile side by side; helpers of theirs would outlive one that is killed
         _inductor.config.compile_threads = 1

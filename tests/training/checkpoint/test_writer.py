@@ -61,7 +61,7 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     A pipe cannot be flushed, so this best checkpoint fails, and a score that is no better is the best after it.
     """
     settings = configure(*RUN, "partitions=1", "executor=in_process", "epochs=3", "checkpoint.every_epochs=2",
-                         "learning_rate.per_sample=1e-6")  # fmt: skip
+                         "learning_rate.per_sample=1e-6", "dataset.test_samples=1")  # fmt: skip
     whole, run = tmp_path / "whole", tmp_path / "run"
     bests = [one.is_best for one in of_type(train_here(settings, whole), events.Evaluated)]
     assert (bests, steps_in(whole)) == ([True, False, False], [3, 6, 9])
