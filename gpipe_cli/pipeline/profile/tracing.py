@@ -32,7 +32,7 @@ Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 # channel.
 # Older torch records no graph of a GPU's tensors without a driver: there types are those of a CPU, and a boundary that
 # has another one on a GPU ends the run in one line.
-_RECORDS_WITHOUT_GPU = (2, 11)
+_RECORDS_WITHOUT_GPU = "2.11"
 _TRACED_SIZES = (2, 3)
 
 

@@ -61,10 +61,12 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     A pipe cannot be flushed, so this best checkpoint fails, and a score that is no better is the best after it.
     """
     settings = configure(*RUN, "partitions=1", "executor=in_process", "epochs=3", "checkpoint.every_epochs=2",
-                         "learning_rate.per_sample=1e-6", "dataset.test_samples=1")  # fmt: skip
+                         "learning_rate.per_sample=1e-6")  # fmt: skip
     whole, run = tmp_path / "whole", tmp_path / "run"
-    bests = [one.is_best for one in of_type(train_here(settings, whole), events.Evaluated)]
-    assert (bests, steps_in(whole)) == ([True, False, False], [3, 6, 9])
+    evaluated = of_type(train_here(settings, whole), events.Evaluated)
+    first, second, third = (one.scores.top1 for one in evaluated)
+    assert [one.is_best for one in evaluated] == [True, second > first, third > max(first, second)]
+    assert steps_in(whole) == [3, 6, 9]
     pipe, awaited = odd_file(run, 3, "stage_0.safetensors"), threading.Event()
     os.mkfifo(pipe)
 
@@ -90,8 +92,9 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     step_6 = next(one for one in of_type(messages, events.StepDone) if one.step == 6)
     assert messages.index(step_6) < messages.index(failed)
     assert steps_in(run) == [6, 9]
-    assert [one.is_best for one in of_type(messages, events.Evaluated)] == [True, False, True]
-    assert (run / "checkpoints" / "best").readlink() == Path("step_00000009")
+    bests = [True, second > first, second <= first or third > second]  # the first one could not be written
+    assert [one.is_best for one in of_type(messages, events.Evaluated)] == bests
+    assert (run / "checkpoints" / "best").readlink() == Path("step_00000009" if bests[2] else "step_00000006")
     assert_same_tensors(final_tensors(run), final_tensors(whole))
 
 
