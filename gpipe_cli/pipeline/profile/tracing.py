@@ -132,7 +132,17 @@ class _Run:
 
 @contextmanager
 def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
-    """Inside, the weights are tensors of `device` that have no memory: autocast has no rules for the meta device."""
+    """Inside, the weights are tensors of `device` that have no memory: autocast has no rules for the meta device.
+
+    Raises ValueError for a module with a tensor that is none of its parameters and buffers.
+    """
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"{name}.{key}: is a tensor and neither a parameter nor a buffer, so that it stays where and what "
+                    "it is; use register_buffer, or precision=float32"
+                )
     fakes: dict[int, torch.Tensor] = {}  # by identity: a weight may be used in several places
     groups: list[dict[str, Any]] = [
         group for module in model.modules() for group in (module._parameters, module._buffers)

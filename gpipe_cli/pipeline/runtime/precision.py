@@ -3,7 +3,8 @@
 Departs from the paper, which says nothing of its numbers; TPUs multiply in bfloat16. Nothing is cast once for several
 uses: such a cast would be shared inside of a stage and not across a cut, and gradients be summed in another order. So
 each micro-batch that keeps its graph keeps a copy of the weights with it, which a plan counts among its activations:
-one copy in all with `recompute=except_last` and `always`, up to M with `never`.
+as many as there are graphs: one with `recompute=always`, and with `except_last` in the schedule gpipe, up to M with
+`never`.
 """
 
 from collections.abc import Iterator

@@ -194,3 +194,10 @@ def test_bfloat16_has_the_types_of_the_device_and_the_operations_of_float32() ->
             assert cost.forward.flops == full.forward.flops
             counted, before = (sum(each.count for each in one.forward.by_kind.values()) for one in (cost, full))
             assert before < counted <= before + 4  # casts of an input, a weight, a bias, and before a normalization
+
+
+def test_a_tensor_that_is_no_buffer_is_refused_under_bfloat16() -> None:
+    layer = nn.Linear(8, 8, device="meta")
+    layer.positions = torch.arange(8.0)
+    with pytest.raises(ValueError, match=r"0\.positions: .*register_buffer, or precision=float32"):
+        trace_layers(nn.Sequential(layer), as_boundary((torch.empty(1, 8),)), training=True, computed_in=torch.bfloat16)
