@@ -280,9 +280,9 @@ LearningRateConfig = (
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """One device and one link; None: not known, or with `auto` read from the device at hand."""
+    """One device and one link; None: unknown, or with `auto` read from the device at hand. Defaults: as TrainConfig."""
 
     name: Literal[
         "auto", "cpu", "a100_40", "a100_80", "gh200", "h100", "h200", "l4", "l40s", "p40", "p100_pcie", "rtx_4090",
@@ -290,8 +290,8 @@ class HardwareConfig:
     ]  # fmt: skip
     tflops: Positive | None  # that layers reach, in 10^12 a second; of a CPU, one thread's
     peak_tflops: Positive | None  # by the data sheet, of one device; of a CPU, all its cores'
-    tf32_tflops: Positive | None  # the peak with precision=tf32; None: as in float32
-    bfloat16_tflops: Positive | None  # and with precision=bfloat16
+    tf32_tflops: Positive | None = None  # the peak with precision=tf32; None: as in float32
+    bfloat16_tflops: Positive | None = None  # and with precision=bfloat16
     memory_gib: Positive | None  # that a stage must stay below
     memory_gb_per_second: Positive | None
     operation_microseconds: NotNegative | None  # from one operation to the next, however small

@@ -54,16 +54,19 @@ class CheckpointConfig:
     keep: Count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises ValueError where two do not fit."""
+    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises ValueError where two do not fit.
+
+    One with a default is what the runs of an older version do not have, and is as if they had not had it.
+    """
 
     partitions: Partitions  # K
     micro_batches: MicroBatches  # M
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never", "auto"]
     executor: Executor
-    stages_per_process: Count | None
+    stages_per_process: Count | None = None
     partition: PartitionConfig
     preset: str | None
     batch_size: BatchSize | None  # N, the whole mini-batch
@@ -80,9 +83,9 @@ class TrainConfig:
     evaluate_every_epochs: Count
     check_layers: bool
     device: Device
-    precision: groups.Precision
-    deterministic: bool
-    compile: bool
+    precision: groups.Precision = "float32"
+    deterministic: bool = True
+    compile: bool = False
     memory_format: MemoryFormat
     threads: Threads | None
     data_workers: DataWorkers | None

@@ -143,6 +143,17 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+def test_a_run_from_before_a_setting_can_be_resumed(tmp_path: Path) -> None:
+    """`stages_per_process: the setting is missing; give ...`, and giving it did not help."""
+    config = train()
+    since = ("precision", "deterministic", "compile", "stages_per_process", "  tf32_tflops", "  bfloat16_tflops")
+    lines = to_yaml(config).splitlines(keepends=True)
+    older = [line for line in lines if not line.startswith(tuple(f"{key}:" for key in since))]
+    assert len(older) == len(lines) - len(since)
+    (tmp_path / "config.yaml").write_text("".join(older))
+    assert load(tmp_path) == config
+
+
 def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     saved = train("partitions=3", "epochs=9", "dataset=cifar10", "dataset.root=/x", "model.filters=32", "max_steps=5")
     now = tree("resume=run", "micro_batches=8", "dataset=cifar10", "model.dropout=0.1")
