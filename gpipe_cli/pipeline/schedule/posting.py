@@ -14,6 +14,7 @@ On a CPU launching is performing, and a posted receive costs nothing: it is post
 """
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,29 +37,40 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     """All receives of `process`, in the order in which it posts them, or as `early` as buffers are free; `owners` are
     the processes of the stages.
 
-    A buffer is free again when nothing is kept of its micro-batch any more. Raises ValueError if the schedule
-    deadlocks.
+    A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
+    too: a layer may hand on what it has received, in the same memory. Raises ValueError if the schedule deadlocks.
     """
     own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule[stage]]
     receivers = {source(action, len(schedule)): action for action in own}
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)  # since when, and which
+    held: dict[int, dict[Action, int]] = defaultdict(dict)  # by micro-batch: receivers, and their buffers
+    left: set[tuple[int, int]] = set()  # stages and micro-batches of which nothing is kept
     made: Counter[tuple[Kind, int]] = Counter()
     posted: Counter[tuple[Kind, int]] = Counter()  # when the last one is
-    buffers: dict[Action, int] = {}
     found = []
     launched = 0
     for action, retain in linearize_retained(schedule, owners):
         if owners[action.stage] == process:
             launched += 1
             if retain is Retain.NOTHING:
-                for kind in Kind:
-                    if (buffer := buffers.get(Action(kind, action.stage, action.micro_batch))) is not None:
-                        free[kind, action.stage].append((launched, buffer))
+                left.add((action.stage, action.micro_batch))
+                of_this = held[action.micro_batch]
+                for receiver in [one for one in of_this if left.issuperset(_reached(one, owners))]:
+                    free[receiver.kind, receiver.stage].append((launched, of_this.pop(receiver)))
         elif (receiver := receivers.get(action)) is not None:
             edge = (receiver.kind, receiver.stage)
             reused = bool(free[edge])
-            since, buffers[receiver] = free[edge].popleft() if reused else (0, made[edge])
+            since, buffer = free[edge].popleft() if reused else (0, made[edge])
+            held[receiver.micro_batch][receiver] = buffer
             made[edge] += not reused
             posted[edge] = max(posted[edge], since) if early else launched  # over one edge they keep their order
-            found.append(Posting(receiver, posted[edge], buffers[receiver], since))
+            found.append(Posting(receiver, posted[edge], buffer, since))
     return tuple(sorted(found, key=lambda posting: posting.after))
+
+
+def _reached(receiver: Action, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The stages that get the received tensors without a send to another process, each with the micro-batch."""
+    stage, process = receiver.stage, owners[receiver.stage]
+    while 0 <= stage < len(owners) and owners[stage] == process:
+        yield stage, receiver.micro_batch
+        stage += 1 if receiver.kind is Kind.F else -1

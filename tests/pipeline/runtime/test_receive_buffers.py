@@ -8,6 +8,7 @@ import torch
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, forward_only
 
 
@@ -29,6 +30,7 @@ class Message:
 class SlowLink:
     peer: int
     sent: list[Message] = field(default_factory=list)
+    received: int = 0
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Message]:
         self.sent.append(Message(tensors))
@@ -38,6 +40,9 @@ class SlowLink:
         memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for message in self.sent:
             assert message.left or memory.isdisjoint(t.untyped_storage().data_ptr() for t in message.tensors)
+        self.received += 1
+        for tensor in tensors:
+            tensor.fill_(self.received)
         return [Message(tensors, left=True)]
 
 
@@ -63,3 +68,25 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
         transport.send(action, (in_layout(received.chunk(2, dim=1)[1], torch.contiguous_format),))
         transport.launched()
     assert [message.left for message in after.sent[1:]] == [True, True, False, False]
+
+
+def test_what_the_next_stage_of_the_process_is_handed_is_not_received_over() -> None:
+    """A stage that hands its input on unchanged (a mask) gave the next one of its process the buffer itself: in
+    evaluation the next micro-batch was received into it before that stage had run, and scores were wrong."""
+    described = (BoundaryTensor((0, 2), (1, 0), torch.float32, True),)
+    transport = P2PTransport(
+        1, (0, 1, 1), {(Kind.F, 1): SlowLink(0)}, Boundaries([described] * 2, [described] * 2),
+        device=torch.device("cpu"), memory_format=torch.contiguous_format, early=True, timeout_seconds=1,
+    )  # fmt: skip
+    schedule, first = forward_only(3, 4), 2.0  # 1 was the message that connects
+    transport.begin_step(schedule, [1] * 4)
+    for action in linearize(schedule, (0, 1, 1)):
+        if action.stage == 0:
+            continue
+        (tensor,) = transport.receive(action)
+        assert tensor is not None
+        assert tensor.tolist() == [[first + action.micro_batch] * 2]
+        if action.stage == 1:
+            transport.send(action, (tensor,))
+        transport.launched()
+    transport.finish_step()
