@@ -15,6 +15,7 @@ from gpipe_cli.distributed.torchrun import Torchrun, store_address
 _MOST_SECONDS = 5.0  # between two looks
 _MOST_ASLEEP = 2.0  # that count between two questions: after Ctrl-Z and fg nobody was lost
 _ENDED, _FAILED = "ended", "failed"
+_NOTHING = b""  # of a process that has not counted yet
 
 
 class Heartbeat:
@@ -54,7 +55,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         interval = min(_MOST_SECONDS, self._limit / 4)
-        seen: list[bytes] = []
+        seen = [_NOTHING] * len(self._keys)
         beat, looked = 0, time.monotonic()
         try:
             # a connection of its own: a call that waits holds up the others of its connection
@@ -63,10 +64,13 @@ class Heartbeat:
             while not self._ending.wait(interval):
                 beat += 1
                 store.set(self._keys[self._rank], str(beat))
-                values = store.multi_get(self._keys) if store.check(self._keys) else []  # not before all have begun
+                if _NOTHING in seen:
+                    values = [store.get(key) if store.check([key]) else _NOTHING for key in self._keys]
+                else:
+                    values = store.multi_get(self._keys)
                 now = self._answered = time.monotonic()
                 passed, looked = min(now - looked, 2 * interval), now
-                for process, (value, before) in enumerate(zip(values, seen, strict=False)):
+                for process, (value, before) in enumerate(zip(values, seen, strict=True)):
                     news = value != before or value.decode() == _ENDED
                     self._silent[process] = 0.0 if news else self._silent[process] + passed
                     if value.decode() == _FAILED:

@@ -1,4 +1,4 @@
-"""A process on another machine that is stopped or has failed is found, one that has ended is not missed."""
+"""A process on another machine that stops, fails or never begins is found, one that has ended is not missed."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(shared.port))
     other = subprocess.Popen([sys.executable, "-c", OTHER])
-    own, ends, fails = (Heartbeat(Torchrun(rank, 4, 1, 0), "start", 2.0) for rank in (0, 1, 3))
+    own = Heartbeat(Torchrun(0, 2, 1, 0), "another start", 1.0)
 
     def wait(seconds: float) -> tuple[int, float | None] | None:
         until = time.monotonic() + seconds
@@ -36,8 +36,13 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
         return found
 
     try:
-        while not shared.check([f"start/heartbeat/{rank}" for rank in range(4)]):
+        never_begins = wait(20)
+        assert never_begins is not None
+        assert never_begins[0] == 1
+        own.stop(failed=False)
+        while not shared.check(["start/heartbeat/2"]):
             time.sleep(0.05)
+        own, ends, fails = (Heartbeat(Torchrun(rank, 4, 1, 0), "start", 2.0) for rank in (0, 1, 3))
         ends.stop(failed=False)
         assert wait(4) is None
         os.kill(other.pid, signal.SIGSTOP)
