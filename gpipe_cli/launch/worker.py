@@ -112,7 +112,8 @@ def _set_up_compiler() -> None:
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:
     # micro-batches of two sizes leave gaps that neither fits; read when the first memory of a GPU is asked for
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same, which this one goes before
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # the older names: where the newer ones are set, reading these raises, and Inductor does so
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     torch.backends.cudnn.allow_tf32 = precision != "float32"
@@ -124,9 +125,11 @@ def _set_up_gpu(precision: str, deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # attention's memory-saving kernel sums its backward as threads finish; without it the weights of all pairs of
-    # positions exist at once
+    # attention's fused kernels sum their backward as threads finish (flash's, too, as long as torch only warns);
+    # without them the weights of all pairs of positions exist at once
+    torch.backends.cuda.enable_flash_sdp(not deterministic)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
+    torch.backends.cuda.enable_cudnn_sdp(not deterministic)
 
 
 def keep_freed_memory() -> None:

@@ -76,8 +76,8 @@ def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:
 
 
 def gpu_fuses(dtype: torch.dtype, masked: bool, dropout: float, *, deterministic: bool) -> bool:
-    """Flash attention takes 16 bits and no mask; the memory-saving kernel takes all, and sums as threads finish."""
-    return not deterministic or (dtype.itemsize == 2 and not masked)
+    """One kernel takes 16 bits and no mask, another one all; both sum their backward as threads finish."""
+    return not deterministic
 
 
 class AttentionKernels(TorchFunctionMode):
