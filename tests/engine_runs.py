@@ -224,6 +224,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         transport = P2PTransport(
             here[0], range(case.partitions), links, Boundaries(boundaries, boundaries), device=device,
             memory_format=memory_format, early=case.device == "cpu", timeout_seconds=60,
+            connect_seconds=60,
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.count_saved(case.recompute != "never")
@@ -288,7 +289,7 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
     try:
         transport = P2PTransport(
             rank, range(2), links, Boundaries(boundary, boundary), device=CPU, memory_format=torch.contiguous_format,
-            early=True, timeout_seconds=120,
+            early=True, timeout_seconds=120, connect_seconds=120,
         )  # fmt: skip
         control = ControlGroup(rank, 2, dist.group.WORLD)
         order = schedule.build("gpipe", 2, 2, "never")

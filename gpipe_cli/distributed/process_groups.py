@@ -29,12 +29,14 @@ class ProcessGroups:
     """The links of this process to those of neighbouring stages, each over a process group of two, and a group of all
     processes on the CPU for what is not tensors of the model.
 
-    Inside of `waits` a process waits for another one, for `timeout_seconds` at most.
+    Inside of `waits` a process waits for another one, for `timeout_seconds` at most; for its first message to a GPU
+    for `connect_seconds`.
     """
 
     links: dict[Edge, Link]
     control: dist.ProcessGroup
     timeout_seconds: float
+    connect_seconds: float
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -64,7 +66,7 @@ def connect_processes(
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     links = edge_links(process, owners, device, timeout)
-    groups = ProcessGroups(links, control, timeout.total_seconds(), partial(waits, Awaited.PROCESS))
+    groups = ProcessGroups(links, control, timeout.total_seconds(), timeout_seconds, partial(waits, Awaited.PROCESS))
     return ControlGroup(process, processes, control, waits), groups
 
 

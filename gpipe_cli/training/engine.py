@@ -128,6 +128,7 @@ def build_engine(
             memory_format=MEMORY_FORMATS[placement.memory_format],
             early=placement.device_of(process) == "cpu",
             timeout_seconds=groups.timeout_seconds,
+            connect_seconds=groups.connect_seconds,
             waits=groups.waits,
         )
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}

@@ -216,6 +216,7 @@ def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, recei
             transport = P2PTransport(
                 process, owners, links_of(process), Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
                 device=CPU, memory_format=torch.contiguous_format, early=receives == "early", timeout_seconds=1,
+                connect_seconds=1,
             )  # fmt: skip
             stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if owners[k] == process}
             executor = Executor(stages, owners, transport, watch)

@@ -242,6 +242,7 @@ def ours(contestant: Contestant, settings: Settings, process: int) -> tuple[nn.M
         transport = P2PTransport(
             process, range(partitions), links, Boundaries(boundaries, boundaries), device=CPU,
             memory_format=memory_format, early=True, timeout_seconds=TIMEOUT_SECONDS,
+            connect_seconds=TIMEOUT_SECONDS,
         )  # fmt: skip
     stage = Stage(
         process, module, first_layer=sum(settings.balances[partitions][:process]),

@@ -43,7 +43,8 @@ class P2PTransport:
     """The stages of process number `process`; `owners` are the processes of all stages, `links` those of this one.
 
     Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`).
-    Inside of `waits` this process waits for another one, for `timeout_seconds` at most.
+    Inside of `waits` this process waits for another one, for `timeout_seconds` at most; at the start a GPU, of which
+    nobody sees whether it waits, for `connect_seconds`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class P2PTransport:
         memory_format: torch.memory_format,
         early: bool,
         timeout_seconds: float,
+        connect_seconds: float,
         waits: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._process, self._owners, self._links = process, tuple(owners), links
@@ -75,7 +77,7 @@ class P2PTransport:
         self._ends: dict[int, torch.cuda.Event] = {}  # of actions, by how many have been launched
         self._sizes: Sequence[int] = ()
         self._lengths: Sequence[int] = ()
-        self._connect()
+        self._connect(connect_seconds)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
@@ -179,7 +181,7 @@ class P2PTransport:
             memory = self._buffers[key] = torch.empty(prod(shape), dtype=described.dtype, device=self._device)
         return memory.as_strided(shape, layout_strides(shape, self._memory_format))
 
-    def _connect(self) -> None:
+    def _connect(self, seconds: float) -> None:
         """One message over each edge, in one order for all processes, which cannot deadlock.
 
         Connections (for NCCL: communicators) may be made at the first message; made in whatever order processes arrive,
@@ -190,7 +192,7 @@ class P2PTransport:
             with self._waiting(f"connect to process {link.peer}"):
                 works = link.receive(token) if self._owners[stage] == self._process else link.send(token)
                 self._wait(works)
-                self._arrive(works)
+                self._arrive(works, seconds)
 
     def _finish(self, sending: _Sending) -> None:
         with self._waiting("finish a send"):
@@ -203,13 +205,13 @@ class P2PTransport:
             else:  # the kernels that follow wait, and this thread does not
                 work.wait()
 
-    def _arrive(self, works: Sequence[Work]) -> None:
-        """Wait for a GPU, too. Raises RuntimeError if that takes too long."""
-        until = time.monotonic() + self._timeout.total_seconds()
+    def _arrive(self, works: Sequence[Work], seconds: float) -> None:
+        """Wait for a GPU, too. Raises RuntimeError if that takes longer."""
+        until = time.monotonic() + seconds
         while self._receiving is not None and not all(work.is_completed() for work in works):
             if time.monotonic() > until:
                 raise RuntimeError(
-                    f"nothing arrived for {self._timeout.total_seconds():g} s; with NCCL_P2P_DISABLE=1 GPUs do not "
+                    f"nothing arrived for {seconds:g} s; with NCCL_P2P_DISABLE=1 GPUs do not "
                     "reach into each other's memory, which a machine may forbid"
                 )
             time.sleep(0.001)

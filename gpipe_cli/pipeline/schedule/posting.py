@@ -55,8 +55,8 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
             if retain is Retain.NOTHING:
                 left.add((action.stage, action.micro_batch))
                 of_this = held[action.micro_batch]
-                for receiver in [one for one in of_this if left.issuperset(_reached(one, owners))]:
-                    free[receiver.kind, receiver.stage].append((launched, of_this.pop(receiver)))
+                for done in [one for one in of_this if left.issuperset(_reached(one, owners))]:
+                    free[done.kind, done.stage].append((launched, of_this.pop(done)))
         elif (receiver := receivers.get(action)) is not None:
             edge = (receiver.kind, receiver.stage)
             reused = bool(free[edge])

@@ -59,6 +59,7 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
     transport = P2PTransport(
         1, (0, 1, 2), {(Kind.F, 1): before, (Kind.F, 2): after}, Boundaries(boundaries, boundaries),
         device=torch.device("cpu"), memory_format=torch.contiguous_format, early=False, timeout_seconds=1,
+        connect_seconds=1,
     )  # fmt: skip
     transport.begin_step(forward_only(3, 4), [1] * 4)
     for m in range(4):
@@ -77,6 +78,7 @@ def test_what_the_next_stage_of_the_process_is_handed_is_not_received_over() -> 
     transport = P2PTransport(
         1, (0, 1, 1), {(Kind.F, 1): SlowLink(0)}, Boundaries([described] * 2, [described] * 2),
         device=torch.device("cpu"), memory_format=torch.contiguous_format, early=True, timeout_seconds=1,
+        connect_seconds=1,
     )  # fmt: skip
     schedule, first = forward_only(3, 4), 2.0  # 1 was the message that connects
     transport.begin_step(schedule, [1] * 4)
