@@ -124,6 +124,6 @@ def _devices(config: TrainConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
             f"partitions={partitions}: {here} processes need a GPU each and there are {gpus}; use "
             f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )
-    # under torchrun this process knows its own GPU; each machine counts them from 0
-    own = {} if started is None else {started.rank: 0 if one_each else started.local_rank}
-    return tuple(f"cuda:{own.get(owner, owner % here)}" for owner in owners), owners
+    # under torchrun this process knows its own GPU; each machine, or process that sees one, counts them from 0
+    own = {} if started is None else {started.rank: started.local_rank}
+    return tuple(f"cuda:{0 if one_each else own.get(owner, owner % here)}" for owner in owners), owners
