@@ -6,6 +6,7 @@ at. As long as one is being written the processes compare after every step wheth
 take the same decisions after the same step.
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.engine import Engine
 
 _LOOKS_SECONDS = 0.1  # between two looks at what other processes have written
+_VISIBLE_SECONDS = 10.0  # after all processes have written their parts, for process 0 to see them on a shared disk
 _SAID_SECONDS = 0.5  # a wait that is shorter is not worth a line
 
 State = dict[str, torch.Tensor]
@@ -78,6 +80,7 @@ class CheckpointWriter:
         self._writing: Future[str | None]
         self._work: Future[str | None]
         self._given_up = threading.Event()  # as another process cannot write its part
+        self._parts_written: float | None = None  # since when those of all processes are, on the monotonic clock
 
     def after_step(self, progress: store.Progress, *, save: bool) -> store.Progress:
         """Begin a checkpoint if `save`, once the one before is complete. Returns `progress`, whose best step is one
@@ -111,6 +114,7 @@ class CheckpointWriter:
         snapshots = {k: self._snapshots[k].take(state) for k, state in states.items()}
         draft = store.draft_of(self.folder, progress.step)
         self._given_up.clear()
+        self._parts_written = None
 
         def write() -> None:
             files = []
@@ -137,6 +141,9 @@ class CheckpointWriter:
         while (part := store.read_part(draft, process)) is None:
             if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
                 raise store.CheckpointError("a part of it is missing")
+            if self._parts_written is not None and time.monotonic() - self._parts_written > _VISIBLE_SECONDS:
+                why = f"what process {process} has written is not in {self.folder} here; use a folder of a shared disk"
+                raise store.CheckpointError(why)
         return part
 
     def _finish(self, step: int, *, last: bool) -> None:
@@ -164,6 +171,8 @@ class CheckpointWriter:
         why = next((text for _, text in reversed(found) if text is not None), None)  # process 0 may only follow another
         if why is not None:
             self._given_up.set()
+        if self._parts_written is None and all(done for done, _ in found[1:]):
+            self._parts_written = time.monotonic()
         if not all(done for done, _ in found):
             return
         self._written = None
@@ -172,7 +181,7 @@ class CheckpointWriter:
             message: object = events.CheckpointWritten(progress.step)
         else:
             if self.control.leads:
-                store.remove_drafts(self.folder)  # something else may need the room
+                shutil.rmtree(store.draft_of(self.folder, progress.step), ignore_errors=True)  # its room may be needed
             if last or (self.control.leads and not self.folder.is_dir()):
                 raise store.CheckpointError(why)
             message = events.CheckpointFailed(progress.step, why)
