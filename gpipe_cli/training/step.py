@@ -129,7 +129,8 @@ def train_step(
     before_update()
     if config.gradient_clipping:
         if control.size > 1:
-            padded = _padded(numbers.norms(), engine.placement.most_parameter_tensors)
+            with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
+                padded = _padded(numbers.norms(), engine.placement.most_parameter_tensors)
             norms = _known(control.gather(padded)()).to(norms.device)
         clip(gradients, norms, config.gradient_clipping)
     for k, optimizer in engine.optimizers.items():
@@ -152,7 +153,8 @@ def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: R
         schedule_of = partial(forward_only, engine.placement.partitions)
         _, objective = _run(config, engine, control, data, 0, position, schedule_of, 0, 0.0)
         if objective is not None:
-            total += objective.totals()
+            with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
+                total += objective.totals()
     return _sum(control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
 
 

@@ -22,7 +22,7 @@ from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.corpora import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import Tensors, micro_batch_sizes
 from gpipe_cli.pipeline.schedule.schedules import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -209,7 +209,10 @@ def decode(
             schedule = forward_only(engine.placement.partitions, len(sizes))
             engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
             shape = len(rows), 1 + wanted, 2
-            known = torch.zeros(shape, dtype=torch.float64) if objective is None else objective.table()
+            known = torch.zeros(shape, dtype=torch.float64)
+            if objective is not None:
+                with control.waits(Awaited.PROCESS):  # a GPU that waits for another process holds up this one here
+                    known = objective.table()
             # processes are in the order of the stages: the last one has seen the logits
             found = iter(control.gather(known.flatten())()[-1].view(shape).tolist())
             for at in growing:
