@@ -73,6 +73,12 @@ def test_the_default_network_is_identical_in_every_way(
     [
         # another order of sums, no more
         (["model.dropout=0", "model.attention_dropout=0", IN_PROCESS], 2 * 3 * 2 - 2 + 1, "within tolerance", ""),
+        (
+            ["model.dropout=0", "model.attention_dropout=0", "precision=bfloat16", "partitions=1"],
+            5,
+            "within tolerance",
+            "",
+        ),
         (["model.dropout=0.3", "partitions=1"], 5, "differs, as it must", "random numbers"),
     ],
 )

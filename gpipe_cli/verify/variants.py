@@ -21,6 +21,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN, build_model, real_model
 from gpipe_cli.assembly.optimizer import learning_rate
+from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.data.loading import LoadedBatches
@@ -51,8 +52,9 @@ MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed")
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
-# Of the gradients' norm: more than what another order of sums does to float32, less than what a lost micro-batch does.
-TOLERANCE = 1e-5
+# Of the gradients' norm: more than what another order of sums does, less than what a lost micro-batch does. Last digits
+# that differ are rounded to the fewer digits of a precision: 24 bits, 11 and 8.
+TOLERANCE: Mapping[Precision, float] = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 1e-2}
 
 
 class Variant(NamedTuple):
@@ -234,21 +236,24 @@ class _Runs:
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
         """The row of a variant, and what it leaves if it is a reference."""
-        plain = variant.executor == "pytorch"
+        plain, tolerance = variant.executor == "pytorch", TOLERANCE[self.base.precision]
         loss, digests, gradients = self._run_plain(variant) if plain else self._run(variant)
         digests[Place(What.LOSS, 0, 0, self.layers[-1])] = loss.hex()
         if self.is_reference(variant):
             save_file(gradients, self.folder / f"{variant.schedule}.safetensors")
             first = next(iter(references), None)
-            row = Row(*variant, "reference") if first is None else within(variant, self._distance(gradients, first))
+            row = Row(*variant, "reference")
+            if first is not None:
+                row = within(variant, self._distance(gradients, first), tolerance)
             return row, ReferenceDone(variant.schedule, loss, digests)
         found = first_difference(digests, references[variant.schedule].digests)
         least = min((place for place in self.control.collect(found) if place is not None), default=None)
         if least is None:
             return Row(*variant, "identical"), None
         distance = self._distance(gradients, variant.schedule)
-        if variant.micro_batches != self.base.micro_batches or (plain and 0 < distance <= TOLERANCE):
-            return within(variant, distance), None
+        row = within(variant, distance, tolerance)
+        if variant.micro_batches != self.base.micro_batches or (plain and row.verdict == "within tolerance"):
+            return row, None
         return differs(variant, self.placements[variant.partitions], least, distance), None
 
     def _run_plain(self, variant: Variant) -> Step:
@@ -414,13 +419,13 @@ def first_difference(own: Digests, reference: Digests) -> Place | None:
     return min((place for place, value in own.items() if value != reference.get(referred(place))), default=None)
 
 
-def within(variant: Variant, difference: float) -> Row:
+def within(variant: Variant, difference: float, tolerance: float) -> Row:
     """The row of a variant whose sums have another order."""
     if difference == 0:
         return Row(*variant, "identical")
     if not math.isfinite(difference):
         return Row(*variant, "differs", text="its gradients, or those that it is compared with, are not finite numbers")
-    return Row(*variant, "within tolerance" if difference <= TOLERANCE else "differs", difference)
+    return Row(*variant, "within tolerance" if difference <= tolerance else "differs", difference)
 
 
 def differs(variant: Variant, placement: Placement, first: Place, distance: float) -> Row:

@@ -239,6 +239,6 @@ def test_the_first_difference_is_where_it_began() -> None:
 
 
 def test_another_order_of_sums_has_a_tolerance() -> None:
-    rows = [within(Variant(1, 3, "1f1b", "never", "in_process"), d) for d in (0.0, 3.1e-7, 1.1e-5, math.nan)]
+    rows = [within(Variant(1, 3, "1f1b", "never", "in_process"), d, 1e-5) for d in (0.0, 3.1e-7, 1.1e-5, math.nan)]
     assert [row.verdict for row in rows] == ["identical", "within tolerance", "differs", "differs"]
     assert rows[-1].difference is None  # JSON has no such number

@@ -72,7 +72,8 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
             why = f": {row.text}" if row.text and not row.bad else ""
             notes.append((f"M = {row.micro_batches}", f"{_result(row)}, against M = {usual}{why}"))
     if any(row.verdict == "within tolerance" for row in report.rows):
-        notes.append(("tolerance", f"{TOLERANCE:.0e} of the gradients' norm, where they are summed in another order"))
+        tolerance = f"{TOLERANCE[report.config['precision']]:.0e} of the gradients' norm"
+        notes.append(("tolerance", f"{tolerance}, where they are summed in another order"))
     unusual = {row.text: row.verdict for row in report.rows if row.bad or row.verdict == "left out"}
     notes += [
         (verdict, text)
