@@ -153,6 +153,16 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
         assert row.difference > 1e-3
 
 
+def test_compiled_code_is_not_compared_with_plain_pytorch() -> None:
+    """It has other last digits, and batch norm amplifies them: the row differed for the default model."""
+    for compiled in (False, True):
+        checked = _Checked(configure(*CUSTOM, "model.target=custom_models:odd", f"compile={compiled}", "partitions=1"))
+        executors = {variant.executor for _, variants in checked.runs for variant in variants}
+        assert ("pytorch" in executors) is not compiled
+        said = dict(checked.facts(LayersWatched((), False, True, (3, 3, 2)))).get("pytorch", "")
+        assert ("compile=false" in said) is compiled
+
+
 @pytest.mark.parametrize("partitions", [2, 3, 4])
 def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
     """Whatever two of five layers share it, the balance in the message is a cut that keeps them together."""
