@@ -16,10 +16,12 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.system.interrupts import interruptible_import
 
-# Settings that take the place of the run's own; null: as the run was trained.
+# Settings that take the place of the run's own; null: as the run was trained, but for stages_per_process, which is for
+# the processes of this command: null is then what it is for a training.
 OF_THE_RUN = (
-    "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "device", "precision", "deterministic",
-    "memory_format", "threads", "data_workers", "timeout_seconds", "partition.balance", "dataset.root",
+    "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "stages_per_process", "device",
+    "precision", "deterministic", "memory_format", "threads", "data_workers", "timeout_seconds", "partition.balance",
+    "dataset.root",
 )  # fmt: skip
 KEYS = (*settings_of(EvaluateSettings), *OF_THE_RUN)
 
@@ -54,5 +56,6 @@ def evaluation(tree: DictConfig) -> EvaluateConfig:
         if key not in OF_THE_RUN:
             raise unknown(key, value, KEYS)
     saved = load(find_run("run", settings.run, settings.output))
-    training = with_given(saved, {key: value for key, value in given.items() if value is not None})
+    replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
+    training = with_given(saved, replaced)
     return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, settings.output, training)

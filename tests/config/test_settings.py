@@ -190,6 +190,9 @@ def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
     config = evaluate(run, "partitions=5", "dataset.root=/y", "checkpoint=last").training
     assert config.partition.balance is None  # it was for two partitions
     assert (config.partitions, config.dataset.root, config.executor) == (5, "/y", "in_process")
+    three = save(train("partitions=3", "stages_per_process=3"), tmp_path / "three")  # for other processes than now
+    assert evaluate(three).training.stages_per_process is None
+    assert evaluate(three, "stages_per_process=2").training.stages_per_process == 2
     text = save(train("model=transformer_nmt"), tmp_path / "text")
     config = evaluate(text, "batch_size=16").training
     assert (config.batch_size, config.batch_tokens) == (16, None)
