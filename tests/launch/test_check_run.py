@@ -19,7 +19,7 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, o
 
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.launch.check_run import _Checked
-from gpipe_cli.pipeline.profile.layer_probes import Watch, watching
+from gpipe_cli.pipeline.profile.layer_probes import Watch, _Seen, watching
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -84,6 +84,16 @@ def test_layers_that_can_are_left_alone() -> None:
     assert model[2].calls == 0
     assert watched(make(nn.ReLU())).findings == ()
     assert not watched(make(nn.ReLU()).eval()).draws
+
+
+def test_a_layer_on_a_gpu_may_draw_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
+    for draws in (False, True):
+        seen = _Seen(watch := Watch(), torch.device("cuda", 0))
+        layer, inputs = nn.Dropout(0.5).train(draws), (torch.ones(4),)
+        seen.begins("0", layer, inputs)
+        seen.ended("0", layer, inputs, layer(*inputs))
+        assert watch.draws is draws
 
 
 def test_a_layer_that_runs_another_is_no_state_and_what_one_raises_ends_the_watch() -> None:

@@ -89,13 +89,13 @@ class _Seen:
             return
         held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
-        self._before = held, given, self._generator().clone(), _other_generators()
+        self._before = held, given, self._generators(), _other_generators()
 
     def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        held, given, generator, others = self._before
+        held, given, generators, others = self._before
         if not all(same_bits(*pair) for pair in given):
             self._watch.found("in_place", name, str(ChangedInputError(name)))
             for tensor, value in given:  # it is what the layer before gave
@@ -107,7 +107,7 @@ class _Seen:
                 f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
                 "another cut get other numbers; use torch's functions",
             )
-        self._watch.draws = self._watch.draws or not torch.equal(self._generator(), generator)
+        self._watch.draws = self._watch.draws or not torch.equal(self._generators(), generators)
         now = _tensors(layer)
         changed = [
             key
@@ -140,8 +140,10 @@ class _Seen:
                 "does not rule; use torch's functions, and nothing that is remembered",
             )
 
-    def _generator(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+    def _generators(self) -> torch.Tensor:
+        """The states of torch's own: a layer on a GPU may draw on the CPU, too."""
+        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return torch.cat([torch.get_rng_state(), *on_gpu])
 
 
 @contextmanager
