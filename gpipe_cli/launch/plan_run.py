@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.launch.machine_timing import step_costs, times_machine
-from gpipe_cli.launch.prepare import prepare
+from gpipe_cli.launch.prepare import not_compiled, prepare
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
@@ -41,7 +41,7 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
         else:
             config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
         if config.compile:
-            log("planned as with compile=false: compiled layers keep other activations, and take other times")
+            log(f"planned {not_compiled(config)}")
         files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
         written = plan_json(config, profile, made, comparisons, files)
         title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"

@@ -47,11 +47,15 @@ def prepare(
     if plan.costs.weighted_by:
         chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
     if config.compile:
-        chosen.append(
-            ("planned", "as with compile=false: compiled layers keep other activations, and take other times")
-        )
+        chosen.append(("planned", not_compiled(config)))
     notes = (*chosen, *_resumed_threads(config), *_turns(placement))
     return Prepared(config, profile, plan, placement, comparisons, notes)
+
+
+def not_compiled(config: TrainConfig) -> str:
+    """What a plan of compiled layers does not know of them; those that are timed are compiled."""
+    times = ", and take other times" if config.cost == "figures" else ""
+    return f"as with compile=false: compiled layers keep other activations{times}"
 
 
 def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:

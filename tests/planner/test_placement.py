@@ -1,5 +1,7 @@
 """The cut, devices and processes of a run, and what a dry run says of them."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,13 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure
 
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.launch import prepare
+from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner import devices, placement
+from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.result import read_result
 
@@ -86,6 +92,20 @@ def test_a_note_before_the_run_says_that_stages_take_turns(
     made = placed(*settings.split())
     assert [label for label, _ in prepare._turns(made)] == labels
     assert made.one_device == bool(labels)
+
+
+def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are timed are compiled, too; here nothing is timed, as that would compile them for seconds."""
+
+    def by_figures(config: TrainConfig, profile: ModelProfile, log: Callable[[str], None]) -> StepCosts:
+        return step_costs(replace(config, cost="figures"), profile, log)
+
+    monkeypatch.setattr(prepare, "step_costs", by_figures)
+    for cost, other_times in (("figures", True), ("measured", False)):
+        config = configure(*TINY, "compile=true", f"cost={cost}", "hardware=cpu", "partitions=1")
+        note = dict(prepare.prepare(config, (), lambda line: None).notes)["planned"]
+        assert "compile=false" in note
+        assert ("times" in note) is other_times
 
 
 def test_limits_are_given_or_the_devices_own() -> None:
