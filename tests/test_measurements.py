@@ -5,13 +5,19 @@ import importlib.util
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from training_runs import composed, configure
+
+from gpipe_cli.reporting.run.result import write_result
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
 SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu", "threads=1"]
@@ -97,6 +103,63 @@ def test_a_peer_that_is_not_installed_is_one_line(
     assert load("side_by_side").main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "torchgpipe is not installed; pip install --no-deps torchgpipe==0.0.7" in line
+
+
+def test_what_a_gpu_is_asked_to_do_are_settings(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every cell of the parts, and every factor, is composed as on a GPU, and nothing runs: two rows always failed
+    there, as settings of theirs do not exist."""
+    acceptance, speed = load("gpu_acceptance"), load("gpu_speed")
+    for program in (acceptance, speed):  # each choice of groups is composed once
+        monkeypatch.setattr(program, "initialize_config_module", lambda *what, **how: nullcontext())
+        monkeypatch.setattr(program, "compose", lambda command, settings: composed(*settings))
+    one, asked = threading.Lock(), Counter[str]()
+    result = {
+        "predicted_activation_bytes": [1], "activation_bytes": [1], "step_seconds": 1.0,
+        "prediction": {"step_seconds": 1.0},
+        "memory": [dict.fromkeys(("weights", "gradients", "optimizer", "other", "peak"), 1)],
+    }  # fmt: skip
+
+    class AsOnGpu(acceptance.Setting):  # type: ignore[misc]
+        gpu = True
+
+        def gpipe(self, command: str, *settings: str) -> "subprocess.CompletedProcess[str]":
+            with one:  # Hydra has no threads
+                config = configure(*settings)
+            asked[command] += 1
+            if config.run_folder is not None:
+                folder = Path(config.run_folder)
+                folder.mkdir(exist_ok=True)
+                write_result(folder, result)
+            return subprocess.CompletedProcess([], 0, "", "")
+
+    def not_run(task: Any, *rest: object) -> None:
+        asked["work"] += 1
+        (task.args[2] / "watched.json").write_text('{"waits": {}}')
+
+    monkeypatch.setattr(acceptance, "run_task", not_run)
+    setting = AsOnGpu("cpu", tmp_path)
+    for part in (acceptance.check, acceptance.links, acceptance.synchronisations, acceptance.memory,
+                 acceptance.resumption, acceptance.prediction):  # fmt: skip
+        assert list(part(setting))
+    assert asked == {"check": 8, "train": 4 + 1 + 4 * 3 + 4, "work": 4 + 2}
+
+    def not_started(command: Sequence[str], **how: object) -> None:
+        setting.gpipe(*command[command.index("gpipe_cli") + 1 :])
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", not_started)
+        with pytest.raises(InterruptedError):
+            list(acceptance.nodes(acceptance.Setting("cpu", tmp_path)))
+
+    for name in ("pipeline", "plain", "set_up", "give_back"):
+        monkeypatch.setattr(speed, name, lambda *what, **how: lambda: None)
+    monkeypatch.setattr(speed.Turns, "_seconds", lambda *what: 1.0)
+    figures = [row[2] for part in (speed.factors, speed.peers) for row in part("cuda")]
+    assert all("samples/s" in figure for figure in figures)
+    assert len(figures) == 12 + 9 + 4 + 3 + 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")

@@ -52,7 +52,7 @@ TINY = ["model.normal_cells=3", "model.filters=8", "dataset=synthetic_images", "
 TEXT = ["model=transformer_lm", "model.layers=4", "model.width=64", "model.hidden=128", "model.heads=4",
         "model.length=32", "dataset=synthetic_text", "dataset.vocabulary=1000", "dataset.train_samples=64",
         "dataset.test_samples=8", "batch_tokens=null", "batch_size=16", "data_workers=0"]  # fmt: skip
-TRANSLATION = ["model=transformer_nmt", "batch_tokens=512", "dataset.train_samples=64", "dataset.test_samples=8"]
+TRANSLATION = ["model=transformer_nmt", "batch_tokens=512"]  # of the sentences that come with it
 TIMM = ["model=timm", "model.name=convnext_atto", *TINY[2:3], "dataset.image_size=64", *TINY[4:]]
 
 
