@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 from training_runs import composed, configure
 
 from gpipe_cli.reporting.run.result import write_result
@@ -160,6 +161,15 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
     figures = [row[2] for part in (speed.factors, speed.peers) for row in part("cuda")]
     assert all("samples/s" in figure for figure in figures)
     assert len(figures) == 12 + 9 + 4 + 3 + 4
+
+
+def test_a_factor_that_is_refused_is_a_row(load: Callable[[str], Any]) -> None:
+    speed = load("gpu_speed")
+    turns = speed.Turns("cpu", lambda: None, speed.training(speed.settings_of("transformer_lm", "cpu")))
+    with inductor.patch("cpp.cxx", ("/no/such/compiler",)):
+        assert re.match(
+            "RefusedError: compile=true: .*compiler", speed.with_factor(turns, "transformer_lm", "compile=true")
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")

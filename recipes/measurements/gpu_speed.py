@@ -256,7 +256,7 @@ def with_factor(turns: Turns, model: str, factor: str) -> str:
         with patch.object(optimizers, "_fused", lambda _: False) if "fused=off" in given else nullcontext():
             step = pipeline(config, recording="recording=off" not in given)
         figures = speed(config, *turns.beside(step, config))
-    except (torch.OutOfMemoryError, ActionFailedError) as error:
+    except (torch.OutOfMemoryError, ActionFailedError, ValueError) as error:  # ValueError: what is refused here
         return first_line(error)
     started = f"; {time.perf_counter() - began:.0f} s until then" if "compile=true" in given else ""
     return figures + started
