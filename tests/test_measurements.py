@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch._inductor import config as inductor
 from training_runs import composed, configure
 
+from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.planner.device_rates import Figures, rates_of_sheet
 from gpipe_cli.reporting.run.result import write_result
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
@@ -161,6 +164,14 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
     figures = [row[2] for part in (speed.factors, speed.peers) for row in part("cuda")]
     assert all("samples/s" in figure for figure in figures)
     assert len(figures) == 12 + 9 + 4 + 3 + 4
+
+
+def test_what_a_device_reached_alone_is_shown(load: Callable[[str], Any]) -> None:
+    rates, shown_rates = rates_of_sheet(load_hardware("h200"), 1), load("gpu_acceptance").shown_rates
+    assert "alone" not in shown_rates(rates)
+    shown = shown_rates(replace(rates, figures=Figures(31e12, 17e12, 3900e9, 4.25e-6)))
+    for figure in ("product 31.00 TFLOP/s", "convolution 17.00 TFLOP/s", "copy 3900 GB/s", "launch 4.25 us"):
+        assert figure in shown.partition("alone: ")[2]
 
 
 def test_a_factor_that_is_refused_is_a_row(load: Callable[[str], Any]) -> None:

@@ -160,7 +160,15 @@ def shown_rates(rates: DeviceRates | None) -> str:
     begun = [f"{kind.value} {1e6 * seconds:.1f} us" for kind, seconds in of.operation.items() if seconds]
     bandwidth = 1e-9 / rates.link_byte_seconds if rates.link_byte_seconds else float("inf")
     link = f"link {1e6 * rates.link_seconds:.1f} us, {bandwidth:.1f} GB/s"
-    return f"forward: {', '.join(speeds + moved + begun)}; {link}"
+    shown = f"forward: {', '.join(speeds + moved + begun)}; {link}"
+    if rates.figures is None:
+        return shown
+    alone = rates.figures
+    return (
+        f"{shown}; timed alone: product {1e-12 * alone.product_flops_per_second:.2f} TFLOP/s, "
+        f"convolution {1e-12 * alone.convolution_flops_per_second:.2f} TFLOP/s, "
+        f"copy {1e-9 * alone.copied_bytes_per_second:.0f} GB/s, launch {1e6 * alone.launch_seconds:.2f} us"
+    )
 
 
 def installed(name: str) -> bool:
