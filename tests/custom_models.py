@@ -265,6 +265,17 @@ asks_for_a_value = network_with(lambda: Does(lambda x: x * 2 if x.is_meta or x.s
 norms_twice = network_with(Twice)
 
 
+class CountsCalls(nn.Module):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + 0 * self.calls
+
+
+counts_its_calls = network_with(CountsCalls)
+
+
 class Block(nn.Module):
     """Images to images of the same shape."""
 

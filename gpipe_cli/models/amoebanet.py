@@ -39,8 +39,10 @@ class ScheduledDropPath(nn.Module):
         self.progress = 0.0  # share of all training steps that is done; `set_progress` sets it
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.drop_probability == 0:  # compiled code then does not depend on the progress
+            return x
         keep = 1 - self.progress * self.drop_probability
-        if not self.training or keep == 1:
+        if keep == 1:
             return x
         mask = x.new_empty((len(x), 1, 1, 1)).bernoulli_(keep).div_(keep)
         return x * mask

@@ -10,7 +10,9 @@ import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.models.amoebanet import ScheduledDropPath
 from gpipe_cli.pipeline.runtime.compilation import Compiled
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.training.events import StepDone, TrainingReady
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -79,6 +81,18 @@ def test_a_layer_that_cannot_be_compiled_is_named(layer: str, tmp_path: Path) ->
     config = configure(*SETTINGS, f"model.target=custom_models:{layer}", "dataset.num_classes=4", "partitions=1")
     with pytest.raises(RefusedError, match=r"compile=true: layer 1 .*compile=false$"):
         train_here(config, tmp_path)
+
+
+@needs_compiler
+def test_a_layer_that_changes_from_call_to_call_is_named(tmp_path: Path) -> None:
+    """Every step compiled AmoebaNet's layers again, as their drop path read how much of the training was done: a step
+    took 20 times as long. A layer of a user may do the same; AmoebaNet's does not any more."""
+    few = [*SETTINGS, "micro_batches=1", "dataset.num_classes=4", "partitions=1", "epochs=9"]
+    with pytest.raises(ActionFailedError, match=r"compile=true: layer 1 is compiled again.*compile=false$"):
+        train_here(configure(*few, "model.target=custom_models:counts_its_calls"), tmp_path)
+    path, x = ScheduledDropPath(0.0), torch.ones(1)
+    del path.progress
+    assert path(x) is x
 
 
 def test_without_a_compiler_nothing_is_compiled(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others as they are
+_MOST_AGAIN = 4  # times that a layer is compiled again: for what needs a gradient or does not, and the like
 _REASON_CHARACTERS = 200
 _SETTING = "compile"
 
@@ -115,16 +116,22 @@ class _CompiledForward:
             self._moments[norm] = (torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean))
         # of each norm that runs, by the shapes of the layer's input: values per channel
         self._values: dict[tuple[torch.Size, ...], dict[_BatchNorm, int]] = {}
+        self._again = 0  # how often it was compiled for shapes that it had been compiled for
 
     def __call__(self, value: Any) -> Any:
         if not self._module.training:
             return _forward(self._layer, value)
         with self._tracking_apart():
             shapes = tuple(tensor.shape for tensor in as_tuple(value))
-            if shapes not in self._values:
+            known, graphs = shapes in self._values, Compiled.so_far().graphs
+            if not known:
                 self._values[shapes] = self._look(value)
             with naming_layer(self._name):
                 returned = _compiled()(self._layer, value)
+            self._again += known and Compiled.so_far().graphs > graphs
+            if self._again > _MOST_AGAIN:
+                why = f"layer {self._name} is compiled again and again, as something in it changes from step to step"
+                raise _refused(why)
         self._track(self._values[shapes])
         return returned
 
