@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
@@ -97,6 +98,9 @@ def _devices(config: TrainConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
                 f"or --nproc-per-node={partitions}"
             )
     each = config.stages_per_process
+    if each is not None and executor == "in_process":
+        why = "executor=in_process has all stages in one process; leave one of the two out"
+        raise RefusedError("stages_per_process", each, why)
     if started is None and (partitions == 1 or executor == "in_process"):
         processes = 1
     elif started is not None:

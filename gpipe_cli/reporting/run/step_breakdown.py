@@ -63,7 +63,7 @@ def share_lines(kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: f
         if breakdown is not None:
             shown = in_percent(breakdown)
             yield kind, line([f"{shown[name]:.1f}" for name in columns])
-    yield "ideal bubble", f"{percent(ideal_bubble)}, (K-1)/(M+K-1): K equal devices that do nothing but compute"
+    yield "ideal bubble", f"{percent(ideal_bubble)}, (D-1)/(M+D-1): D equal devices that do nothing but compute"
 
 
 def share_word(name: str) -> str:

@@ -102,7 +102,7 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "balance      the slowest stage takes 3.2 % more than the mean of all",
         "memory       1.8 GiB on stage 0, the fullest, predicted, of 131.0 GiB",
         "predicted       55.0      20.0    2.0   23.0 =   15.0       3.0      1.0    4.0",
-        "ideal bubble 20.0 %, (K-1)/(M+K-1): K equal devices that do nothing but compute",
+        "ideal bubble 20.0 %, (D-1)/(M+D-1): D equal devices that do nothing but compute",
         "picture      plan.png",
         f"written to   {tmp_path}/plan.json",
     ):
