@@ -66,7 +66,7 @@ class TrainConfig:
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never", "auto"]
     executor: Executor
-    stages_per_process: Count | None = None
+    stages_per_process: Partitions | None = None
     partition: PartitionConfig
     preset: str | None
     batch_size: BatchSize | None  # N, the whole mini-batch

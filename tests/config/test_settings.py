@@ -79,6 +79,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("+dataset.augmentation.cutot=3", "did you mean dataset.augmentation.cutout?"),
         ("partitions=two", "partitions=two: must be a whole number; for example partitions=4"),
         ("partitions=0", "must be 1 or more and at most 10000, as no model has more layers; use partitions=1"),
+        ("stages_per_process=10000000000", "as no model has more layers; use stages_per_process=10000"),
         ("model=resnet model.depth=20", "model.depth=20: must be one of 18, 34, 50, 101, 152"),
         ("output=''", "output=: must be a text of one line that is not empty"),
         ('run_folder="a\x1bb"', "run_folder=a\\x1bb: must be a text of one line"),
