@@ -52,25 +52,44 @@ def device_numbers(owners: Sequence[int], devices: Sequence[str]) -> tuple[int, 
     return tuple(numbers[place] for place in places)
 
 
-def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:
-    """The bytes that a stage must stay below: what the settings give; or for recompute=auto what the device has.
+@dataclass(frozen=True)
+class Memory:
+    """What the stages of a device may use."""
+
+    device_bytes: int
+    stages: int  # that share it
+
+    @property
+    def limit_bytes(self) -> int:
+        """That each of them must stay below."""
+        return self.device_bytes // self.stages
+
+
+def memory_of(config: TrainConfig, devices: Devices | None = None) -> Memory | None:
+    """What the settings give; or for recompute=auto what the device has. None: there is no limit.
 
     Raises ValueError if that has to be known and is not.
     """
-    limit = config.hardware.memory_gib
-    if limit is not None and config.hardware.name != "auto":  # a device's, of which stages may share one
+    memory_gib, stages = config.hardware.memory_gib, 1
+    if memory_gib is not None and config.hardware.name != "auto":  # a device's, and not a stage's
         turns = (devices or place(config)).turns
-        limit /= max(map(turns.count, turns))
-    if limit is None and config.recompute == "auto":
+        stages = max(map(turns.count, turns))
+    if memory_gib is None and config.recompute == "auto":
         devices = devices or place(config)
-        limit = resolved(config.hardware, devices.stages).memory_gib
-        if limit is None and devices.stages[0] == "cpu":
-            limit = usable_memory_bytes() / 2**30
-        if limit is None:
+        memory_gib = resolved(config.hardware, devices.stages).memory_gib
+        if memory_gib is None and devices.stages[0] == "cpu":
+            memory_gib = usable_memory_bytes() / 2**30
+        if memory_gib is None:
             raise ValueError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
         if config.hardware.name == "auto":
-            limit /= _stages_of_a_device(devices)
-    return None if limit is None else int(limit * 2**30)
+            stages = _stages_of_a_device(devices)
+    return None if memory_gib is None else Memory(int(memory_gib * 2**30), stages)
+
+
+def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | None:
+    """The bytes that a stage must stay below, if there is a limit; raises as `memory_of`."""
+    memory = memory_of(config, devices)
+    return None if memory is None else memory.limit_bytes
 
 
 def _stages_of_a_device(devices: Devices) -> int:

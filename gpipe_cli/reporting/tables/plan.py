@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Comparison
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import reached_tflops
-from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.devices import memory_of, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -57,7 +57,7 @@ def plan_json(
     hardware = _hardware(config, plan)
     peak = hardware["flops_per_second"]
     flops = round(sum(cost.flops for cost in profile.costs) * samples)
-    layers, stages = _stages(profile, plan, hardware["memory_bytes"])
+    layers, stages = _stages(profile, plan, _limit_bytes(hardware))
     recomputed_flops = sum(
         recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
         for recomputed, (first, end) in zip(plan.recomputed, plan.bounds, strict=True)
@@ -155,6 +155,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
     figures = plan.costs.figures
     reached = None if hardware.tflops is None else reached_tflops(hardware, config.precision)
+    memory = memory_of(config, devices)
 
     def times(value: float | None, factor: float) -> float | None:
         return None if timed or value is None else value * factor
@@ -166,10 +167,17 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
         "has_precision": timed or config.precision == "float32" or hardware.peak(config.precision)[0] != "peak_tflops",
         "flops_per_second": times(reached, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
         "timed": figures and asdict(figures),
-        "memory_bytes": memory_limit(config, devices),
+        "memory_bytes": memory and memory.device_bytes,
+        "memory_stages": memory and memory.stages,  # that share it
         "link_bytes_per_second": times(hardware.link_gb_per_second, 1e9),
         "link_latency_seconds": times(hardware.link_microseconds, 1e-6),
     }
+
+
+def _limit_bytes(hardware: Facts) -> int | None:
+    """Of a stage."""
+    memory: int | None = hardware["memory_bytes"]
+    return memory and memory // hardware["memory_stages"]
 
 
 def show_plan(console: Console, plan: Facts, folder: Path) -> None:
@@ -182,7 +190,7 @@ def show_plan(console: Console, plan: Facts, folder: Path) -> None:
         console.print()
         _show_layers(console, plan["layers"])
         _show_stages(console, plan["stages"], plan["micro_batches"])
-        _show_memory(console, plan["stages"], plan["hardware"]["memory_bytes"])
+        _show_memory(console, plan["stages"], _limit_bytes(plan["hardware"]))
         for comparison in plan["comparisons"]:
             _show_comparison(console, comparison)
         _show_grid(console, plan["grid"])
@@ -192,6 +200,7 @@ def show_plan(console: Console, plan: Facts, folder: Path) -> None:
 
 def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     hardware = plan["hardware"]
+    shared = f", shared by {hardware['memory_stages']} stages" if (hardware["memory_stages"] or 1) > 1 else ""
     layers, partitions = plural(len(plan["layers"]), "layer"), plural(len(plan["stages"]), "partition")
     yield "model", f"{plan['model_name']}: {layers}, {count(plan['parameters'])} parameters"
     yield "dataset", plan["dataset_name"]
@@ -205,7 +214,7 @@ def _what(plan: Facts) -> Iterator[tuple[str, str]]:
         words(hardware[key])
         for key, words in (
             ("flops_per_second", lambda flops: f"{operations(flops)}FLOP/s"),
-            ("memory_bytes", lambda memory: f"{size(memory)} of memory"),
+            ("memory_bytes", lambda memory: f"{size(memory)} of memory{shared}"),
             ("link_bytes_per_second", lambda speed: f"links {operations(speed)}B/s"),
             ("link_latency_seconds", lambda latency: f"latency {1e6 * latency:.3g} us"),
         )
@@ -231,7 +240,7 @@ def _outcome(plan: Facts) -> Iterator[tuple[str, str]]:
             yield "", f"recomputation adds {percent(plan['recomputed_flops'] / plan['step_flops'])} to the operations"
     yield "balance", f"the slowest stage takes {percent(plan['imbalance'])} more than the mean of all"
     held = [stage["memory"]["total_bytes"] for stage in plan["stages"]]
-    memory, limit = f"{size(max(held))} on stage {held.index(max(held))}, the fullest", plan["hardware"]["memory_bytes"]
+    memory, limit = f"{size(max(held))} on stage {held.index(max(held))}, the fullest", _limit_bytes(plan["hardware"])
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
     yield from share_lines({"predicted": plan["breakdown"]}, plan["ideal_bubble"])
 

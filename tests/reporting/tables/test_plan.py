@@ -141,6 +141,17 @@ def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> Non
     assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
 
 
+def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
+    """The banner gave a stage's share of the memory as that of the device."""
+    config = configure(*EVEN, "partitions=4", "stages_per_process=2", "executor=auto", "hardware=h100")
+    made = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    written = plan_json(config, traced(), made, (), {})
+    assert {stage["memory"]["limit_bytes"] for stage in written["stages"]} == {int(74.5 * 2**30) // 2}
+    lines = shown(written, tmp_path, width=120)
+    assert "40.0 TFLOP/s, 74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             40.0 TFLOP/s")
+    assert row(lines, "memory  ").endswith("predicted, of 37.2 GiB")
+
+
 def test_what_a_file_says_follows_from_the_plan(tmp_path: Path) -> None:
     written = real()
     assert written["layers"][0].keys() == {"name", "stage", *LAYER_KEYS}
