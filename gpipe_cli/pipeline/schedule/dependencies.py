@@ -6,7 +6,7 @@ everywhere, in comments, tests, errors and plans.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
@@ -36,13 +36,21 @@ def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ..
     one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any stages
     picked out of the order keep one that is safe against deadlock. Raises ValueError on a deadlock.
     """
+    order: list[Action] = []
+    for tick in _ticks(schedule, turns):
+        # within a tick forwards come first, and senders before their receivers: receives are posted by this order
+        order += sorted(tick, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
+    return tuple(order)
+
+
+def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
+    """What `linearize` performs in each tick."""
     stages = range(len(schedule))
     turns = turns or stages
     left = [deque(actions) for actions in schedule]
     ready: list[list[tuple[int, int, Action]]] = [[] for _ in range(1 + max(turns))]  # of each device, the best first
     offered: set[int] = set()  # stages whose next action is in there
     ended: set[Action] = set()
-    order: list[Action] = []
     changed = set(stages)
     while changed:
         for stage in changed - offered:
@@ -51,16 +59,14 @@ def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ..
                 offered.add(stage)
                 heappush(ready[turns[stage]], (*_sooner(action), action))
         tick = [heappop(actions)[2] for actions in ready if actions]
+        yield tick
         for action in tick:
             left[action.stage].popleft()
         ended.update(tick)
         offered.difference_update(action.stage for action in tick)
         changed = {k for action in tick for k in (action.stage - 1, action.stage, action.stage + 1) if k in stages}
-        # within a tick forwards come first, and senders before their receivers: receives are posted by this order
-        order += sorted(tick, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
     if any(left):
         raise _deadlock(schedule, _clock(schedule)[1])
-    return tuple(order)
 
 
 def _sooner(action: Action) -> tuple[int, int]:
@@ -116,13 +122,17 @@ def check(schedule: Schedule) -> None:
         raise _deadlock(schedule, stuck)
 
 
-def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120) -> str:
+def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120, turns: Sequence[int] = ()) -> str:
     """The schedule as text: a row per stage, a column per tick of a clock on which every action takes one tick.
 
+    Stages with the same number in ``turns`` take turns, as in `linearize`, which a schedule that deadlocks cannot have.
     ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>`` for ``|``. A grid
     wider than ``width`` characters continues in further blocks of rows.
     """
     ticks = _clock(schedule)[0]
+    if turns:
+        at = {action: n for n, tick in enumerate(_ticks(schedule, turns)) for action in tick}
+        ticks = [[at[action] for action in actions] for actions in schedule]
     marked = set(mark)
     absent = marked.difference(*schedule)
     labels, rows = [], []

@@ -111,7 +111,7 @@ def plan_json(
             }
             for comparison in comparisons
         ],
-        "grid": grid(plan.schedule, width=80).splitlines() if drawable else None,
+        "grid": grid(plan.schedule, width=80, turns=plan.turns).splitlines() if drawable else None,
         "files": dict(files),
     }
 

@@ -115,6 +115,19 @@ def test_empty_and_nonsense_are_refused() -> None:
         linearize(parse("0F1\n1F0"))
 
 
+def test_a_grid_shows_that_stages_take_turns_on_a_device() -> None:
+    """A device performs one action a tick, as `linearize` orders them; with one for each stage nothing changes."""
+    schedule = build("gpipe", 4, 3, "except_last")
+    for turns in ((0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0)):
+        rows = [line.partition("| ")[2].split() for line in grid(schedule, width=1000, turns=turns).splitlines()]
+        at = sorted((n, k, cell) for k, row in enumerate(rows) for n, cell in enumerate(row) if cell != ".")
+        assert len({(n, turns[k]) for n, k, _ in at}) == len(at) == sum(map(len, schedule))
+        for device in set(turns):
+            shown = [f"{k}{cell}" for _, k, cell in at if turns[k] == device]
+            assert shown == [str(a) for a in linearize(schedule, turns) if turns[a.stage] == device]
+    assert grid(schedule, turns=(0, 1, 2, 3)) == grid(schedule)
+
+
 def test_a_wide_grid_continues_in_blocks() -> None:
     schedule = build("gpipe", 8, 32, "always")
     blocks = grid(schedule, width=100).split("\n\n")
