@@ -57,7 +57,9 @@ def plan_json(
     hardware = _hardware(config, plan)
     peak = hardware["flops_per_second"]
     flops = round(sum(cost.flops for cost in profile.costs) * samples)
-    layers, stages = _stages(profile, plan, _limit_bytes(hardware))
+    # elsewhere there are as many processes as devices, whatever is here
+    owners = place(config).owners if config.hardware.name == "auto" else plan.turns
+    layers, stages = _stages(profile, plan, owners, _limit_bytes(hardware))
     recomputed_flops = sum(
         recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
         for recomputed, (first, end) in zip(plan.recomputed, plan.bounds, strict=True)
@@ -116,7 +118,9 @@ def plan_json(
     }
 
 
-def _stages(profile: ModelProfile, plan: Plan, limit_bytes: int | None) -> tuple[list[Facts], list[Facts]]:
+def _stages(
+    profile: ModelProfile, plan: Plan, owners: Sequence[int], limit_bytes: int | None
+) -> tuple[list[Facts], list[Facts]]:
     held = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
     layers: list[Facts] = []
     stages: list[Facts] = []
@@ -135,6 +139,7 @@ def _stages(profile: ModelProfile, plan: Plan, limit_bytes: int | None) -> tuple
             layers.append(layer)
         memory = plan.memory[k]
         stage = {
+            "process": owners[k],
             "layers": [layer["name"] for layer in layers[first:]],
             "parameters": sum(layer["parameters"] for layer in layers[first:]),
             "forward_flops": round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),
@@ -261,21 +266,33 @@ def _show_layers(console: Console, layers: Iterable[Facts]) -> None:
 
 def _show_stages(console: Console, stages: Sequence[Facts], micro_batches: int) -> None:
     uneven = len({stage["recomputed"] for stage in stages}) > 1
-    headings = ["stage", "layers", "params", "FLOPs", "forward", "backward", "sends"]
+    processes = len({stage["process"] for stage in stages})
+    several = 1 < processes < len(stages)  # then some have more than one stage, as in the banner of a run
+    headings = ["stage", *["process"] * several, "layers", "params", "FLOPs", "forward", "backward", "sends"]
 
     def cells(stage: Facts) -> list[str]:
         sends = "-" if stage["boundary_bytes"] is None else size(stage["boundary_bytes"])
         times = [duration(stage["forward_seconds"]), duration(stage["backward_seconds"])]
         recomputed = [str(stage["recomputed"])] if uneven else []
         layers = str(len(stage["layers"]))
-        return [layers, count(stage["parameters"]), operations(stage["forward_flops"]), *times, sends, *recomputed]
+        process = [str(stage["process"])] if several else []
+        return [
+            *process,
+            layers,
+            count(stage["parameters"]),
+            operations(stage["forward_flops"]),
+            *times,
+            sends,
+            *recomputed,
+        ]
 
     rows = []
-    for numbers, label, (layers, *same) in _alike(stages, cells):
+    for numbers, label, same in _alike(stages, cells):
+        before, (layers, *behind) = same[:several], same[several:]
         first, last = stages[numbers[0]]["layers"][0], stages[numbers[-1]]["layers"][-1]
         each = " each" if len(numbers) > 1 else ""
         names = first if first == last else f"{first} ... {last}"
-        rows.append([label, f"{layers}{each}: {names}", *same])
+        rows.append([label, *before, f"{layers}{each}: {names}", *behind])
     headings += [f"R of {micro_batches}"] if uneven else []
     _show_rows(console, "stages: predicted, for one micro-batch; FLOPs are those of the forward", headings, rows)
 

@@ -55,7 +55,7 @@ def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> dict[str, A
     stages = [
         stage
         | {"layers": names[k * per_stage : (k + 1) * per_stage]}
-        | {"boundary_bytes": None if k == partitions - 1 else 8 * MIB}
+        | {"boundary_bytes": None if k == partitions - 1 else 8 * MIB, "process": k}
         for k in range(partitions)
     ]
     numbers = {
@@ -150,6 +150,9 @@ def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     lines = shown(written, tmp_path, width=120)
     assert "40.0 TFLOP/s, 74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             40.0 TFLOP/s")
     assert row(lines, "memory  ").endswith("predicted, of 37.2 GiB")
+    table = lines[lines.index("stages: predicted, for one micro-batch; FLOPs are those of the forward") :]
+    assert table[1].split()[:3] == ["stage", "process", "layers"]
+    assert [line.split()[:2] for line in table[3:7]] == [["0", "0"], ["1", "0"], ["2", "1"], ["3", "1"]]
 
 
 def test_what_a_file_says_follows_from_the_plan(tmp_path: Path) -> None:
