@@ -123,6 +123,21 @@ def reached_tflops(hardware: HardwareConfig, precision: Precision) -> float:
     return hardware.tflops if peak is None or in_float32 is None else hardware.tflops * peak / in_float32
 
 
+def computes_in(name: str, precision: Precision) -> str:
+    """What products and convolutions are computed in on the device of a data sheet, where `precision` is asked for: in
+    that; in `float32`; or `emulated`: in that, and no faster than float32. `auto` is a GPU without a sheet, taken to
+    have what is asked for.
+
+    torch.autocast casts to bfloat16 on every device, also on GPUs before compute capability 8.0, which have no units
+    for it (torch.cuda.is_bf16_supported); TF32 is how later ones may multiply float32.
+    """
+    if precision == "float32" or name == "auto" or load_hardware(name).peak(precision)[0] != "peak_tflops":
+        return precision
+    if precision == "tf32":
+        return "float32"
+    return precision if name == "cpu" else "emulated"  # of CPUs the sheet has no peak at all
+
+
 def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, figures: Figures | None = None) -> Rates:
     """The rates that come closest to the seconds of layers; none is below zero.
 

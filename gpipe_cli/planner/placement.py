@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import Figures
+from gpipe_cli.planner.device_rates import Figures, computes_in
 from gpipe_cli.planner.devices import device_numbers, memory_limit, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, make_plan
@@ -43,6 +43,7 @@ class Placement:
     threads: int
     memory_format: str
     precision: str
+    computes_in: str  # of that precision, by the devices that are here
     deterministic: bool
     compile: bool
 
@@ -123,6 +124,7 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         threads=devices.threads,
         memory_format=memory_format_of(config),
         precision=config.precision,
+        computes_in=computes_in(resolved(load_hardware("auto"), devices.stages).name, config.precision),
         deterministic=config.deterministic,
         compile=config.compile,
     )

@@ -25,7 +25,16 @@ from gpipe_cli.planner.cost_model import (
     predicted_costs,
     slowdowns,
 )
-from gpipe_cli.planner.device_rates import COMPUTING, CONVOLUTIONS, Figures, Rates, fit_rates, rates_of_sheet
+from gpipe_cli.planner.device_rates import (
+    COMPUTING,
+    CONVOLUTIONS,
+    Figures,
+    Rates,
+    computes_in,
+    fit_rates,
+    rates_of_sheet,
+    reached_tflops,
+)
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.plan import make_plan
 
@@ -54,6 +63,24 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
     rates = [rates_of_sheet(cpu, threads) for threads in (1, 4)]
     one, four = (costs_by_rates(traced(), rate, 2, at_once=9, linked=False) for rate in rates)
     assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
+
+
+@pytest.mark.parametrize(
+    ("names", "tf32", "bfloat16"),
+    [
+        ("a100_40 a100_80 gh200 h100 h200 l4 l40s rtx_4090 auto", "tf32", "bfloat16"),
+        ("p40 p100_pcie t4 v100", "float32", "emulated"),
+        ("tpu_v2 tpu_v3 cpu", "float32", "bfloat16"),
+    ],
+)
+def test_a_device_says_what_it_computes_in(names: str, tf32: str, bfloat16: str) -> None:
+    """bfloat16 was said not to be on CPUs and TPUs, and on an H100 with `hardware.bfloat16_tflops=null`."""
+    for name in names.split():
+        found = computes_in(name, "float32"), computes_in(name, "tf32"), computes_in(name, "bfloat16")
+        assert found == ("float32", tf32, bfloat16)
+        sheet = load_hardware(name)
+        if tf32 == "float32":  # no precision is faster than another one there; the peak of a TPU is that of bfloat16
+            assert {reached_tflops(sheet, one) for one in ("float32", "tf32", "bfloat16")} == {sheet.tflops}
 
 
 def test_stages_that_take_turns_take_the_time_of_all() -> None:

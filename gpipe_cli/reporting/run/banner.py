@@ -45,7 +45,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
     yield "executor", f"{run.executor}, {plural(placement.threads, 'thread')} for each process"
-    yield from precision_facts(config.precision, here=config.precision != "tf32" or placement.devices[0] != "cpu")
+    yield from precision_facts(config.precision, placement.computes_in)
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
     if run.bench:

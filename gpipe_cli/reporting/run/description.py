@@ -109,17 +109,16 @@ class Words:
     ends: tuple[int, ...]  # where the columns of an epoch's line end
 
 
-def precision_facts(precision: str, *, here: bool) -> list[tuple[str, str]]:
-    """A line of what layers compute with, unless that is float32; `here`: the device can."""
+def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
+    """A line of what layers compute with, unless that is float32; `computes_in`: as by the function of that name."""
     parts = {"tf32": "products and convolutions", "bfloat16": "products and convolutions; weights stay float32"}
     if precision not in parts:
         return []
-    return [
-        (
-            "precision",
-            f"{precision}: {parts[precision]}" if here else f"{precision}: not on this device, where it is float32",
-        )
-    ]
+    words = {
+        "float32": "not on this device, where it is float32",
+        "emulated": f"{parts[precision]}; emulated on this device, no faster than float32",
+    }
+    return [("precision", f"{precision}: {words.get(computes_in, parts[precision])}")]
 
 
 def words_of(task: Task) -> Words:

@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Comparison
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import reached_tflops
+from gpipe_cli.planner.device_rates import computes_in, reached_tflops
 from gpipe_cli.planner.devices import memory_of, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
@@ -169,7 +169,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
         "name": hardware.name,
         "source": plan.costs.source,
         "precision": config.precision,
-        "has_precision": timed or config.precision == "float32" or hardware.peak(config.precision)[0] != "peak_tflops",
+        "computes_in": computes_in(hardware.name, config.precision),
         "flops_per_second": times(reached, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
         "timed": figures and asdict(figures),
         "memory_bytes": memory and memory.device_bytes,
@@ -213,7 +213,7 @@ def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     yield "schedule", f"{plan['schedule']}, recompute {plan['recompute']}"
     batch, tokens = plural(plan["step_samples"], plan["sample"]), plan["step_tokens"]
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
-    yield from precision_facts(hardware["precision"], here=hardware["has_precision"])
+    yield from precision_facts(hardware["precision"], hardware["computes_in"])
     yield "hardware", hardware["name"]
     figures = [
         words(hardware[key])

@@ -10,7 +10,9 @@ from reporting_runs import log, shares
 from training_runs import configure
 
 from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 
@@ -139,6 +141,25 @@ def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> Non
     assert "speed        8,192 tokens/s, 64.0 sequences/s, predicted" in lines
     assert "hardware     mine" in lines
     assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("hardware=cpu precision=bfloat16", "bfloat16: products and convolutions; weights stay float32"),
+        ("hardware=cpu precision=tf32", "tf32: not on this device, where it is float32"),
+        ("hardware=h100 precision=bfloat16 hardware.bfloat16_tflops=null", "bfloat16: products and convolutions; w"),
+        ("hardware=t4 precision=bfloat16", "stay float32; emulated on this device, no faster than float32"),
+    ],
+)
+def test_a_plan_says_what_is_computed_in_as_the_run_does(settings: str, line: str, tmp_path: Path) -> None:
+    config = configure(*EVEN, "partitions=2", *settings.split())
+    made = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    said = row(shown(plan_json(config, traced(), made, (), {}), tmp_path, width=120), "precision")
+    assert line in said
+    if config.hardware.name == "cpu":
+        placement = make_placement(config, traced(), made)
+        assert precision_facts(placement.precision, placement.computes_in) == [tuple(said.split(" ", 1))]
 
 
 def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
