@@ -13,7 +13,9 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.units import plural
+from gpipe_cli.units import percent, plural
+
+_UNEVEN = 1.1  # the work of a process over the mean of all, that is worth a line; the choice is ours
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def prepare(
         chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
     if config.compile:
         chosen.append(("planned", not_compiled(config)))
-    notes = (*chosen, *_resumed_threads(config), *_turns(placement))
+    notes = (*chosen, *_resumed_threads(config), *_turns(placement), *_uneven(config, placement))
     return Prepared(config, profile, plan, placement, comparisons, notes)
 
 
@@ -80,6 +82,24 @@ def _turns(placement: Placement) -> Iterator[tuple[str, str]]:
         yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
     elif placement.one_device:
         yield "devices", f"{placement.partitions} stages take turns on {placement.devices[0]}: not a pipeline's speed"
+
+
+def _uneven(config: TrainConfig, placement: Placement) -> Iterator[tuple[str, str]]:
+    """A line if processes have different work as they have different numbers of stages: the cut evens out stages."""
+    processes, partitions = placement.processes, placement.partitions
+    stages = [len(placement.stages_of(process)) for process in range(processes)]
+    work = [sum(placement.cost[k] for k in placement.stages_of(process)) for process in range(processes)]
+    most = max(range(processes), key=work.__getitem__)
+    if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
+        return
+    each = -(-partitions // processes)  # as even as so many stages can be in so many processes
+    use = ""
+    if config.stages_per_process not in (None, each):
+        use = f"; stages_per_process={each} is more even"
+    elif each * processes <= sum(map(len, placement.layer_names)):
+        use = f"; partitions={each * processes} is more even"
+    share = f"process {most} has {percent(work[most] / sum(work))} of the work"
+    yield "processes", f"{' + '.join(map(str, stages))} stages: {share}{use}"
 
 
 def _words(comparison: Comparison) -> str:

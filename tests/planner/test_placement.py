@@ -94,6 +94,33 @@ def test_a_note_before_the_run_says_that_stages_take_turns(
     assert made.one_device == bool(labels)
 
 
+@pytest.mark.parametrize(
+    ("settings", "stages", "use"),
+    [
+        ("partitions=4 stages_per_process=3", "3 + 1 stages: process 0 has ", "stages_per_process=2 is"),
+        ("partitions=3 stages_per_process=2", "2 + 1 stages: process 0 has ", "partitions=4 is"),
+        ("partitions=7 stages_per_process=2", "2 + 2 + 2 + 1 stages: process ", None),  # of 7 layers
+        ("partitions=4 stages_per_process=2", None, None),
+        ("partitions=4", None, None),
+        ("partitions=4 executor=in_process", None, None),
+    ],
+)
+def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str | None, use: str | None) -> None:
+    """The cut does not know of processes: one with three of four stages had 72 % of the work, and nothing said so."""
+    config = configure(*TINY, *settings.split())
+    notes = dict(prepare._uneven(config, make_placement(config, traced(*TINY))))
+    if stages is None:
+        assert notes == {}
+    elif use is None:
+        assert notes["processes"].startswith(stages)
+        assert "; " not in notes["processes"]
+    else:
+        assert notes["processes"].startswith(stages)
+        assert use in notes["processes"]
+        better = configure(*TINY, *settings.split(), use.split()[0])
+        assert not list(prepare._uneven(better, make_placement(better, traced(*TINY))))
+
+
 def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are timed are compiled, too; here nothing is timed, as that would compile them for seconds."""
 
