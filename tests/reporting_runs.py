@@ -55,12 +55,13 @@ def placement(**changes: Any) -> Placement:
         "parameters": (432_100, 812_300),
         "cost": (0.512, 0.488),
         "lengths": (),
-        "devices": ("cuda:0", "cuda:1"),
         "owners": (0, 1),
+        "replica": 0,
         "precision": "float32",
         "compile": False,
         "threads": 1,
     }
+    values["replica_devices"] = (changes.pop("devices", ("cuda:0", "cuda:1")),)
     return Placement(**(unread | values | changes))
 
 

@@ -42,7 +42,8 @@ class CrossEntropy:
     """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits, if any.
 
     `targets` are the classes (N,) of the mini-batch, or its tokens (N, T) with IGNORED where there is nothing to
-    predict; logits have the classes behind those dimensions. `sizes` are its micro-batches. Smoothing spreads over all
+    predict; logits have the classes behind those dimensions. `sizes` are its micro-batches; they may be a part of a
+    mini-batch that has `elements` in all, 0: it is the whole. Smoothing spreads over all
     classes, as TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
     `device` is where the logits will be.
     """
@@ -54,9 +55,11 @@ class CrossEntropy:
         *,
         label_smoothing: float,
         auxiliary_weight: float,
+        elements: int = 0,
         device: torch.device | None = None,
     ) -> None:
         self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
+        self._of_all = elements or self._elements
         self._targets = to_device(targets, device or targets.device).split(list(sizes))
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
@@ -65,7 +68,7 @@ class CrossEntropy:
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         loss, self._plain = _weighted(outputs, self._targets[micro_batch], self._smoothing, self._auxiliary_weight)
-        return loss / self._elements
+        return loss / self._of_all
 
     @torch.no_grad()
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
@@ -74,7 +77,7 @@ class CrossEntropy:
         best = logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks, dim=-1).indices
         right = best == targets[..., None]
         counted = (
-            loss.double() * self._elements,
+            loss.double() * self._of_all,
             self._plain.double(),
             right[..., 0].sum().double(),
             right.sum().double(),
@@ -88,6 +91,8 @@ class CrossEntropy:
 
     def begin_totals(self) -> Callable[[], Totals]:
         """After the last micro-batch: `totals`, for which what is returned waits."""
+        if not self._counted:  # this replica had no sample
+            return lambda: Totals(0, 0.0, 0.0, 0.0, 0.0)
         counted = to_host(torch.stack(self._counted))
 
         def totals() -> Totals:

@@ -27,7 +27,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.settings import OWNERS, TrainConfig, from_tree, key_of, owner, refuse_aliases, replaced_batch
+from gpipe_cli.config.settings import (
+    AUTO,
+    OWNERS,
+    TrainConfig,
+    from_tree,
+    key_of,
+    owner,
+    refuse_aliases,
+    replaced_batch,
+)
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
@@ -235,7 +244,7 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:
     """The settings that are to be chosen; in `tree` they become 1."""
-    auto = tuple(key for key in ("partitions", "micro_batches") if OmegaConf.select(tree, key) == "auto")
+    auto = tuple(key for key in AUTO if OmegaConf.select(tree, key) == "auto")
     for key in auto:
         OmegaConf.update(tree, key, 1)
     return auto

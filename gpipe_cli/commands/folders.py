@@ -46,7 +46,9 @@ def run_folder(
     """
     stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
     k, m = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches"))
-    chosen = Path(config.run_folder or Path(config.output) / f"{stem}_K{k}_M{m}")
+    r = "auto" if "replicas" in auto else config.replicas
+    stem = f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
+    chosen = Path(config.run_folder or Path(config.output) / stem)
     if not leads():
         yield chosen
         return

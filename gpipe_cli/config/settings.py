@@ -30,10 +30,12 @@ Device = Literal["auto", "cpu", "cuda"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
 MicroBatches = Annotated[int, Within(1, 100_000)]
+Replicas = Annotated[int, Within(1, 10_000, why="as no cluster has more machines")]
 BatchSize = Annotated[int, Within(1, 10_000_000)]
 Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
 DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
+AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
 
@@ -63,6 +65,7 @@ class TrainConfig:
 
     partitions: Partitions  # K
     micro_batches: MicroBatches  # M
+    replicas: Replicas = 1  # R
     schedule: Literal["gpipe", "1f1b"]
     recompute: Literal["always", "except_last", "never", "auto"]
     executor: Executor
@@ -167,6 +170,7 @@ class TrainConfig:
     def _check_mini_batch(self) -> None:
         """Raises ValueError for a mini-batch whose size is not given, or does not suit the other settings."""
         tokens, samples, k, m = self.batch_tokens, self.batch_size, self.partitions, self.micro_batches
+        r = self.replicas
         if tokens is not None and self.task == "classification":
             raise RefusedError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
         if (samples is None) == (tokens is None):
@@ -182,6 +186,10 @@ class TrainConfig:
         if tokens is not None and self.learning_rate.name == "paper":
             why = f"is so much per sample, and batch_tokens={tokens} counts tokens; use learning_rate=inverse_sqrt"
             raise RefusedError("learning_rate", "paper", why)
+        if samples is not None and r * m > samples >= m:
+            use = f"use replicas={samples // m} or fewer, micro_batches={max(1, samples // r)} or batch_size={r * m}"
+            why = f"with micro_batches={m} of at least a sample each they need {r * m}, and batch_size={samples}"
+            raise RefusedError("replicas", r, f"{why}; {use}")
         if samples is not None and m > samples:
             use = f"use micro_batches={samples} or fewer, or batch_size={m} or more"
             raise RefusedError("micro_batches", m, f"a mini-batch has only batch_size={samples} samples; {use}")

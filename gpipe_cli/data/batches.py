@@ -13,15 +13,17 @@ between the two: 1 is by share, infinity is equal shares.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.pipeline.runtime.boundary import Share, share_of
 
 SPLITS = ("training", "test")  # as messages call them
 
@@ -90,6 +92,8 @@ class MiniBatches:
     quota by share^(1/T). With batch_tokens the number of mini-batches can then differ a little from epoch to epoch;
     epoch 0 decides: the last ones of a later epoch (in their random order) are left out, or its first ones repeated.
 
+    micro_batches, replicas, replica: which share of each mini-batch is read here.
+
     Raises ValueError for a sample longer than batch_tokens.
     """
 
@@ -103,6 +107,9 @@ class MiniBatches:
         shuffle: bool,
         temperature: float | None = None,
         drop_last: bool = False,
+        micro_batches: int = 1,
+        replicas: int = 1,
+        replica: int = 0,
     ) -> None:
         assert (batch_size is None) != (batch_tokens is None), (batch_size, batch_tokens)
         assert catalogue.samples > 0, catalogue.samples
@@ -111,6 +118,7 @@ class MiniBatches:
         self._batch_size, self._batch_tokens = batch_size, batch_tokens
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._temperature = None if temperature == 1 else temperature
+        self._pieces = micro_batches, replicas, replica
         longest = 0 if catalogue.lengths is None else int(catalogue.lengths.max())
         if batch_tokens is not None and batch_tokens < longest:
             why = f"the longest sentence has {longest} tokens; use {longest} or more"
@@ -127,6 +135,16 @@ class MiniBatches:
     def size(self, epoch: int, position: int) -> int:
         """How many samples the mini-batch has."""
         return len(self.indices(epoch, position))
+
+    def share(self, epoch: int, position: int) -> Share:
+        """What this replica gets of the mini-batch."""
+        return share_of(self.size(epoch, position), *self._pieces)
+
+    def cut_into(self, micro_batches: int) -> Self:
+        """The same mini-batches, in so many pieces for each replica."""
+        other = copy(self)
+        other._pieces = micro_batches, *self._pieces[1:]
+        return other
 
     def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
         """What its samples are padded to: the longest along each dimension that varies; () for images."""

@@ -24,7 +24,8 @@ from gpipe_cli.system.forked_call import end_with_parent
 
 
 class LoadedBatches:
-    """Iterator over the first stage's inputs, a tuple of (N, ...) each; `close` ends its workers.
+    """Iterator over the first stage's inputs, a tuple of (N, ...) each of this replica's share of every mini-batch of
+    which it has one; `close` ends its workers.
 
     `next` raises ValueError, in one line that names the file, where an image cannot be read; loading then has ended.
     """
@@ -49,8 +50,10 @@ class LoadedBatches:
             _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key stands for a whole mini-batch
             sampler=(
-                (epoch, mini_batches.indices(epoch, position).tolist(), mini_batches.lengths(epoch, position))
+                (epoch, indices[share.samples].tolist(), mini_batches.lengths(epoch, position))
                 for epoch, position in mini_batches.stream(start_epoch, start_position, epochs)
+                for indices in [mini_batches.indices(epoch, position)]
+                if (share := mini_batches.share(epoch, position)).sizes
             ),
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,

@@ -15,6 +15,7 @@ from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, ThreadedLink
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.schedules import Kind
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
@@ -38,17 +39,25 @@ class ProcessGroups:
     timeout_seconds: float
     connect_seconds: float
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
+    replicas: Replicas | None = None  # of this process's stages; None if there is one pipeline
 
 
 def connect_processes(
-    process: int, owners: Sequence[int], device: torch.device, rendezvous: str, timeout_seconds: float, waits: Waits
+    process: int,
+    owners: Sequence[int],
+    replicas: int,
+    device: torch.device,
+    rendezvous: str,
+    timeout_seconds: float,
+    waits: Waits,
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run, this one of which computes on `device`; one on its own needs no connection.
 
-    `owners` are the processes of the stages. `rendezvous` is a file where all are on this machine and, under torchrun,
-    the name of this start.
+    `owners` are the processes of a pipeline's stages; each of the `replicas` has as many. `rendezvous` is a file where
+    all are on this machine and, under torchrun, the name of this start.
     """
-    processes = 1 + max(owners)
+    of_pipeline = 1 + max(owners)
+    processes = of_pipeline * replicas
     if processes == 1:
         return ControlGroup(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
@@ -65,8 +74,15 @@ def connect_processes(
     dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    links = edge_links(process, owners, device, timeout)
-    groups = ProcessGroups(links, control, timeout.total_seconds(), timeout_seconds, partial(waits, Awaited.PROCESS))
+    links: dict[Edge, Link] = {}
+    for replica in range(replicas):
+        links |= edge_links(process, [replica * of_pipeline + owner for owner in owners], device, timeout)
+    awaits = partial(waits, Awaited.PROCESS)
+    same_stages = None
+    for place in range(of_pipeline if replicas > 1 else 0):
+        group = new_group(process, range(place, processes, of_pipeline), device, timeout)
+        same_stages = same_stages if group is None else Replicas(group, replicas, awaits)
+    groups = ProcessGroups(links, control, timeout.total_seconds(), timeout_seconds, awaits, same_stages)
     return ControlGroup(process, processes, control, waits), groups
 
 
@@ -82,20 +98,23 @@ def edge_links(
         ends = (owners[sender], owners[receiver])
         if ends[0] == ends[1]:
             continue
-        options = None
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()  # each group writes its own name into it
-            options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
-        group = dist.new_group(
-            ends,
-            timeout,
-            "nccl" if device.type == "cuda" else "gloo",
-            options,
-            # NCCL's group is bound to this device, and not to one that torch derives from the rank
-            device_id=device if device.type == "cuda" and process in ends else None,
-        )
-        if process in ends:
-            assert isinstance(group, dist.ProcessGroup)
+        group = new_group(process, ends, device, timeout)
+        if group is not None:
             kind_of_link = GroupLink if device.type == "cuda" else ThreadedLink
             links[kind, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
     return links
+
+
+def new_group(
+    process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta
+) -> dist.ProcessGroup | None:
+    """A group over which tensors of the model travel; called in all processes. None in those that are not members."""
+    on_gpu = device.type == "cuda"
+    options = None
+    if on_gpu:
+        options = dist.ProcessGroupNCCL.Options()  # each group writes its own name into it
+        options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
+    # NCCL's group is bound to this device, and not to one that torch derives from the rank
+    bound = device if on_gpu and process in members else None
+    group = dist.new_group(list(members), timeout, "nccl" if on_gpu else "gloo", options, device_id=bound)
+    return group if isinstance(group, dist.ProcessGroup) and process in members else None

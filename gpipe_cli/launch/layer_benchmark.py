@@ -57,7 +57,7 @@ def measure(
     """
     control, groups = process.connect()
     own = placement.device_of(process.number)
-    segments = replace(segments, devices=(own,) * segments.partitions)  # each on its own
+    segments = replace(segments, replica_devices=((own,) * segments.partitions,))  # each on its own
     whole = real_model(config, pretrained=False)
     alone: Pass = []
     together: Pass = []
@@ -153,7 +153,8 @@ class _Timer:
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock
         sizes, smoothing = [self._samples], self._config.label_smoothing
-        objective = objective_of(self._config, self._targets, sizes, smoothing, stage.device)
+        targets = None if self._targets is None else (self._targets, 0)
+        objective = objective_of(self._config, targets, sizes, smoothing, stage.device)
         stage.begin_step(0, objective)
         clock.begin_step()
         reader = clock.reader()

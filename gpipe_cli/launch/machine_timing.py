@@ -71,9 +71,9 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             "use cost=figures, or partition.balance=[...] as gpipe plan finds it"
         )
     mean = mean_micro_batch(config, profile.lengths)
-    samples = ceil(mean)
-    # any cut serves to start the workers; the layers are timed whole
-    placement = make_placement(_without_limit(config), profile)
+    samples, devices = ceil(mean), place(config)
+    # any cut of one pipeline serves to start the workers; the layers are timed whole
+    placement = make_placement(replace(_without_limit(config), replicas=1, threads=devices.threads), profile)
 
     def work() -> dict[str, Any]:
         return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS, apart=False))
@@ -88,8 +88,10 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             "micro_batches"
         ) from None
     times = LayerTimes(**found | {"figures": Figures(**found["figures"])})
-    at_once = placement.processes_here if placement.distributed else place(config).at_once
-    return measured_costs(profile, mean, at_once, times)
+    at_once = placement.processes_here if placement.distributed and config.replicas == 1 else devices.at_once
+    sheet = rates_of_sheet(resolved(config.hardware, devices.stages), 1)  # of the link, where one process was timed
+    per_byte = sheet.link_byte_seconds if times.link is None else 1 / times.link[1]
+    return measured_costs(profile, mean, at_once, times, config.replicas, per_byte)
 
 
 def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
@@ -170,9 +172,9 @@ def _reference(config: TrainConfig) -> TrainConfig:
     all else that matters is the same for any configuration. At most 16 processes, and on a CPU a power of two: how much
     others slow each other down lies between."""
     devices = place(config)
-    processes = min(devices.owners[-1] + 1, _MOST_PROCESSES)
+    processes = min(devices.processes, _MOST_PROCESSES)
     if gpus := _gpus(devices):
-        partitions, made = processes if devices.distributed else len(gpus), reference_layers.layers_for_gpu
+        partitions, made = processes if devices.processes > 1 else len(gpus), reference_layers.layers_for_gpu
     else:
         at_once = min(processes, max(1, usable_cores() // devices.threads))
         partitions, made = 2 ** (at_once.bit_length() - 1), reference_layers.layers
@@ -185,8 +187,8 @@ def _reference(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
     return replace(
         config,
-        partitions=partitions, executor="auto" if devices.distributed else "in_process", stages_per_process=None,
-        micro_batches=1, schedule="gpipe", recompute="never", partition=PartitionConfig(None),
+        partitions=partitions, replicas=1, executor="auto" if devices.processes > 1 else "in_process",
+        stages_per_process=None, micro_batches=1, schedule="gpipe", recompute="never", partition=PartitionConfig(None),
         batch_size=samples, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
         init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=devices.threads,
         compile=False, cost="figures", hardware=load_hardware("auto"), model=layers, dataset=images,
@@ -251,7 +253,7 @@ def _each_kind_first(placement: Placement) -> Iterator[Placement]:
     first, kinds = placement.devices[0], {gpu_of(device): device for device in reversed(placement.devices)}
     for device in reversed(kinds.values()):
         swapped = {first: device, device: first}
-        yield replace(placement, devices=tuple(swapped.get(one, one) for one in placement.devices))
+        yield replace(placement, replica_devices=(tuple(swapped.get(one, one) for one in placement.devices),))
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
@@ -287,7 +289,7 @@ def _machine_facts(config: TrainConfig) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus.values()],
         "driver": driver_version() if gpus else None,
         "deterministic": config.deterministic if gpus else None,  # which of their algorithms are used
-        "processes": devices.owners[-1] + 1,
+        "processes": devices.processes,
         "threads": devices.threads,
         "memory_format": memory_format_of(config),
         "precision": config.precision,
@@ -296,7 +298,7 @@ def _machine_facts(config: TrainConfig) -> dict[str, Any]:
 
 def _gpus(devices: Devices) -> dict[str, Gpu]:
     """By device; {} for CPUs."""
-    return {device: gpu for device in devices.stages if (gpu := gpu_of(device)) is not None}
+    return {device: gpu for device in sum(devices.replicas, ()) if (gpu := gpu_of(device)) is not None}
 
 
 def _layer_facts(config: TrainConfig, profile: ModelProfile, samples: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.planner.model_profile import profile_model
@@ -121,7 +121,7 @@ class RunReport:
     def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
         config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
-        micro_batches = len(micro_batch_sizes(step.samples, config.micro_batches))
+        micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
         schedule = checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
         timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, placement.turns)
         shares = breakdown(timeline, micro_batches, step.seconds)

@@ -182,7 +182,8 @@ class Supervisor:
 
     def _who(self, process: int) -> str:
         stages = self._placement.stages_of(process)
-        return f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages {stages[0]} to {stages[-1]}"
+        who = f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages {stages[0]} to {stages[-1]}"
+        return f"{who} of replica {self._placement.replica_of(process)}" if self._placement.replicas > 1 else who
 
     def _where(self, process: int) -> str:
         """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""

@@ -50,7 +50,8 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         device = torch.device(job.placement.device_of(job.process))
-        return connect_processes(job.process, job.placement.owners, device, job.rendezvous, job.timeout_seconds, waits)
+        owners, replicas = job.placement.owners, job.placement.replicas
+        return connect_processes(job.process, owners, replicas, device, job.rendezvous, job.timeout_seconds, waits)
 
     def report(message: object) -> None:
         connection.send(message)

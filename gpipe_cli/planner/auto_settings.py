@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import itemgetter
 
 from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import AUTO, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
@@ -21,7 +22,6 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
-AUTO = ("partitions", "micro_batches")  # settings that may be `auto` in place of a number
 _AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close, the first, as it needs least
 _MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
 _SILENT_SECONDS = 5.0
@@ -69,7 +69,7 @@ def choose(
         return config, plan, _recomputation(config, profile, plan)
     setting = ", ".join(key for key in AUTO if key in auto)
     tried: list[Candidate] = []
-    for one in _candidates(config, auto, len(profile.costs), elsewhere):
+    for one in _candidates(config, frozenset(auto), len(profile.costs), elsewhere):
         value = ", ".join(str(getattr(one, key)) for key in AUTO if key in auto)
         try:
             refuse_single_samples(one, mini_batch_samples(one, profile.lengths))
@@ -118,15 +118,21 @@ def try_plan(
         return Candidate(value, config, profile, None, reason, error)
 
 
-def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
-    """Raises ValueError if there is only one value of `micro_batches`."""
-    partitions, micro_batches = [config.partitions], [config.micro_batches]
+def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
+    """Those for which there are devices, and samples for every micro-batch.
+
+    Raises ValueError if there is only one value of `micro_batches`.
+    """
+    partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
+    started, each = torchrun(), config.stages_per_process or 1
+    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as the paper's
+    if started is not None:
+        devices = started.processes
+    numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * each + 1)
     if "partitions" in auto:
-        gpus = number_of_gpus(config)
-        started = torchrun()
-        each = config.stages_per_process or 1
-        devices = [1, 2, 4, 8] if elsewhere else range(1, (gpus or usable_cores()) * each + 1)  # elsewhere: the paper's
-        partitions = [k for k in (devices if started is None else [started.processes * each]) if k <= layers]
+        partitions = [k for k in numbers if k <= layers]
+    if "replicas" in auto:
+        replicas = [r for r in numbers if r <= devices]
     if "micro_batches" in auto:
         if config.batch_size is None:
             raise ValueError(
@@ -140,7 +146,13 @@ def _candidates(config: TrainConfig, auto: Collection[str], layers: int, elsewhe
             )
         # powers of two, and the batch size itself
         micro_batches = sorted({*(1 << n for n in range(config.batch_size.bit_length())), config.batch_size})
-    return [replace(config, partitions=k, micro_batches=m) for k in partitions for m in micro_batches]
+    found = []
+    for k, r, m in product(partitions, replicas, micro_batches):
+        processes = -(-k // each) * r
+        unfit = processes > devices if started is None else processes != devices
+        if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
+            found.append(replace(config, partitions=k, replicas=r, micro_batches=m))
+    return found
 
 
 def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:

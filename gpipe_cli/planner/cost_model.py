@@ -38,6 +38,7 @@ class StepCosts:
     edges: tuple[EdgeCost, ...]  # over each of the L - 1 places where a cut may be
     slowdown: tuple[float, ...]  # of a device while 1, 2, ... of them compute; empty: none
     set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
+    sums: tuple[float, ...] = ()  # of each layer, seconds per step to add up its gradients; (): there is one replica
     figures: Figures | None = None  # of a device that was timed
     weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
 
@@ -55,6 +56,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
         mean_micro_batch(config, profile.lengths),
         at_once=devices.at_once,
         linked=len(set(devices.turns)) > 1,
+        replicas=config.replicas,
     )
     given = config.partition.costs
     if given is not None and len(given) != len(profile.costs):
@@ -68,12 +70,12 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
 
 
 def costs_by_rates(
-    profile: ModelProfile, rates: DeviceRates, samples: float, *, at_once: int, linked: bool
+    profile: ModelProfile, rates: DeviceRates, samples: float, *, at_once: int, linked: bool, replicas: int = 1
 ) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
     `at_once` devices can compute at the same time, others take turns with them; `linked`: what they send goes over
-    links.
+    links. Each of `replicas` sends and gets 2 (R - 1) / R times its gradients.
     """
     layers = []
     updates = []
@@ -91,10 +93,19 @@ def costs_by_rates(
         tuple(layers),
         tuple(updates),
         _edge_costs(profile, samples, latency, per_byte),
-        slowdowns(at_once, len(layers), rates.slowdown, rates.together),
+        slowdowns(at_once, len(layers), rates.slowdown, rates.together, replicas),
         rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
+        sums_over_replicas(profile, replicas, rates.link_byte_seconds),
         rates.figures,
     )
+
+
+def sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -> tuple[float, ...]:
+    """Of each layer, the seconds to add up its gradients; () where there is nothing to add."""
+    if replicas == 1:
+        return ()
+    share = 2 * (replicas - 1) / replicas
+    return tuple(share * weights.gradient_bytes * per_byte for weights in profile.weights)
 
 
 def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCosts:
@@ -104,14 +115,18 @@ def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCos
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
 
 
-def slowdowns(at_once: int, stages: int, slowdown: float = 1.0, together: int = 1) -> tuple[float, ...]:
-    """How much slower each of 1, 2, ... devices is if only `at_once` of them can compute at the same time, and
-    `together` of them slow each other down by `slowdown`, as they share memory: in proportion, if they are fewer."""
-    if at_once >= stages and slowdown == 1.0:
+def slowdowns(
+    at_once: int, stages: int, slowdown: float = 1.0, together: int = 1, replicas: int = 1
+) -> tuple[float, ...]:
+    """How much slower each of 1, 2, ... devices of a pipeline is if only `at_once` of all `replicas`, which do the
+    same at the same time, can compute at once, and `together` of them slow each other down by `slowdown`, as they share
+    memory: in proportion, if they are fewer."""
+    if at_once >= stages * replicas and slowdown == 1.0:
         return ()
     others = max(1, together - 1)
     return tuple(
-        (1 + (slowdown - 1) * min(n - 1, others) / others) * max(1.0, n / at_once) for n in range(1, stages + 1)
+        (1 + (slowdown - 1) * min(n - 1, others) / others) * max(1.0, n / at_once)
+        for n in range(replicas, stages * replicas + 1, replicas)
     )
 
 
@@ -146,15 +161,26 @@ class LayerTimes:
         return max(1.0, sum(map(sum, self.together)) / sum(map(sum, self.alone))) if self.together else 1.0
 
 
-def measured_costs(profile: ModelProfile, samples: float, at_once: int, times: LayerTimes) -> StepCosts:
+def measured_costs(
+    profile: ModelProfile,
+    samples: float,
+    at_once: int,
+    times: LayerTimes,
+    replicas: int = 1,
+    sum_byte_seconds: float = 0.0,
+) -> StepCosts:
     """Seconds of a micro-batch of `samples`, a mean, from what workers have measured for one of as many or just more.
 
-    `at_once`: the workers, if there are several, or how many stages of one process compute at the same time.
+    `at_once`: the workers, if there are several, or how many stages of one process compute at the same time;
+    `sum_byte_seconds`: of a byte that is sent to another of the replicas.
     """
     timed = math.ceil(samples)
     layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)
-    slowdown = slowdowns(at_once, len(layers), times.slowdown, at_once)
+    slowdown = slowdowns(at_once, len(layers), times.slowdown, at_once, replicas)
     latency, bandwidth = times.link or (0.0, 0.0)
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
-    return StepCosts(source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, times.figures)
+    sums = sums_over_replicas(profile, replicas, sum_byte_seconds)
+    return StepCosts(
+        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, times.figures
+    )

@@ -12,37 +12,49 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
+from gpipe_cli.units import plural
 
 
 @dataclass(frozen=True)
 class Devices:
     """The devices and the processes of a configuration."""
 
-    stages: tuple[str, ...]  # device of each stage: `cpu`, `cuda:0`
-    owners: tuple[int, ...]  # process of each stage
+    replicas: tuple[tuple[str, ...], ...]  # of each pipeline, the device of each stage: `cpu`, `cuda:0`
+    owners: tuple[int, ...]  # process of each stage, among those of its pipeline
     turns: tuple[int, ...]  # number of each stage's device, of which stages take turns on one
     threads: int  # of each process: its share of the cores, if they are not given
-    at_once: int  # how many of these devices can compute at the same time, as CPUs share cores
+    at_once: int  # how many devices of all pipelines can compute at the same time, as CPUs share cores
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The devices of the first pipeline."""
+        return self.replicas[0]
 
     @property
     def distributed(self) -> bool:
-        """Whether there are several processes."""
+        """Whether a pipeline has several processes."""
         return self.owners[-1] > 0
+
+    @property
+    def processes(self) -> int:
+        """Of all pipelines."""
+        return (self.owners[-1] + 1) * len(self.replicas)
 
 
 def place(config: TrainConfig) -> Devices:
     """Raises ValueError, one line, for devices that are not there and for processes that do not fit them."""
-    stages, owners = _devices(config)
-    processes = owners[-1] + 1
+    replicas, owners = _devices(config)
+    stages = replicas[0]
+    processes = (owners[-1] + 1) * len(replicas)
     threads = config.threads or max(1, usable_cores() // processes)
     turns = device_numbers(owners, stages)
     here = config.hardware.name == "auto"
     if not here:  # a machine that is not here has as many devices as are asked for
         turns = tuple(stage // (config.stages_per_process or 1) for stage in range(config.partitions))
-    at_once = 1 + max(turns)
+    at_once = (1 + max(turns)) * len(replicas)
     if here and processes > 1 and stages[0] == "cpu" and torchrun() is None:
         at_once = min(at_once, max(1, usable_cores() // threads))
-    return Devices(stages, owners, turns, threads, at_once)
+    return Devices(replicas, owners, turns, threads, at_once)
 
 
 def device_numbers(owners: Sequence[int], devices: Sequence[str]) -> tuple[int, ...]:
@@ -94,40 +106,42 @@ def memory_limit(config: TrainConfig, devices: Devices | None = None) -> int | N
 
 def _stages_of_a_device(devices: Devices) -> int:
     """How many stages share the memory of one: of a GPU, or of this machine."""
-    started, stages = torchrun(), devices.stages
+    started, stages = torchrun(), [device for replica in devices.replicas for device in replica]
     if started is None:
         return max(stages.count(device) for device in stages)
     of_a_process = max(devices.owners.count(process) for process in devices.owners)
     return of_a_process * (started.here if stages[0] == "cpu" else 1)
 
 
-def _devices(config: TrainConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The device and the process of every stage."""
-    partitions, executor, started = config.partitions, config.executor, torchrun()
+def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
+    """Of each pipeline the device of every stage; and the process of every stage, the same in each."""
+    partitions, executor, started, replicas = config.partitions, config.executor, torchrun(), config.replicas
     gpus = number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
-    if started is not None:
-        many = f"torchrun started {started.processes} processes"
-        if executor == "in_process":
-            raise ValueError(f"executor=in_process: {many}; start one, or leave executor out")
-        if started.processes > partitions:
-            raise ValueError(
-                f"partitions={partitions}: {many}, and each needs a stage; use partitions={started.processes} or more, "
-                f"or --nproc-per-node={partitions}"
-            )
     each = config.stages_per_process
     if each is not None and executor == "in_process":
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", each, why)
-    if started is None and (partitions == 1 or executor == "in_process"):
+    if started is not None:
+        many = f"torchrun started {started.processes} processes"
+        if started.processes % replicas:
+            raise RefusedError("replicas", replicas, f"{many}, and each replica has as many; use replicas=1")
+        if executor == "in_process" and started.processes > replicas:
+            raise ValueError(f"executor=in_process: {many}; start one for each replica, or leave executor out")
+        if started.processes > partitions * replicas:
+            raise ValueError(
+                f"partitions={partitions}: {many}, and each needs a stage; use "
+                f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}"
+            )
+    if started is not None:
+        processes = started.processes // replicas
+    elif partitions == 1 or executor == "in_process":
         processes = 1
-    elif started is not None:
-        processes = started.processes
     elif each is not None:
         processes = -(-partitions // each)
     else:
-        processes = min(partitions, gpus) if gpus else partitions
+        processes = min(partitions, max(1, gpus // replicas)) if gpus else partitions
     if started is not None and each is not None and processes != -(-partitions // each):
         raise ValueError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
     if each is None or processes == 1:
@@ -135,18 +149,28 @@ def _devices(config: TrainConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
     else:
         owners = tuple(stage // each for stage in range(partitions))
     if gpus == 0:
-        return ("cpu",) * partitions, owners
-    if processes == 1:  # one process drives all GPUs
-        return tuple(f"cuda:{stage * min(gpus, partitions) // partitions}" for stage in range(partitions)), owners
-    here = processes if started is None else started.here
+        return (("cpu",) * partitions,) * replicas, owners
+    if processes == 1 and started is None and gpus >= replicas:  # one process drives several GPUs
+        own = gpus // replicas
+        used = min(own, partitions)
+        stages = [stage * used // partitions for stage in range(partitions)]
+        return tuple(tuple(f"cuda:{own * r + gpu}" for gpu in stages) for r in range(replicas)), owners
+    here = processes * replicas if started is None else started.here
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
     one_each = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     if gpus < here and not one_each:
-        fewer = f"stages_per_process={-(-partitions // gpus)}, executor=in_process"
+        needs = f"{plural(here, 'process')} need a GPU each and there are {gpus}"
+        if replicas > gpus:
+            raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or device=cpu")
+        fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
         raise ValueError(
-            f"partitions={partitions}: {here} processes need a GPU each and there are {gpus}; use "
+            f"partitions={partitions}: {needs}; use "
             f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )
     # under torchrun this process knows its own GPU; each machine, or process that sees one, counts them from 0
-    own = {} if started is None else {started.rank: started.local_rank}
-    return tuple(f"cuda:{0 if one_each else own.get(owner, owner % here)}" for owner in owners), owners
+    local = {} if started is None else {started.rank: started.local_rank}
+
+    def device(process: int) -> str:
+        return f"cuda:{0 if one_each else local.get(process, process % here)}"
+
+    return tuple(tuple(device(processes * r + owner) for owner in owners) for r in range(replicas)), owners

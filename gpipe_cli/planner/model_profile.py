@@ -101,8 +101,8 @@ def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = Fal
 
     Raises ValueError if a mini-batch of `samples`, the short `last` one of an epoch or any other, would have one.
     """
-    micro_batches = config.micro_batches
-    if micro_batch_sizes(samples, micro_batches)[-1] > 1:
+    micro_batches, replicas = config.micro_batches, config.replicas
+    if micro_batch_sizes(samples, replicas * micro_batches)[-1] > 1:
         return
     model = build.build_model(config)
     freeze(model, find_frozen(config, model))
@@ -110,11 +110,11 @@ def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = Fal
     try:
         run_shapes(model, build.model_inputs(config), build.greatest_lengths(config), memory_format)
     except ValueError as error:
-        what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * micro_batches} or more"]
+        what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * replicas * micro_batches} or more"]
         if last:
             what, remedies = "dataset.drop_last=false: the last", ["dataset.drop_last=true"]
-        if samples > 1:
-            remedies.append(f"micro_batches={samples // 2} or fewer")
+        if samples >= 2 * replicas:
+            remedies.append(f"micro_batches={samples // 2 // replicas} or fewer")
         raise ValueError(
             f"{what} mini-batch has {plural(samples, 'sample')} and so a micro-batch of one, which this model cannot "
             f"train on ({error}); use {', or '.join(remedies)}"

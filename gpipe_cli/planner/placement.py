@@ -4,7 +4,7 @@ The parent makes the placement from shapes alone and hands it to every worker, s
 again and all of them agree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
@@ -38,26 +38,42 @@ class Placement:
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
     recompute: Recompute
-    devices: tuple[str, ...]
-    owners: tuple[int, ...]  # the process of each stage
+    owners: tuple[int, ...]  # the process of each stage, among those of its pipeline
+    replica_devices: tuple[tuple[str, ...], ...]  # of each pipeline, the device of each stage
     threads: int
     memory_format: str
     precision: str
     computes_in: str  # of that precision, by the devices that are here
     deterministic: bool
     compile: bool
+    replica: int = 0  # the pipeline that this is looked at from
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the stages of this pipeline."""
+        return self.replica_devices[self.replica]
 
     @property
     def partitions(self) -> int:
         return len(self.layer_names)
 
     @property
-    def processes(self) -> int:
+    def replicas(self) -> int:
+        """R; process p of pipeline r is process r P + p of the run, so that a pipeline stays on a machine."""
+        return len(self.replica_devices)
+
+    @property
+    def of_pipeline(self) -> int:
+        """P, the processes of each pipeline."""
         return self.owners[-1] + 1
 
     @property
+    def processes(self) -> int:
+        return self.of_pipeline * self.replicas
+
+    @property
     def distributed(self) -> bool:
-        return self.processes > 1
+        return self.of_pipeline > 1
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -89,14 +105,22 @@ class Placement:
     @property
     def most_parameter_tensors(self) -> int:
         """Of any process: the room that a vector with a number per parameter tensor needs."""
-        return max(sum(self.parameter_tensors[k] for k in self.stages_of(p)) for p in range(self.processes))
+        return max(sum(self.parameter_tensors[k] for k in self.stages_of(p)) for p in range(self.of_pipeline))
 
     def device_of(self, process: int) -> str:
-        return self.devices[self.owners.index(process)]
+        return self.replica_devices[self.replica_of(process)][self.stages_of(process)[0]]
+
+    def replica_of(self, process: int) -> int:
+        return process // self.of_pipeline
 
     def stages_of(self, process: int) -> range:
         """Consecutive ones."""
-        return range(self.owners.index(process), self.owners.index(process) + self.owners.count(process))
+        place = process % self.of_pipeline
+        return range(self.owners.index(place), self.owners.index(place) + self.owners.count(place))
+
+    def of_replica(self, replica: int) -> "Placement":
+        """The same, looked at from another pipeline."""
+        return replace(self, replica=replica)
 
 
 def make_placement(config: TrainConfig, profile: ModelProfile | None = None, plan: Plan | None = None) -> Placement:
@@ -119,8 +143,8 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         evaluation_boundaries=tuple(profile.evaluation[end - 1].outputs for _, end in bounds[:-1]),
         parameter_tensors=tuple(sum(w.tensors for w in profile.weights[first:end]) for first, end in bounds),
         recompute=plan.recompute,
-        devices=devices.stages,
         owners=devices.owners,
+        replica_devices=devices.replicas,
         threads=devices.threads,
         memory_format=memory_format_of(config),
         precision=config.precision,
@@ -180,6 +204,7 @@ def _peak(config: TrainConfig, placement: Placement, figures: Figures | None) ->
     else:
         return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
     # under torchrun machines count their GPUs from 0, each
-    devices = placement.processes if placement.distributed and not on_cpu else len(set(placement.devices))
+    devices = placement.of_pipeline if placement.distributed and not on_cpu else len(set(placement.devices))
+    devices *= placement.replicas
     each = f"{peak:.4g} TFLOP/s"
     return peak * 1e12 * devices, f"{each} ({source})" if devices == 1 else f"{devices} x {each} ({source})"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import share_of
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
@@ -78,7 +78,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         TooLargeError: no cut stays below `limit_bytes` on every stage.
         ValueError: a balance that was given does not fit the model.
     """
-    sizes = micro_batch_sizes(mini_batch_samples(config, profile.lengths), config.micro_batches)
+    sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     micro_batches = len(sizes)
     memory = MemoryModel(config, profile, sizes)
     recomputed = config.recompute in ("always", "except_last")
@@ -114,6 +114,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
             sum(seconds.graph for seconds in costs.layers[first:end]),
             sum(seconds.backward for seconds in costs.layers[first:end]),
             sum(costs.updates[first:end]),
+            sum(costs.sums[first:end]),
         )
         for first, end in bounds
     )

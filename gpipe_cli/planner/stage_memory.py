@@ -15,7 +15,7 @@ import numpy as np
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import share_of
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import live, peak_bytes
@@ -45,7 +45,7 @@ def saved_bytes(
 ) -> tuple[int, ...]:
     """The most activations held at once on each stage, in a mini-batch of `samples` padded to the lengths of
     `profile`."""
-    sizes = micro_batch_sizes(samples, config.micro_batches)
+    sizes = share_of(samples, config.micro_batches, config.replicas).sizes
     schedule = checked_schedule(config.schedule, len(bounds), len(sizes), recompute)
     return MemoryModel(config, profile, sizes).saved(schedule, bounds)
 

@@ -19,8 +19,8 @@ def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
 def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
     """The mean samples of a micro-batch. Cut by tokens, a mini-batch of short sentences has more samples than are
     planned for, and so all M micro-batches."""
-    whole = mini_batch_samples(config, lengths)
-    return whole / (config.micro_batches if config.batch_size is None else min(config.micro_batches, whole))
+    whole, pieces = mini_batch_samples(config, lengths), config.replicas * config.micro_batches
+    return whole / (pieces if config.batch_size is None else min(pieces, whole))
 
 
 @lru_cache(maxsize=16)  # they can be large

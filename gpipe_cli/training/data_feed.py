@@ -11,12 +11,14 @@ import torch
 
 from gpipe_cli.assembly.build import open_data, outputs_of
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
+from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
@@ -24,6 +26,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import Progress
 from gpipe_cli.training.events import DataFacts, Notes
+from gpipe_cli.units import plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 
@@ -37,13 +40,19 @@ class Reading:
     loaded: LoadedBatches | None  # what the first stage is given, where it is
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """Of the next mini-batch."""
+        """Of the share of the next mini-batch of which there is one."""
         return None if self.loaded is None else next(self.loaded)
 
-    def targets(self, epoch: int, position: int) -> torch.Tensor | None:
+    def targets(self, epoch: int, position: int) -> tuple[torch.Tensor, int] | None:
+        """Of the share of a mini-batch; and how many elements there are to predict in all of it."""
         if self.split is None:
             return None
-        return self.split.targets_of(self.batches.indices(epoch, position), self.batches.lengths(epoch, position))
+        indices, lengths = self.batches.indices(epoch, position), self.batches.lengths(epoch, position)
+        share = self.batches.share(epoch, position)
+        if not lengths:
+            return self.split.targets_of(indices[share.samples], lengths), len(indices)
+        whole = self.split.targets_of(indices, lengths)
+        return whole[share.samples], int((whole != IGNORED).sum())
 
     def close(self) -> None:
         if self.loaded is not None:
@@ -63,7 +72,7 @@ class Data:
         ValueError if an epoch of the run that is resumed had another number of steps.
         """
         stages = placement.stages_of(process)
-        self._config, self._first = config, 0 in stages
+        self._config, self._first, self._replica = config, 0 in stages, placement.replica_of(process)
         self._splits: tuple[Split, Split] | None = None
         # of the training set (True) and the test set, where the first stage is
         self._readings: dict[bool, Reading] = {}
@@ -77,7 +86,7 @@ class Data:
         for training, split in zip((False, True), reversed(self._splits), strict=True):
             if training and start is None:
                 continue
-            batches = mini_batches(config, split.catalogue, training=training)
+            batches = mini_batches(config, split.catalogue, training=training, replica=self._replica)
             span = 0, 0, 1 if start is None else config.epochs + 1
             if training and start is not None:
                 if start.steps_per_epoch not in (0, batches.steps_per_epoch):
@@ -98,7 +107,8 @@ class Data:
         catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
         if training in self._readings:
             return self._readings[training]
-        return Reading(split, mini_batches(self._config, catalogue, training=training), None)
+        batches = mini_batches(self._config, catalogue, training=training, replica=self._replica)
+        return Reading(split, batches, None)
 
     def facts(self) -> DataFacts:
         """What the banner says of the data; called where the first stage is."""
@@ -126,8 +136,9 @@ class Data:
             write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
 
 
-def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool) -> MiniBatches:
-    """Of a training set; or of a test set, every sample once and in the same order each time.
+def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:
+    """Of a training set; or of a test set, every sample once and in the same order each time. `replica` gets a share
+    of each.
 
     Raises ValueError for a training set that is smaller than one mini-batch.
     """
@@ -144,13 +155,20 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool) -
         shuffle=training,
         temperature=getattr(config.dataset, "temperature", None) if training else None,
         drop_last=config.dataset.drop_last and training,
+        micro_batches=config.micro_batches,
+        replicas=config.replicas,
+        replica=replica,
     )
 
 
 def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
-    """Raises ValueError if the model cannot train on the last mini-batch of an epoch, which may be short."""
+    """Raises ValueError if the model, or one of the replicas, cannot train on the last mini-batch of an epoch, which
+    may be short."""
     if config.batch_size is not None:
         smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))
+        if smallest < config.replicas:
+            why = f"the last mini-batch of an epoch has {plural(smallest, 'sample')}, less than one for each"
+            raise RefusedError("replicas", config.replicas, f"{why}; use dataset.drop_last=true")
         refuse_single_samples(config, smallest, last=smallest < config.batch_size)
 
 

@@ -20,6 +20,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor, Watch
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.planner.placement import Placement
@@ -45,6 +46,7 @@ class Engine:
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
     parameters: dict[int, dict[str, nn.Parameter]]  # of each stage, by global name, in global order
+    replicas: Replicas | None  # None: there is one pipeline
 
     @property
     def has_first(self) -> bool:
@@ -113,14 +115,15 @@ def build_engine(
 
     What the placement says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
+    placement = placement.of_replica(placement.replica_of(process))
     whole = real_model(config, pretrained=pretrained)
     stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
     transport: Transport
-    if groups is None:
+    if groups is None or not placement.distributed:
         transport = LocalTransport([torch.device(device) for device in placement.devices])
     else:
         transport = P2PTransport(
-            process,
+            process % placement.of_pipeline,
             placement.owners,
             groups.links,
             Boundaries(placement.training_boundaries, placement.evaluation_boundaries),
@@ -139,6 +142,7 @@ def build_engine(
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
+        replicas=None if groups is None else groups.replicas,
     )
 
 

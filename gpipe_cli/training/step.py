@@ -8,7 +8,8 @@ comes with the one gather of a step. For that each process packs what it knows i
     norms      (P,)     of the gradients of the process's parameters in global order; P is the most that a process has
     recording  (S,)     when the process's stages did what in the step before
 
-What a process does not know is 0 in its vector, so that the first two parts of all processes add up.
+What a process does not know is 0 in its vector: the sums of all processes add up, and of a stage the most counts.
+Norms and recordings are those of the first replica.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,10 @@ from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, global_norm
-from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
-from gpipe_cli.pipeline.runtime.recording import MARKS, Recording, room
+from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
@@ -35,7 +37,7 @@ from gpipe_cli.training.engine import Engine
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """What the process of a stage knows of it."""
+    """What the process of a stage knows of it; of several replicas the most."""
 
     memory_bytes: float  # the peak so far
     activation_bytes: float  # the most that was saved at once, if it was counted
@@ -60,7 +62,7 @@ class StepMetrics:
     totals: Totals  # over the mini-batch
     gradient_norm: float  # global
     stages: tuple[StageMetrics, ...]
-    seconds: list[list[float]]  # of each stage, what `Recording.seconds` gives
+    seconds: list[list[float]]  # of each stage of the first replica, what `Recording.seconds` gives
 
 
 def rehearse(
@@ -71,14 +73,18 @@ def rehearse(
 
     Gradients and statistics are as after a step. Raises as the executor does.
     """
-    samples = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)[0]
+    share = data.batches.share(epoch, position)
+    if not share.sizes:  # the other replicas have all of it
+        return
+    samples = share.sizes[0]
     schedule = checked_schedule("gpipe", engine.placement.partitions, 1, "always")
     inputs, targets = None, data.targets(epoch, position) if engine.has_last else None
     if data.loaded is not None:
         with control.waits(Awaited.DATA):
             whole = data.loaded.peek()
         inputs = placed(engine, tuple(tensor[:samples] for tensor in whole))
-    targets = None if targets is None else targets[:samples]
+    if targets is not None:
+        targets = targets[0][:samples], 0
     objective = objective_of(config, targets, (samples,), config.label_smoothing, engine.last_device)
     engine.executor.run(schedule, 0, (samples,), inputs, objective, data.batches.lengths(epoch, position))
 
@@ -113,8 +119,14 @@ def train_step(
         return checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
 
     recording, objective = _run(
-        config, engine, control, data, epoch, position, schedule_of, step, config.label_smoothing
+        config, engine, control, data, epoch, position, schedule_of, step, config.label_smoothing, engine.replicas
     )
+    if engine.replicas is not None:
+        clocks = engine.executor.recorder.clocks
+        waits = {k: clocks[k].now() for k in engine.stages}
+        engine.replicas.finish()
+        for k in engine.stages:
+            recording.added_up(k, waits[k], clocks[k].now())
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.placement.devices[k])
@@ -131,7 +143,7 @@ def train_step(
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
                 padded = _padded(numbers.norms(), engine.placement.most_parameter_tensors)
-            norms = _known(control.gather(padded)()).to(norms.device)
+            norms = _known(control.gather(padded)()[: engine.placement.of_pipeline]).to(norms.device)
         clip(gradients, norms, config.gradient_clipping)
     for k, optimizer in engine.optimizers.items():
         now = engine.executor.recorder.clocks[k].now
@@ -160,7 +172,7 @@ def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: R
 
 def objective_of(
     config: TrainConfig,
-    targets: torch.Tensor | None,
+    targets: tuple[torch.Tensor, int] | None,
     sizes: Sequence[int],
     label_smoothing: float,
     device: torch.device,
@@ -168,9 +180,11 @@ def objective_of(
     """What the last stage, on `device`, minimises; None where there are no targets, as the last stage is elsewhere."""
     if targets is None:
         return None
+    of_share, elements = targets
     return CrossEntropy(
-        targets,
+        of_share,
         sizes,
+        elements=elements,
         label_smoothing=label_smoothing,
         auxiliary_weight=getattr(config.model, "auxiliary_weight", 0.0),  # other models have no such head
         device=device,
@@ -193,16 +207,23 @@ def _run(
     schedule_of: Callable[[int], Schedule],
     step: int,
     label_smoothing: float,
+    replicas: Replicas | None = None,
 ) -> tuple[Recording, CrossEntropy | None]:
-    """One mini-batch, by the schedule for its number of micro-batches; the objective where the last stage is."""
-    sizes = micro_batch_sizes(data.batches.size(epoch, position), config.micro_batches)
+    """This pipeline's share of a mini-batch, by the schedule for its number of micro-batches; the objective where the
+    last stage is. With `replicas` the gradients are being added up."""
+    share = data.batches.share(epoch, position)
     targets = data.targets(epoch, position) if engine.has_last else None
-    objective = objective_of(config, targets, sizes, label_smoothing, engine.last_device)
+    objective = objective_of(config, targets, share.sizes, label_smoothing, engine.last_device)
     lengths = data.batches.lengths(epoch, position)
-    with control.waits(Awaited.DATA):
-        inputs = data.inputs()
-    schedule = schedule_of(len(sizes))
-    return engine.executor.run(schedule, step, sizes, placed(engine, inputs), objective, lengths), objective
+    inputs = None
+    if share.sizes:
+        with control.waits(Awaited.DATA):
+            inputs = data.inputs()
+    recording = engine.executor.run(
+        schedule_of(len(share.sizes)), step, share.sizes, placed(engine, inputs), objective, lengths,
+        first_micro_batch=share.first_micro_batch, replicas=replicas,
+    )  # fmt: skip
+    return recording, objective
 
 
 def gather_metrics(
@@ -212,7 +233,7 @@ def gather_metrics(
     other processes."""
     placement = engine.placement
     sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
-    stages_here = max(len(placement.stages_of(process)) for process in range(placement.processes))
+    stages_here = max(len(placement.stages_of(process)) for process in range(placement.of_pipeline))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
@@ -227,7 +248,8 @@ def gather_metrics(
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
         to_norms.copy_(_padded(numbers.norms(), len(to_norms)))
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
-    to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
+    if placement.replica_of(control.rank) == 0:  # whose timeline is drawn
+        to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
     schedule = numbers.recording.schedule
 
@@ -235,12 +257,12 @@ def gather_metrics(
     def metrics() -> StepMetrics:
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
         recorded: list[list[float]] = []
-        for process, numbers_of_process in enumerate(recordings):
-            values = iter(numbers_of_process.tolist())
+        for process in range(placement.of_pipeline):
+            values = iter(recordings[process].tolist())
             for stage in placement.stages_of(process):
-                recorded.append(list(islice(values, MARKS * len(schedule[stage]) + 2)))
-        of_stages = torch.stack(all_stages).sum(dim=0).tolist()
-        norm = float(global_norm(_known(all_norms)))
+                recorded.append(list(islice(values, MARKS * len(schedule[stage]) + ENDS)))
+        of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # of several replicas the most
+        norm = float(global_norm(_known(all_norms[: placement.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
 
     return metrics

@@ -20,7 +20,6 @@ from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.pipeline.profile.layer_probes import watching
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
@@ -94,7 +93,8 @@ def train(
             adopt(resume_from, folder)
         data.save_vocabulary(folder)
         # asked here and not in the parent, where it would open a CUDA context
-        gpus = tuple(torch.cuda.get_device_name(one) for one in dict.fromkeys(placement.devices) if one != "cpu")
+        devices = dict.fromkeys(device for replica in placement.replica_devices for device in replica)
+        gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
         process.report(
             events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus, compiled)
         )
@@ -273,8 +273,8 @@ def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:
 def _compile(config: TrainConfig, engine: Engine, control: ControlGroup, batches: MiniBatches) -> events.LayersCompiled:
     """Compile all layers for all micro-batches that there will be, in all processes at the same time. Raises ValueError
     for a layer that cannot be compiled."""
-    mini_batches = {batches.size(0, position) for position in range(batches.steps_per_epoch)}
-    sizes = sorted({size for samples in mini_batches for size in micro_batch_sizes(samples, config.micro_batches)})
+    positions = range(batches.steps_per_epoch)
+    sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
     began = time.perf_counter()
     with control.waits(Awaited.COMPILER):
         done = engine.compile(sizes)

@@ -23,7 +23,7 @@ from gpipe_cli.data.corpora import target_language
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
-from gpipe_cli.pipeline.runtime.boundary import Tensors, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Tensors, share_of
 from gpipe_cli.pipeline.schedule.schedules import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.training.data_feed import Reading
@@ -200,21 +200,22 @@ def decode(
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
-            sizes = micro_batch_sizes(len(rows), search.micro_batches)
-            inputs = None
-            if sources is not None:
-                where = torch.tensor([at for at, _ in rows], device=sources.device)
-                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in rows], device=sources.device)
+            replica = engine.placement.replica_of(control.rank)
+            share = share_of(len(rows), search.micro_batches, engine.placement.replicas, replica)
+            own, inputs = rows[share.samples], None
+            if sources is not None and own:
+                where = torch.tensor([at for at, _ in own], device=sources.device)
+                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in own], device=sources.device)
                 inputs = sources[where, :longest].contiguous(), so_far
-            schedule = forward_only(engine.placement.partitions, len(sizes))
-            engine.executor.run(schedule, 0, sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
+            schedule = forward_only(engine.placement.partitions, len(share.sizes))
+            engine.executor.run(schedule, 0, share.sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64)
-            if objective is not None:
+            if objective is not None and own:
                 with control.waits(Awaited.PROCESS):  # a GPU that waits for another process holds up this one here
-                    known = objective.table()
-            # processes are in the order of the stages: the last one has seen the logits
-            found = iter(control.gather(known.flatten())()[-1].view(shape).tolist())
+                    known[share.samples] = objective.table()
+            # of each row one process has seen the logits, and the others say 0
+            found = iter(torch.stack(control.gather(known.flatten())()).sum(dim=0).view(shape).tolist())
             for at in growing:
                 beams[at].advance([next(found) for _ in beams[at].growing])
         for at, beam in zip(chosen, beams, strict=True):

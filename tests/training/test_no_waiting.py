@@ -131,7 +131,7 @@ def materialize(model: nn.Sequential, first: int, layers: int, **others: Any) ->
 def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
     """Batch norms with and without momentum, clipping, averages; the numbers of the step before are read meanwhile."""
     config = configure(*settings, "partitions=2", "executor=in_process")
-    placement = replace(make_placement(config), devices=(GPU, GPU))
+    placement = replace(make_placement(config), replica_devices=((GPU, GPU),))
     train, _ = open_data(config)
     batches = mini_batches(config, train.catalogue, training=True)
     inputs, targets = train.inputs(0, list(range(8)), batches.lengths(0, 0)), train.targets_of(torch.arange(8), ())
@@ -146,7 +146,7 @@ def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
         reading: Any = SimpleNamespace(
             batches=batches,
             inputs=lambda: tuple(torch.empty(one.shape, dtype=one.dtype) for one in inputs),
-            targets=lambda epoch, position: torch.empty(targets.shape, dtype=targets.dtype),
+            targets=lambda epoch, position: (torch.empty(targets.shape, dtype=targets.dtype), len(targets)),
         )
         for step in range(3):
             Event.step, Event.made, Event.waited = step + 1, 0, 0
@@ -177,5 +177,6 @@ def test_the_loader_that_pins_memory_starts_last(monkeypatch: pytest.MonkeyPatch
     pins: list[bool] = []
     monkeypatch.setattr(data_feed, "LoadedBatches", lambda *arguments: pins.append(arguments[-1]))
     config = configure(*TINY)
-    data_feed.Data(config, replace(make_placement(config), devices=(GPU, GPU)), 0, starting_point(config, None), None)
+    placement = replace(make_placement(config), replica_devices=((GPU, GPU),))
+    data_feed.Data(config, placement, 0, starting_point(config, None), None)
     assert pins == [False, True]

@@ -129,6 +129,33 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
     return tuple(small + 1 if piece < larger else small for piece in range(pieces))
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of R pipelines gets of a mini-batch: consecutive micro-batches of the R x M of all of them."""
+
+    first_sample: int
+    first_micro_batch: int
+    sizes: tuple[int, ...]  # of its micro-batches; none if the mini-batch has fewer samples than there are pipelines
+
+    @property
+    def samples(self) -> slice:
+        return slice(self.first_sample, self.first_sample + sum(self.sizes))
+
+
+def share_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Share:
+    """The share of pipeline `replica` of so many `replicas`, of `micro_batches` at most; the first ones get more.
+
+    The micro-batches of all are those of one pipeline with R x M of them (law 7).
+
+    >>> share_of(7, 2, replicas=2, replica=1)
+    Share(first_sample=4, first_micro_batch=2, sizes=(2, 1))
+    """
+    sizes = micro_batch_sizes(samples, replicas * micro_batches)
+    counts = [len(sizes) // replicas + (one < len(sizes) % replicas) for one in range(replicas)]
+    first = sum(counts[:replica])
+    return Share(sum(sizes[:first]), first, sizes[first : first + counts[replica]])
+
+
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
     """The micro-batches of a mini-batch of several tensors, (N, ...) each."""
     return tuple(zip(*(tensor.split(list(sizes)) for tensor in batch), strict=True))

@@ -13,12 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_cli.pipeline.runtime.host_copies import to_device
+
+OfReplicas: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""From a tensor of this process, the same of all replicas of its stages, in their order."""
+
+
+def alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What `OfReplicas` is where there is one replica."""
+    return (tensor,)
 
 
 @dataclass
@@ -87,20 +96,46 @@ class BatchStatistics:
         return slot.views[norm]
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Merge the micro-batches of this mini-batch into the running statistics, exactly, and empty the slots.
+    def commit(self, of_replicas: OfReplicas = alone) -> None:
+        """Merge the micro-batches of this mini-batch, those `of_replicas` too, into the running statistics, exactly,
+        and empty the slots.
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
         the mean would cancel. Each product and each sum is an operation of its own, so that a channel gets the same
         bits wherever it lies in the flat tensor, hence for any cut.
         """
         used = [slot for slot in self._slots if slot.counts]
-        if not used:
+        if not self._norms or (not used and of_replicas is alone):
             return
-        rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
+        dtype = self._norms[0].running_mean.dtype  # type: ignore[union-attr]  # as in `open`
+        seen = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
+        parts = of_replicas(self._moments(used))
+        if not used:  # this mini-batch had no sample for this replica
+            of_norms = sum(parts)[0].split([norm.num_features for norm in self._norms])  # type: ignore[index]
+            seen = [bool(total[0]) for total in of_norms]
+        total, mean, squares = parts[0]
+        if len(parts) > 1:
+            total = sum(part[0] for part in parts)  # whole numbers: exact in any order
+            mean = sum(part[1] * part[0] for part in parts) / total
+            squares = sum(part[2] + (part[1] - mean).square() * part[0] for part in parts)
+        variance = squares / (total - 1)
+        self._update(mean.to(dtype), variance.to(dtype), seen)
+        for slot in used:
+            slot.counts.clear()
+        if self._second is not None:
+            self._second.commit(of_replicas)
+            second = {id(running): value for running, value in self._second.newest}
+            self.newest = [(to, (new + second[id(to)]) / 2 if id(to) in second else new) for to, new in self.newest]
+
+    def _moments(self, used: Sequence[_Slot]) -> torch.Tensor:
+        """Of the micro-batches in these slots, float64 (3, channels): values, their mean, and the sum of the squares of
+        their differences to it."""
         channels = tuple(norm.num_features for norm in self._norms)
-        dtype, device = used[0].moments.dtype, used[0].moments.device
-        values, total = _values_of_channels(rows, channels, device)
+        if not used:
+            device = self._norms[0].running_mean.device  # type: ignore[union-attr]
+            return torch.zeros(3, sum(channels), dtype=torch.float64, device=device)
+        rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
+        values, total = _values_of_channels(rows, channels, used[0].moments.device)
         moments = [slot.moments.double() for slot in used]
         mean = torch.zeros_like(total)
         for moment, count in zip(moments, values, strict=True):
@@ -111,15 +146,7 @@ class BatchStatistics:
             squares += moment[1] * (count - 1).clamp_(min=0)
             difference = moment[0] - mean
             squares += difference * difference * count
-        variance = squares / (total - 1)
-        seen = [any(row[norm] for row in rows) for norm in range(len(self._norms))]
-        self._update(mean.to(dtype), variance.to(dtype), seen)
-        for slot in used:
-            slot.counts.clear()
-        if self._second is not None:
-            self._second.commit()
-            second = {id(running): value for running, value in self._second.newest}
-            self.newest = [(to, (new + second[id(to)]) / 2 if id(to) in second else new) for to, new in self.newest]
+        return torch.stack((total, mean, squares))
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]) -> None:
         sizes = [norm.num_features for norm in self._norms]

@@ -9,8 +9,10 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from gpipe_cli.pipeline.runtime.boundary import Tensors, split_all
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import alone
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
 from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
@@ -55,24 +57,36 @@ class Executor:
         inputs: Tensors | None,
         objective: Objective | None,
         lengths: Sequence[int] = (),
+        *,
+        first_micro_batch: int = 0,
+        replicas: Replicas | None = None,
     ) -> Recording:
         """One mini-batch: every action of the schedule on the stages of this process. Returns when each of them ran.
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
-        `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. Raises
+        `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. A training
+        with `replicas` has the micro-batches from `first_micro_batch` on; their gradients are being added up when this
+        returns. Raises
         ActionFailedError if an action does, ChangedInputError for a layer that changes its input in place, and
         PeerLostError if a neighbour is gone.
         """
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
         for index, stage in self._stages.items():
-            stage.begin_step(step, objective if index == self._last else None)
+            stage.begin_step(step, objective if index == self._last else None, first_micro_batch)
         recording = self.recorder.begin_step(schedule)
+        left = {index: len(schedule[index]) for index in self._stages}
         for action, keep in _actions_of(schedule, self._turns, frozenset(self._stages)):
             self._watch(action, sizes[action.micro_batch], lengths)
             self._perform(action, keep, micro_batches, recording)
+            left[action.stage] -= 1
+            if replicas is not None and not left[action.stage]:  # while other stages still compute
+                replicas.begin(self._stages[action.stage].module.parameters(), empty=False)
+        for index in sorted(self._stages, reverse=True):  # the order in which stages end
+            if replicas is not None and not sizes:
+                replicas.begin(self._stages[index].module.parameters(), empty=True)
         for stage in self._stages.values():
-            stage.finish_step()
+            stage.finish_step(alone if replicas is None else replicas.gather)
         self._transport.finish_step()
         return recording
 

@@ -2,8 +2,9 @@
 
 The paper promises that the number of partitions changes nothing (sections 1 and 7). With dropout that holds only if a
 layer draws the same mask wherever it runs and however often its forward is repeated. Lingvo derives its dropout seed
-from step and micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from (run seed, step, replica, micro-batch,
-layer), so no generator state is ever saved or restored: a recomputation just starts from the same seed again.
+from step and micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from (run seed, step, micro-batch among
+those of all replicas, layer), so no generator state is ever saved or restored: a recomputation just starts from the
+same seed again.
 
 The weights of a layer come from the run's seed and the layer's global name; a peer that seeds once per process starts
 with other weights for every number of partitions.

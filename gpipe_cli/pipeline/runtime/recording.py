@@ -19,6 +19,7 @@ from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timelin
 
 Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read
 MARKS = 4  # of an action: begun, everything received, computed, handed on
+ENDS = 4  # of a stage after its actions: begin and end of the wait for sums over replicas, and of its update
 _ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: their drift is parts in a million
 
 
@@ -122,6 +123,7 @@ class Recording:
         self.schedule = schedule
         self._readers = readers
         self._marks: dict[int, list[Mark]] = {stage: [] for stage in readers}
+        self._sums: dict[int, tuple[Mark, Mark]] = {}
         self._updates: dict[int, tuple[Mark, Mark]] = {}
         self._core_seconds = dict.fromkeys(readers, 0.0)
 
@@ -131,6 +133,10 @@ class Recording:
         """The four marks of an action; `core_seconds` of the time from received to computed it had a core."""
         self._marks[stage] += (begun, received, computed, handed_on)
         self._core_seconds[stage] += core_seconds
+
+    def added_up(self, stage: int, begun: Mark, ended: Mark) -> None:
+        """The wait for the gradients of other replicas."""
+        self._sums[stage] = (begun, ended)
 
     def update(self, stage: int, begun: Mark, ended: Mark) -> None:
         self._updates[stage] = (begun, ended)
@@ -144,12 +150,13 @@ class Recording:
         return max(0.0, 1 - had / sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS)))
 
     def seconds(self) -> dict[int, list[float]]:
-        """For each stage: MARKS numbers per action, in the order of its schedule, then begin and end of its update.
-        On a GPU this waits for the last of them."""
+        """For each stage: MARKS numbers per action, in the order of its schedule, then ENDS numbers. On a GPU this
+        waits for the last of them."""
         read: dict[int, list[float]] = {}
         for stage, reader in self._readers.items():
             marks = self._marks[stage]
-            read[stage] = reader([*marks, *self._updates.get(stage, marks[-1:] * 2)])
+            sums = self._sums.get(stage, marks[-1:] * 2)
+            read[stage] = reader([*marks, *sums, *self._updates.get(stage, sums[-1:] * 2)])
         return read
 
 
@@ -168,7 +175,7 @@ class Recorder:
 
 def room(micro_batches: int) -> int:
     """The most numbers that a stage's recording of so many micro-batches has: an F, an R and a B of each."""
-    return 3 * micro_batches * MARKS + 2
+    return 3 * micro_batches * MARKS + ENDS
 
 
 def measured_timeline(
@@ -198,7 +205,9 @@ def measured_timeline(
             spans.append(Span(action, received, computed))
             if handed_on > computed:
                 beside.append(Event(EventKind.TRANSFER, computed, handed_on, action))
-        begun, ended = numbers[len(actions) * MARKS :][:2]
+        adding, added, begun, ended = numbers[len(actions) * MARKS :][:ENDS]
+        if added > adding:
+            beside.append(Event(EventKind.TRANSFER, adding, added, None))
         if ended > begun:
             beside.append(Event(EventKind.UPDATE, begun, ended, None))
         stages.append(tuple(spans))

@@ -23,7 +23,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.precision import autocast
@@ -75,7 +75,6 @@ class Stage:
         memory_format: torch.memory_format = torch.contiguous_format,
         computed_in: torch.dtype | None = None,
         compiled: bool = False,
-        replica: int = 0,
     ) -> None:
         self.index = index
         self.module = module
@@ -88,7 +87,7 @@ class Stage:
         self._memory_format = memory_format
         self._autocast = partial(autocast, device, computed_in)
         self.statistics = BatchStatistics()
-        self._run_seed, self._replica, self._step = run_seed, replica, 0
+        self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
         self._objective: Objective | None = None
         self._saved: dict[int, _Saved] = {}
         self._saved_bytes: SavedBytes | None = None
@@ -115,11 +114,12 @@ class Stage:
         """The most bytes held at once for micro-batches in flight since the step began; 0 if they are not counted."""
         return 0 if self._saved_bytes is None else self._saved_bytes.peak_bytes
 
-    def begin_step(self, step: int, objective: Objective | None) -> None:
-        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run and enters the
-        seeds."""
+    def begin_step(self, step: int, objective: Objective | None, first_micro_batch: int = 0) -> None:
+        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run. It enters the seeds,
+        and so does the place of a micro-batch among those of all replicas, of which this pipeline's begin at
+        `first_micro_batch`."""
         assert not self._saved, "a step begins with nothing saved"
-        self._step, self._objective = step, objective
+        self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
         if self._saved_bytes is not None:
             self._saved_bytes.begin_step([*self.module.parameters(), *self.module.buffers()])
 
@@ -197,10 +197,11 @@ class Stage:
             given = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
         self.module.zero_grad(set_to_none=True)
 
-    def finish_step(self) -> None:
-        """After the last action: batch norm commits once, nothing is left saved."""
+    def finish_step(self, of_replicas: OfReplicas = alone) -> None:
+        """After the last action: batch norm commits once, with the moments `of_replicas`; nothing is left saved."""
         assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
-        self.statistics.commit()
+        if self.module.training:
+            self.statistics.commit(of_replicas)
         self._objective = None
 
     def _keep(self, micro_batch: int, saved: _Saved) -> None:
@@ -229,7 +230,8 @@ class Stage:
             self.layer_name = name
             if training:
                 layer_number = self._first_layer + offset
-                seed_generator(self.device, mix(self._run_seed, self._step, self._replica, micro_batch, layer_number))
+                place = self._first_micro_batch + micro_batch
+                seed_generator(self.device, mix(self._run_seed, self._step, 0, place, layer_number))
             try:
                 # in evaluation nothing is kept, so that a layer may change its input
                 returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))

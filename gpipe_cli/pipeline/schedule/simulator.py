@@ -30,6 +30,7 @@ class StageCost:
     graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
     backward_seconds: float
     update_seconds: float = 0.0  # once, after the last action of its device
+    sum_seconds: float = 0.0  # once, from its last action on: until its gradients are those of all replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class _Run:
         for action, retain in linearize_retained(schedule, turns):
             self._left[turns[action.stage]].append((action, retain))
         self._updates: list[deque[int]] = [deque() for _ in range(devices)]  # stages, likewise
+        self._added_up = [0.0] * devices  # when the gradients of its stages that have ended are those of all replicas
         for stage, cost in enumerate(stages):
             if cost.update_seconds > 0:
                 self._updates[turns[stage]].append(stage)
@@ -183,7 +185,10 @@ class _Run:
     def _begin(self, device: int) -> None:
         """Start what comes next on a device that is free, now or when it is woken up again."""
         if not self._left[device]:
-            if self._updates[device]:
+            if (added_up := self._added_up[device]) > self._now:
+                self.events[self._turns.index(device)].append(Event(EventKind.TRANSFER, self._now, added_up, None))
+                heappush(self._arriving, (added_up, device))
+            elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
         action, retain = self._left[device][0]
@@ -216,6 +221,8 @@ class _Run:
         action, _ = self._left[device].popleft()
         self.spans[action.stage].append(Span(action, start, self._now))
         self._ended[action] = self._now
+        if all(other.stage != action.stage for other, _ in self._left[device]):
+            self._added_up[device] = max(self._added_up[device], self._now) + self._stages[action.stage].sum_seconds
         self._begin(device)
         if action in self._waiting:
             self._begin(self._waiting.pop(action))

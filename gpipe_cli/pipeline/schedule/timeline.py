@@ -37,7 +37,7 @@ class Event(NamedTuple):
     what: EventKind
     start_seconds: float
     end_seconds: float
-    action: Action | None  # the one that had to wait, or whose outputs were handed on; None for the update
+    action: Action | None  # that had to wait, or whose outputs were handed on; None: of updates and sums over replicas
 
     @property
     def seconds(self) -> float:

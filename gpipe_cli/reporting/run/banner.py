@@ -22,7 +22,7 @@ def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
         *([Column("process", cells=[str(owner) for owner in stages.owners], number=True)] if several else []),
-        Column("device", cells=stages.devices),
+        Column("device", cells=_devices(stages.replica_devices)),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),
         Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
@@ -42,7 +42,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         yield "vocabulary", plural(run.data.vocabulary, "token")
     if config.preset is not None:
         yield "preset", f"{config.preset}: settings that suit this model and data set; what is given wins"
-    yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}"
+    replicas = f", R = {placement.replicas} replicas" if placement.replicas > 1 else ""
+    yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
     yield "executor", f"{run.executor}, {plural(placement.threads, 'thread')} for each process"
     yield from precision_facts(config.precision, placement.computes_in)
@@ -102,13 +103,19 @@ def _samples_of_data(run: RunDescription) -> str:
 def _global_batch(run: RunDescription, micro_batches: str) -> str:
     """`32 = 1 replica x 4 micro-batches x 8 samples`, `x 6 or 5 samples` where they are uneven, or
     `4,096 tokens = 1 replica x 4 micro-batches`."""
-    factors, batch_size = f"1 replica x {micro_batches}", run.config.batch_size
+    replicas, batch_size = run.config.replicas, run.config.batch_size
+    factors = f"{plural(replicas, 'replica')} x {micro_batches}"
     if batch_size is None:
         return f"{run.config.batch_tokens:,} tokens = {factors}"
-    sizes = sorted(set(micro_batch_sizes(batch_size, run.config.micro_batches)), reverse=True)
+    sizes = sorted(set(micro_batch_sizes(batch_size, replicas * run.config.micro_batches)), reverse=True)
     sample = words_of(run.config.task).sample
     each = " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
     return f"{batch_size:,} = {factors} x {each}"
+
+
+def _devices(replicas: Sequence[Sequence[str]]) -> list[str]:
+    """Of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`."""
+    return [", ".join(dict.fromkeys(of_stage)) for of_stage in zip(*replicas, strict=True)]
 
 
 def _layers(names: Sequence[str]) -> str:

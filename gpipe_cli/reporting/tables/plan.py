@@ -68,6 +68,7 @@ def plan_json(
     recompute: str = config.recompute
     if recompute == "auto":
         recompute = f"auto ({sum(plan.recomputed)} of {partitions * plan.micro_batches} forwards)"
+    devices = len(set(plan.turns)) * config.replicas
     drawable = partitions <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
     return {
         "kind": "predicted",
@@ -77,6 +78,7 @@ def plan_json(
         "layers": layers,
         "stages": stages,
         "micro_batches": plan.micro_batches,
+        "replicas": config.replicas,
         "schedule": config.schedule,
         "recompute": recompute,
         "sample": words_of(config.task).sample,
@@ -95,7 +97,7 @@ def plan_json(
         "recomputed_flops": round(recomputed_flops),
         # Of what all devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
         # (Chowdhery et al., 2022, PaLM, section 4.1).
-        "utilisation": None if peak is None else flops / (peak * len(set(plan.turns)) * plan.step_seconds),
+        "utilisation": None if peak is None else flops / (peak * devices * plan.step_seconds),
         "comparisons": [
             {
                 "setting": comparison.setting,
@@ -209,7 +211,8 @@ def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     layers, partitions = plural(len(plan["layers"]), "layer"), plural(len(plan["stages"]), "partition")
     yield "model", f"{plan['model_name']}: {layers}, {count(plan['parameters'])} parameters"
     yield "dataset", plan["dataset_name"]
-    yield "pipeline", f"K = {partitions}, M = {plural(plan['micro_batches'], 'micro-batch')}"
+    replicas = f", R = {plan['replicas']} replicas, of which one is shown" if plan["replicas"] > 1 else ""
+    yield "pipeline", f"K = {partitions}, M = {plural(plan['micro_batches'], 'micro-batch')}{replicas}"
     yield "schedule", f"{plan['schedule']}, recompute {plan['recompute']}"
     batch, tokens = plural(plan["step_samples"], plan["sample"]), plan["step_tokens"]
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"

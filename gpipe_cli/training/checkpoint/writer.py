@@ -104,7 +104,9 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _begin(self, progress: store.Progress) -> None:
-        states = {k: state_of_stage(self.engine, k) for k in self.engine.stages}
+        placement = self.engine.placement
+        writes = placement.replica_of(self.control.rank) == 0  # all replicas have the same
+        states = {k: state_of_stage(self.engine, k) for k in (self.engine.stages if writes else ())}
         without_state = [
             name
             for k, state in states.items()
@@ -121,11 +123,12 @@ class CheckpointWriter:
             for k, (copies, arrived) in snapshots.items():
                 arrived()
                 files.append(store.write_stage(draft, k, copies))
-            store.write_part(draft, self.control.rank, store.Part(tuple(files), tuple(without_state)))
+            if writes:
+                store.write_part(draft, self.control.rank, store.Part(tuple(files), tuple(without_state)))
 
         def complete() -> None:
-            parts = [self._part(draft, process) for process in range(self.control.size)]
-            layers = tuple(name for names in self.engine.placement.layer_names for name in names)
+            parts = [self._part(draft, process) for process in range(placement.of_pipeline)]
+            layers = tuple(name for names in placement.layer_names for name in names)
             files = tuple(file for part in parts for file in part.files)
             stateless = tuple(name for part in parts for name in part.without_state)
             index = store.Index(store.FORMAT, progress, layers, files, stateless)

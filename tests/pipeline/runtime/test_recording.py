@@ -13,7 +13,7 @@ from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_o
 
 from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.recording import MARKS, measured_timeline, room
+from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
@@ -35,7 +35,7 @@ def test_a_step_records_every_action_of_its_stages() -> None:
     recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), SumOfSquares())
     after = time.perf_counter()
     seconds = recording.seconds()
-    assert [len(seconds[k]) for k in range(3)] == [MARKS * len(actions) + 2 for actions in plan]
+    assert [len(seconds[k]) for k in range(3)] == [MARKS * len(actions) + ENDS for actions in plan]
     assert all(len(values) <= room(4) for values in seconds.values())
     timeline = measured_timeline(plan, [seconds[k] for k in range(3)])
     for actions, spans, values in zip(plan, timeline.stages, seconds.values(), strict=True):
@@ -51,8 +51,8 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
     """Stage 0 computes F0 from 0 to 10 and hands on until 11; stage 1 waits from 0 and has it at 13."""
     plan = schedule.build("gpipe", 2, 1, "never")
     f0, b0, f1, b1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in (Kind.F, Kind.B))
-    stage0 = [0, 0, 10, 11, 11, 32, 40, 40, 40, 42]
-    stage1 = [0, 13, 20, 20, 20, 20, 30, 30, 30, 31]
+    stage0 = [0, 0, 10, 11, 11, 32, 40, 40, 40, 40, 40, 42]
+    stage1 = [0, 13, 20, 20, 20, 20, 30, 30, 30, 30, 30, 31]
     timeline = measured_timeline(plan, [[float(v) for v in values] for values in (stage0, stage1)])
     assert timeline.stages == ((Span(f0, 0, 10), Span(b0, 32, 40)), (Span(f1, 13, 20), Span(b1, 20, 30)))
     assert timeline.events[0] == (
@@ -71,8 +71,8 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
 def test_what_a_stage_waited_before_the_step_is_no_part_of_it() -> None:
     """Stage 1 has been done with the step before since 2, and waits; this one begins at 5, its first action at 6."""
     plan = schedule.build("gpipe", 2, 1, "never")
-    stage0 = [6.0, 6, 10, 11, 11, 32, 40, 40, 40, 42]
-    stage1 = [2.0, 13, 20, 20, 20, 20, 30, 30, 30, 31]
+    stage0 = [6.0, 6, 10, 11, 11, 32, 40, 40, 40, 40, 40, 42]
+    stage1 = [2.0, 13, 20, 20, 20, 20, 30, 30, 30, 30, 30, 31]
     timeline = measured_timeline(plan, [stage0, stage1], began_seconds=5.0)
     assert timeline.events[1][0] == Event(EventKind.WAITING, 5, 10, Action(Kind.F, 1, 0))
     assert min(event["ts"] for event in timeline.chrome_trace("run") if event["ph"] == "X") == 0

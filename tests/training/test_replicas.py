@@ -1,0 +1,66 @@
+"""Several pipelines that share every mini-batch: K does not matter at the same R, and R only for the order of sums."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, train_here
+
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.batches import Catalogue, MiniBatches
+from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes, share_of
+
+# mini-batches of 8, 8 and 6 samples in pieces of 2, 2 | 2, 2 and 2, 2 | 1, 1
+SETTINGS = [
+    *TINY,
+    *LIVELY,
+    "micro_batches=2",
+    "replicas=2",
+    "epochs=2",
+    "checkpoint.keep=9",
+    "checkpoint.every_steps=2",
+]
+
+
+def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, batch norm, clipping and averages: one process for each replica, two for each, and a run that was
+    stopped after four steps, resumed with another cut: the same bits. After one step the weights are those of one
+    pipeline with as many micro-batches, but for the order in which gradients were added up."""
+
+    def run(name: str, *settings: str) -> dict[str, torch.Tensor]:
+        assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / name}") == 0
+        return final_tensors(tmp_path / name)
+
+    whole = run("whole", *SETTINGS, "partitions=1")
+    run("begun", *SETTINGS, "partitions=2", "schedule=gpipe", "max_steps=4")
+    assert_same_tensors(run("ended", f"resume={tmp_path / 'begun'}", "partitions=3", "executor=in_process"), whole)
+
+    one_step = [*SETTINGS, "partitions=1", "max_steps=1"]
+    several = run("several", *one_step)
+    train_here(configure(*one_step, "replicas=1", "micro_batches=4", "executor=in_process"), tmp_path / "one")
+    one = final_tensors(tmp_path / "one")
+    for name in ("running_mean", "running_var", "num_batches_tracked", "square_avg"):
+        for key in (key for key in one if name in key):
+            torch.testing.assert_close(several[key], one[key], rtol=1e-5, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 7, 22])
+def test_shares_are_the_pieces_of_one_pipeline(samples: int) -> None:
+    for replicas, micro_batches in ((1, 3), (2, 1), (2, 3), (3, 4)):
+        shares = [share_of(samples, micro_batches, replicas, replica) for replica in range(replicas)]
+        pieces = [size for share in shares for size in share.sizes]
+        assert tuple(pieces) == micro_batch_sizes(samples, replicas * micro_batches)
+        assert max(len(share.sizes) for share in shares) <= micro_batches
+        for share in shares:
+            assert share.first_sample == sum(pieces[: share.first_micro_batch])
+        batches = [
+            MiniBatches(Catalogue(samples), batch_size=samples, seed=0, shuffle=True, micro_batches=micro_batches,
+                        replicas=replicas, replica=replica) for replica in range(replicas)
+        ]  # fmt: skip
+        read = torch.cat([one.indices(0, 0)[one.share(0, 0).samples] for one in batches])
+        assert torch.equal(read, batches[0].indices(0, 0))
+
+
+def test_more_replicas_than_samples_are_refused() -> None:
+    with pytest.raises(RefusedError, match=r"^replicas=5: .*batch_size=8; use replicas=4 or fewer"):
+        configure(*SETTINGS, "replicas=5")
