@@ -65,6 +65,7 @@ PROGRAMS = {
          "checkpoint.every_steps=1"],
         r"run_1: \d+ tensors and \d+ points of curves .*, all the same bits\n1 kills, .* no bit that differs$",
     ),
+    "replicas": (["--parts=grows", "--steps=4", *NOISE, "dataset=synthetic_images"], r"^process   MiB, threads, files"),
     "malformed_command_lines": (["--lines=15", "--seed=21"], r"reproduce +1 lines +0 failed\nall +15 lines +0 failed"),
 }  # fmt: skip
 
