@@ -46,10 +46,11 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     # every mode is tried, whatever there is memory for
     hardware = replace(config.hardware, memory_gib=None)
     mode = "except_last" if config.recompute == "auto" else config.recompute
-    config = replace(config, threads=threads, hardware=hardware, recompute=mode)
+    replicas, all_of_them = config.replicas, config.replicas * config.micro_batches
+    config = replace(config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_of_them)
     console = Console()
     source = None if config.init_from is None else find_weights(config, show_error)
-    checked = _Checked(config)
+    checked = _Checked(config, replicas)
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as gradients,
         console.status("starting ...") as status,  # shown in a terminal only
@@ -64,9 +65,10 @@ def run_check(config: TrainConfig, folder: Path) -> int:
         for placements, variants in checked.runs:
             waiting = checked.worth_running(variants)
             if waiting:
-                task = partial(verify.check, config, placements, variants=waiting, earlier=checked.references,
-                               folder=Path(gradients), source=source)  # fmt: skip
                 placement = placements[max(placements)]
+                own = replace(config, replicas=placement.replicas, micro_batches=all_of_them // placement.replicas)
+                task = partial(verify.check, own, placements, variants=waiting, earlier=checked.references,
+                               folder=Path(gradients), source=source)  # fmt: skip
                 failure = run_task(task, placement, config.timeout_seconds, on_message)
                 checked.end(waiting, failure, alone=placement.processes == 1)
     report = checked.report()
@@ -80,8 +82,9 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 class _Checked:
     """The variants, and what is known of them so far."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+    def __init__(self, config: TrainConfig, replicas: int) -> None:
+        """One pipeline of `config` is what as many `replicas`, if several, are compared with."""
+        self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.references: dict[str, verify.ReferenceDone] = {}  # by schedule
         # The variants, with their placements by partitions, that the same processes run one after another; what others
@@ -132,6 +135,13 @@ class _Checked:
             together.append(together[0]._replace(micro_batches=1))
         self.runs.append((self._together, together))
         self.runs += [({k: apart[k]}, self._ways(k, "distributed")) for k in sorted(apart)]
+        for k in sorted(self._together) if self._replicas > 1 else ():
+            one = self._config
+            cut = one.partition if k == one.partitions else PartitionConfig(None)
+            several = replace(
+                one, partitions=k, partition=cut, replicas=self._replicas, micro_batches=whole // self._replicas
+            )
+            self.runs.append(({k: make_placement(several, profile)}, self._ways(k, "replicas")))
 
     def _ways(self, partitions: int, executor: verify.Executor) -> list[verify.Variant]:
         """Every schedule and recomputation."""

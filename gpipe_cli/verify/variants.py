@@ -46,10 +46,10 @@ from gpipe_cli.training.step import gather_metrics, objective_of, placed, rehear
 
 Schedule = Literal["gpipe", "1f1b"]
 Mode = Literal["never", "except_last", "always"]
-Executor = Literal["in_process", "pytorch", "distributed"]  # pytorch: no pipeline, the model as it is
+Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: no pipeline, the model as it is
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
-EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed")
+EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed", "replicas")
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
 # Of the gradients' norm: more than what another order of sums does, less than what a lost micro-batch does. Last digits
@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     """One way to run the mini-batch."""
 
     partitions: int
-    micro_batches: int
+    micro_batches: int  # of all replicas
     schedule: Schedule
     recompute: Mode
     executor: Executor
@@ -225,13 +225,13 @@ class _Runs:
         config, engine = self._engine(variant, self.process.watch)
         # what a layer raises is in the rows of the variants; the watch ends there
         with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
-            rehearse(config, engine, self.control, self._first_mini_batch(), 0, 0)
+            rehearse(config, engine, self.control, self._first_mini_batch(config), 0, 0)
         inside = engine.stages[0].module.modules()
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
         return LayersWatched(watch.findings, watch.draws, norms, micro_batch_sizes(samples, config.micro_batches))
 
     def is_reference(self, variant: Variant) -> bool:
-        usual = variant.micro_batches == self.base.micro_batches and variant.executor != "pytorch"
+        usual = variant.micro_batches == self.base.micro_batches and variant.executor not in ("pytorch", "replicas")
         return usual and variant.partitions == 1 and variant.recompute == "never"
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
@@ -252,7 +252,8 @@ class _Runs:
             return Row(*variant, "identical"), None
         distance = self._distance(gradients, variant.schedule)
         row = within(variant, distance, tolerance)
-        if variant.micro_batches != self.base.micro_batches or (plain and row.verdict == "within tolerance"):
+        other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
+        if other_sums or (plain and row.verdict == "within tolerance"):
             return row, None
         return differs(variant, self.placements[variant.partitions], least, distance), None
 
@@ -285,7 +286,7 @@ class _Runs:
             layer.register_forward_pre_hook(partial(seed, number), prepend=True)
         digests: Digests = {}
         self._observe(model, digests, lambda: (What.OUTPUT, current))
-        reading = self._first_mini_batch()
+        reading = self._first_mini_batch(config)
         inputs, targets = placed(engine, reading.inputs()), reading.targets(0, 0)
         sizes = micro_batch_sizes(reading.batches.size(0, 0), config.micro_batches)
         objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
@@ -327,7 +328,7 @@ class _Runs:
         batches = self.reading.batches
         total = config.epochs * batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
-        data = self._first_mini_batch()
+        data = self._first_mini_batch(config)
         numbers, _ = train_step(
             config, engine, self.control, 0, rate, data, 0, 0, before=None, before_update=keep_gradients
         )
@@ -365,10 +366,10 @@ class _Runs:
             self.base,
             partitions=variant.partitions,
             partition=PartitionConfig(tuple(map(len, placement.layer_names))),
-            micro_batches=variant.micro_batches,
+            micro_batches=variant.micro_batches // self.base.replicas,
             schedule=variant.schedule,
             recompute=variant.recompute,
-            executor="in_process" if variant.executor == "pytorch" else variant.executor,
+            executor="distributed" if placement.distributed else "in_process",
         )
         model = build_model(config)
         engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
@@ -381,8 +382,9 @@ class _Runs:
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
         return config, engine
 
-    def _first_mini_batch(self) -> Reading:
-        reading = self.reading
+    def _first_mini_batch(self, config: TrainConfig) -> Reading:
+        """In the pieces of a variant."""
+        reading = replace(self.reading, batches=self.reading.batches.cut_into(config.micro_batches))
         if reading.loaded is None or reading.split is None:
             return reading
         return replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
@@ -397,6 +399,8 @@ class _Runs:
                 if name in left:
                     difference += float((left.pop(name).double() - reference).square().sum())
         difference += sum(float(gradient.double().square().sum()) for gradient in left.values())
+        if self.placements[max(self.placements)].replica_of(self.control.rank):
+            difference = 0.0  # the first replica has it
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
 

@@ -108,11 +108,14 @@ def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
     """Whether the group is all there is of its partitions, recompute modes and executors: then a line can say so."""
     kinds = [{of(row) for row in group} for of in _KINDS]
     there = [row for row in rows if all(of(row) in kind for of, kind in zip(_KINDS, kinds, strict=True))]
-    return len(group) == sum(row.verdict not in ("reference", "within tolerance") for row in there)
+    other = {"reference", "within tolerance"} - {group[0].verdict}
+    return len(group) == sum(row.verdict not in other for row in there)
 
 
 def _outcome(row: Row) -> tuple[object, ...]:
-    return (row.verdict, row.difference) if row.verdict == "within tolerance" else (row.verdict, row.layer, row.text)
+    if row.verdict == "within tolerance":
+        return row.verdict, f"{row.difference:.1e}"
+    return row.verdict, row.layer, row.text
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
