@@ -5,7 +5,7 @@ laws   A training of the default job with K in {1, 2, 3}, R in {1, 2}, both sche
        (law 1), also if the run is repeated, and if it is stopped and resumed with another K (law 3). Batch norm's
        statistics are those of one pipeline with as many micro-batches (laws 4 and 7), but for the order of sums.
 speed  K=1 R=2, K=2 R=1 and plain PyTorch with two threads, in turns, on AmoebaNet-D (6, 64) at 128 px.
-grows  1,000 steps with K=2, R=2: memory, threads and open files of every process, at a tenth of the run and at its end.
+grows  1,000 steps with K=2, R=2: memory, threads and open files of every process, at a tenth of the run and at nine.
 
 Usage: python recipes/measurements/replicas.py [--parts laws speed grows] [--steps 1000] [setting=value ...]
        Linux; 15 minutes on 2 cores
@@ -168,8 +168,8 @@ def grows(base: Path, settings: Sequence[str], steps: int) -> None:
         sys.executable, "-m", "gpipe_cli", "train", *JOB[:2], "partitions=2", "replicas=2", "micro_batches=2",
         "epochs=999", f"max_steps={steps}", f"run_folder={folder}", "evaluate_every_epochs=1", *settings,
     ]  # fmt: skip
-    first: dict[int, tuple[int, int, int]] = {}
-    last: dict[int, tuple[int, int, int]] = {}
+    first: dict[int, tuple[int, ...]] = {}
+    last: dict[int, tuple[int, ...]] = {}
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         while run.poll() is None:
             time.sleep(0.2)
@@ -177,14 +177,14 @@ def grows(base: Path, settings: Sequence[str], steps: int) -> None:
             now = dict(of_processes(run.pid))
             if done >= steps // 10 and not first:
                 first = now
-            if done >= steps // 10:
-                last |= now
+            if done >= steps * 9 // 10 and not last:
+                last = now
         assert run.stdout is not None
         if run.returncode:
             raise SystemExit(run.stdout.read())
-    print(f"process   MiB, threads, files at step {steps // 10}   at most from then on (the last look)")
+    print(f"process   MiB, threads, files at step {steps // 10}   at step {steps * 9 // 10}")
     for number, (process, begun) in enumerate(sorted(first.items())):
-        columns = ["".join(f"{value:>6}" for value in values) for values in (begun, last[process])]
+        columns = ["".join(f"{value:>6}" for value in values) for values in (begun, last.get(process, ()))]
         print(f"{number:<9}{columns[0]:<32}{columns[1]}")
 
 
