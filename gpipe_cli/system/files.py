@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ class FolderInUseError(Exception):
     """Another process is at work in a folder; the text says which one."""
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in place of what was there; whoever reads it finds the old content or the new.
+def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
+    """Write a file in place of what was there, a large one in pieces; whoever reads it finds the old content or the
+    new.
 
     Raises:
         OSError: it cannot be written; then all is as it was.
@@ -34,7 +35,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     with naming(path):
         try:
             with beside.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                pieces = [content.encode()] if isinstance(content, str) else content
+                file.writelines([pieces] if isinstance(pieces, bytes) else pieces)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(path)

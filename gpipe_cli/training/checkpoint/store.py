@@ -174,19 +174,9 @@ def writing(path: Path) -> Iterator[None]:
 def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
     """Write one stage's tensors, contiguous ones on the CPU, and make sure they are on disk. Raises CheckpointError.
 
-    Python's writing and hashing leave other threads alone; safetensors' own writer, up to 0.7, stops them all. Format:
-    https://github.com/huggingface/safetensors, "Format"
+    Python's writing and hashing leave other threads alone; safetensors' own writer, up to 0.7, stops them all.
     """
-    # wide types first, as that writer orders them: every tensor lies at a multiple of its element's size
-    ordered = sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0]))
-    ends = [0, *accumulate(tensor.nbytes for _, tensor in ordered)]
-    head = json.dumps({
-        name: {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
-        for (name, tensor), span in zip(ordered, pairwise(ends), strict=True)
-    }).encode()  # fmt: skip
-    head += b" " * (-len(head) % 8)
-    content = (one.flatten().view(torch.uint8).numpy().data for _, one in ordered)
-    parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head, *content]
+    parts = safetensors_parts(tensors)
     path, digest = draft / f"stage_{stage}.safetensors", hashlib.sha256()
     with writing(draft):
         draft.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted does not come back
@@ -197,7 +187,27 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
                 digest.update(part)
             file.flush()
             os.fsync(file.fileno())
-    return WrittenFile(path.name, 8 + len(head) + ends[-1], digest.hexdigest(), tuple(tensors))
+    return WrittenFile(path.name, sum(map(len, parts)), digest.hexdigest(), tuple(tensors))
+
+
+def safetensors_parts(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> list[bytes | memoryview]:
+    """A safetensors file of contiguous tensors on the CPU, in pieces of which the large ones are the tensors' memory.
+
+    Format: https://github.com/huggingface/safetensors, "Format"
+    """
+    # wide types first, as safetensors' own writer orders them: every tensor lies at a multiple of its element's size
+    ordered = sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0]))
+    ends = [0, *accumulate(tensor.nbytes for _, tensor in ordered)]
+    entries = {
+        name: {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
+        for (name, tensor), span in zip(ordered, pairwise(ends), strict=True)
+    }
+    head = json.dumps({"__metadata__": dict(metadata), **entries} if metadata else entries).encode()
+    head += b" " * (-len(head) % 8)
+    content = (one.flatten().view(torch.uint8).numpy().data for _, one in ordered)
+    return [len(head).to_bytes(8, "little"), head, *content]
 
 
 def write_part(draft: Path, process: int, part: Part) -> None:
