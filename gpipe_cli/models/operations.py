@@ -36,7 +36,8 @@ def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[
     # On one CPU thread, torch runs a 1x1 convolution of fewer than 16 samples (a micro-batch, in short) by a general
     # routine that takes up to twice as long as oneDNN, which it uses for strided or dilated ones. To a 1x1 kernel
     # dilation means nothing, so we say "dilated": D (6, 128) at 224 pixels, 8 samples, takes 0.67 s instead of 0.92 s.
-    pointwise = weight.shape[2:] == (1, 1)
+    # An exported graph is for others: onnxruntime takes a tenth longer for one with it.
+    pointwise = weight.shape[2:] == (1, 1) and not torch.compiler.is_exporting()
     dilation = 2 if pointwise and x.device.type == "cpu" and _ONEDNN else 1
     return F.conv2d(x, weight, None, stride, padding, dilation, groups)
 

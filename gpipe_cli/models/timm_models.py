@@ -257,7 +257,8 @@ class TokenStem(Piece):
         x = first(x)
         if self.only_patches_have_positions and self.pos_embed is not None:
             x = x + self.pos_embed
-        tokens = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        # not len(x), which torch.export takes for a constant
+        tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         if tokens:
             x = torch.cat([*tokens, x], dim=1)
         if not self.only_patches_have_positions and self.pos_embed is not None:
