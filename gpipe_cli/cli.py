@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "measure steps: speed, bubble, memory, FLOP/s; with -m a table of settings",
     "plan": "predict a step without running it: time, bubble, memory; for this machine or another",
     "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
+    "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
     "check": "prove on your own model that partitions, schedules and recomputation change nothing",
     "reproduce": "run a table, figure or result of the paper, at the scale that the machine allows",
     "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",

@@ -177,7 +177,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate check reproduce compare"),
+        ("gpipe tr", "train bench plan evaluate export check reproduce compare"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
         ("gpipe evaluate che", "checkpoint="),

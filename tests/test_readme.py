@@ -32,6 +32,7 @@ RUNS = {
     "gpipe train dry_run=true partitions=8": [*SMALL, "partitions=2"],
     "gpipe train -cd FOLDER -cn NAME": [*SMALL, "dry_run=true"],
     "gpipe evaluate run=outputs/my_run partitions=1 checkpoint=last": [],
+    "gpipe export run=outputs/my_run": ["partitions=1"],
     "gpipe compare outputs --csv": [],
     "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": SMALL,
     "gpipe bench partitions=2 micro_batches=8": [*SMALL, "partitions=1", "steps=1", "warm_up_steps=0"],

@@ -55,15 +55,21 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
         case (groups.ResNetConfig() | groups.TimmConfig(), groups.ImagesConfig()):
             if isinstance(model, groups.ResNetConfig):
-                name = f"resnet{settings.pop('depth')}"
+                del settings["depth"]
             elif not weights:
                 settings |= {"pretrained": False, "weights": None}
+            name = timm_name(model)
             return build_timm(name, num_classes=dataset.model_classes, image_size=dataset.image_size, **settings)
         case groups.TransformerLMConfig(), groups.TextConfig():
             return transformer_lm(vocabulary=dataset.vocabulary, **settings)
         case groups.TransformerNMTConfig(), groups.TextConfig():
             return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, **settings)
     raise AssertionError(f"model={name} cannot learn from dataset={dataset.name}; the settings were not checked")
+
+
+def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:
+    """timm's name for a model that is built by timm."""
+    return f"resnet{model.depth}" if isinstance(model, groups.ResNetConfig) else model.name
 
 
 def model_inputs(config: TrainConfig) -> Boundary:

@@ -47,7 +47,7 @@ _QUIET = (
     "hydra/hydra_logging=none",
     "hydra.launcher._target_=hydra_plugins.gpipe_cli.SweepLauncher",
 )
-FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root")
+FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 TRAINING_KEYS = tuple(settings(TrainConfig))
 GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
 

@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 from omegaconf import DictConfig
 
 from gpipe_cli.commands.command_line import compose, read, with_given
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import EvaluateConfig, EvaluateSettings, container, find_run, load
+from gpipe_cli.config.settings import (
+    EvaluateConfig,
+    EvaluateSettings,
+    ExportSettings,
+    TrainConfig,
+    container,
+    find_run,
+    load,
+)
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
@@ -24,6 +33,7 @@ OF_THE_RUN = (
     "dataset.root",
 )  # fmt: skip
 KEYS = (*settings_of(EvaluateSettings), *OF_THE_RUN)
+Settings = TypeVar("Settings", EvaluateSettings, ExportSettings)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,14 +58,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def evaluation(tree: DictConfig) -> EvaluateConfig:
     """The configuration of the run to evaluate, with what was given on the command line in its place."""
+    settings, training = of_run(EvaluateSettings, tree)
+    return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, settings.output, training)
+
+
+def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfig]:
+    """A command's own settings, of a `kind` that has `run` and `output`, and the run's with those given in their
+    place."""
     values = container(tree)
-    own = {field.name: values.pop(field.name) for field in fields(EvaluateSettings) if field.name in values}
-    settings = typed(EvaluateSettings, own)
+    settings = typed(kind, {field.name: values.pop(field.name) for field in fields(kind) if field.name in values})
     given = dict(flattened(values))
     for key, value in given.items():
         if key not in OF_THE_RUN:
-            raise unknown(key, value, KEYS)
+            raise unknown(key, value, (*settings_of(kind), *OF_THE_RUN))
     saved = load(find_run("run", settings.run, settings.output))
     replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
-    training = with_given(saved, replaced)
-    return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, settings.output, training)
+    return settings, with_given(saved, replaced)

@@ -225,6 +225,30 @@ class EvaluateConfig(EvaluateSettings):
     training: TrainConfig
 
 
+Format = Literal["safetensors", "torch", "onnx"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """The keys of `conf/export.yaml` that are not in place of the run's own settings."""
+
+    run: str
+    checkpoint: Literal["best", "last"]
+    format: Format
+    file: str | None
+    overwrite: bool
+    averages: bool | None
+    evaluate: bool
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportConfig(ExportSettings):
+    """The settings of `gpipe export`; `training` as for an evaluation, without averages if they are not exported."""
+
+    training: TrainConfig
+
+
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
     """What `conf/bench.yaml` adds to the settings of a training."""

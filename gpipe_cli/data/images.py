@@ -22,6 +22,9 @@ from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
 from gpipe_cli.data.photographs import read_photographs
 from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
 
+# x -> 2x - 1, the TPU code's scaling to [-1, 1], here for every data set instead of its own mean and deviation.
+MEAN = STD = [0.5] * 3
+
 
 def cutout(image: Tensor, side: int) -> Tensor:
     """A copy of (C, H, W) with a square of `side` pixels set to 0, the middle of [-1, 1] (DeVries and Taylor 2017).
@@ -64,8 +67,7 @@ def build_transform(
         steps.append(v2.RandomHorizontalFlip())
     if vary.shift > 0:
         steps.append(v2.RandomCrop(image_size, padding=vary.shift))  # black where nothing was
-    # x -> 2x - 1, the TPU code's scaling to [-1, 1], here for every data set instead of its own mean and deviation.
-    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=[0.5] * 3, std=[0.5] * 3)]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=MEAN, std=STD)]
     if vary.cutout > 0:
         steps.append(partial(cutout, side=vary.cutout))
     return v2.Compose(steps)
@@ -144,14 +146,21 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
         raise RefusedError("dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}")
     if dataset.classes is not None:
         train, test = _choose(dataset.classes, name, train, test)
-    # The single centre crop of test images: the TPU code's share for ImageNet and for folders. The transfer sets
-    # are "resized to 480x480", so nothing is cut away on purpose: the whole shorter side. Departs from the paper: the
-    # aspect ratio is kept, so the ends of the longer side are lost (the paper does not say whether it squeezes).
-    centre_share = 0.875 if name in ("image_folder", "imagenet") else 1.0
+    share = centre_share(dataset)
     return (
-        ImageSplit(train, build_transform(dataset.image_size, centre_share, dataset.augmentation), seed),
-        ImageSplit(test, build_transform(dataset.image_size, centre_share, None), None),
+        ImageSplit(train, build_transform(dataset.image_size, share, dataset.augmentation), seed),
+        ImageSplit(test, build_transform(dataset.image_size, share, None), None),
     )
+
+
+def centre_share(dataset: ImagesConfig) -> float:
+    """The share of the shorter side that the single centre crop of test images keeps.
+
+    It is the TPU code's for ImageNet and for folders. The transfer sets are "resized to 480x480", so nothing is cut
+    away on purpose: the whole shorter side. Departs from the paper: the aspect ratio is kept, so the ends of the longer
+    side are lost (the paper does not say whether it squeezes).
+    """
+    return 0.875 if dataset.name in ("image_folder", "imagenet") else 1.0
 
 
 def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[Samples]:

@@ -38,12 +38,10 @@ def launch(
     show: Report
     task: Task
     if isinstance(config, EvaluateConfig):
-        # nothing is kept for a backward: what was planned for the memory of the training does not matter
-        hardware = replace(config.training.hardware, memory_gib=None)
-        training = replace(config.training, recompute="never", cost="figures", compile=False, hardware=hardware)
+        training = for_evaluation(config.training)
         placement = make_placement(training)
-        find = partial(_find, training, placement, folder, config.checkpoint, "run", optimizer=False)
-        decision = agree(lambda: Decision(folder, None, find()))
+        source = partial(fitting_checkpoint, training, placement, folder, config.checkpoint, "run", optimizer=False)
+        decision = agree(lambda: Decision(folder, None, source()))
         assert decision.source is not None
         task = partial(evaluate_checkpoint, training, config.decode, decision.source, placement)
         show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
@@ -63,7 +61,14 @@ def launch(
             train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
         )
         show = RunReport(prepared, folder, bench) if leads() else NoReport()
-    return _run(task, placement, training.timeout_seconds, show, folder, decision.start)
+    return run_and_report(task, placement, training.timeout_seconds, show, folder, decision.start)
+
+
+def for_evaluation(config: TrainConfig) -> TrainConfig:
+    """The settings of a run as its evaluation takes them: nothing is kept for a backward, so that what was planned for
+    the memory of the training does not matter."""
+    hardware = replace(config.hardware, memory_gib=None)
+    return replace(config, recompute="never", cost="figures", compile=False, hardware=hardware)
 
 
 def find_source(config: TrainConfig, placement: Placement) -> Path | None:
@@ -73,11 +78,13 @@ def find_source(config: TrainConfig, placement: Placement) -> Path | None:
     """
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
-        return _find(config, placement, Path(config.resume), "last", "resume", optimizer=True)
+        return fitting_checkpoint(config, placement, Path(config.resume), "last", "resume", optimizer=True)
     return None if config.init_from is None else find_weights(config, show_error)
 
 
-def _find(config: TrainConfig, placement: Placement, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
+def fitting_checkpoint(
+    config: TrainConfig, placement: Placement, run: Path, which: str, setting: str, *, optimizer: bool
+) -> Path:
     """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
 
     Raises ValueError, one line, if there is none, or they are of another model.
@@ -91,7 +98,14 @@ def _find(config: TrainConfig, placement: Placement, run: Path, which: str, sett
     return find_checkpoint(run, which, setting, check, show_error)
 
 
-def _run(task: Task, placement: Placement, timeout_seconds: float, show: Report, folder: Path, start: str) -> int:
+def run_and_report(
+    task: Task, placement: Placement, timeout_seconds: float, show: Report, folder: Path, start: str = ""
+) -> int:
+    """Have the workers do the task, and `show` what they report and how it ended; returns the exit code. What failed is
+    told in `folder`.
+
+    Raises ValueError, one line, for what the user can mend before anything was shown.
+    """
     try:
         failure = run_task(task, placement, timeout_seconds, show.on_message, start)
     except KeyboardInterrupt:

@@ -70,6 +70,12 @@ def build_timm(
     return chain(model)
 
 
+def timm_arguments(name: str, *, num_classes: int, image_size: int) -> dict[str, Any]:
+    """What `timm.create_model(name, ...)` is called with for the network that `build_timm` cuts into layers."""
+    settings = _settings(name, num_classes, image_size, dropout=0.0, drop_path=0.0)
+    return {key: value for key, value in settings.items() if value}
+
+
 def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
     """The settings as this model's class takes them."""
     import timm

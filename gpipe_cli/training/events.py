@@ -145,6 +145,23 @@ class EvaluationDone:
 
 
 @dataclass(frozen=True)
+class ModelWritten:
+    """`gpipe export`: the file is complete."""
+
+    bytes: int
+    holds: str  # `122 tensors`
+    call: str  # of a function that reads it
+
+
+@dataclass(frozen=True)
+class FileEvaluated:
+    """`gpipe export`: the test set, by the file alone."""
+
+    scores: Scores
+    by: str  # the program that has read it
+
+
+@dataclass(frozen=True)
 class Translation:
     """One sentence of the test set, as the model translates it."""
 

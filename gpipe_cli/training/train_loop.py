@@ -140,7 +140,7 @@ def train(
             if best:
                 progress = replace(progress, best_score=score, best_step=progress.step)
             if control.leads:
-                scores = _scores(config, engine, totals)
+                scores = scores_of(config, totals, averaged=bool(engine.averages))
                 process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint, which is written while the next steps are done -------------------------------------
@@ -183,7 +183,7 @@ def evaluate_checkpoint(
         decoding = time.perf_counter() - began
     test.close()
     if control.leads:
-        scores, samples = _scores(config, engine, totals), test.batches.samples
+        scores, samples = scores_of(config, totals, averaged=bool(engine.averages)), test.batches.samples
         translation = score_translations(rows, of=samples, beam=decode.beam, seconds=decoding) if rows else None
         process.report(events.EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
     engine.executor.settle()
@@ -252,11 +252,12 @@ def _step_done(
     )
 
 
-def _scores(config: TrainConfig, engine: Engine, totals: Totals) -> events.Scores:
+def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.Scores:
+    """What is reported of a pass over the test set; `averaged`: with the moving averages of the weights."""
     text = config.task != "classification"
     loss, _, top1, top5 = totals.means
     tokens = totals.elements if text else None
-    return events.Scores(tokens, loss, top1, None if text else top5, averaged=bool(engine.averages))
+    return events.Scores(tokens, loss, top1, None if text else top5, averaged)
 
 
 def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:

@@ -1,0 +1,70 @@
+"""`gpipe export`: the model of a run as one plain file that needs no gpipe to be read."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from gpipe_cli.commands.command_line import compose, read
+from gpipe_cli.commands.evaluate import OF_THE_RUN, of_run
+from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.config.settings import ExportConfig, ExportSettings
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.config.typed import settings as settings_of
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.system.interrupts import interruptible_import
+
+KEYS = (*settings_of(ExportSettings), *OF_THE_RUN)
+# Programs choose by it how to read a file.
+SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth"), "onnx": (".onnx",)}
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    tree = compose(read("export", arguments, "call it once for each file"), KEYS)
+    if tree is None:
+        return 0
+    config = exported(tree)
+    missing = [package for package in ONNX_PACKAGES if importlib.util.find_spec(package) is None]
+    if config.format == "onnx" and missing:
+        why = f"needs {', '.join(missing)}, which is not installed"
+        raise RefusedError("format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors")
+    file = file_of(config)
+
+    fork_server.start()  # in a process beside this one, while this one imports torch itself
+    with preparing():
+        with interruptible_import():
+            from gpipe_cli.launch.export_run import run_export  # torch comes with it
+
+        return run_export(config, file)
+
+
+def exported(tree: DictConfig) -> ExportConfig:
+    """What to export. Raises ValueError for averages that the run has not kept."""
+    settings, training = of_run(ExportSettings, tree)
+    if settings.averages and not training.ema_decay:
+        why = "the run kept no average of its weights, as ema_decay=0; leave it out"
+        raise RefusedError("averages", True, why)
+    if settings.averages is False:
+        training = replace(training, ema_decay=0.0)
+    return ExportConfig(**asdict(settings), training=training)
+
+
+def file_of(config: ExportConfig) -> Path:
+    """Where the file goes. Raises ValueError for a place that is taken, or is none."""
+    suffixes = SUFFIXES[config.format]
+    file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
+    if file.suffix not in suffixes:
+        kind = next((kind for kind, endings in SUFFIXES.items() if file.suffix in endings), None)
+        other = "" if kind is None else f", or format={kind}"
+        why = f"a file of format={config.format} ends with {' or '.join(suffixes)}"
+        raise RefusedError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
+    if not file.parent.is_dir():
+        raise RefusedError("file", file, f"there is no folder {file.parent}; make it, or give another")
+    if file.is_dir() or (file.exists() and not config.overwrite):
+        other = "" if file.is_dir() else ", or overwrite=true to replace it"
+        raise RefusedError("file", file, f"it is there already; give another file=...{other}")
+    return file

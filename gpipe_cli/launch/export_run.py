@@ -1,0 +1,121 @@
+"""`gpipe export` in its parent process: a file is written, the checkpoint and the file are evaluated and compared."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from gpipe_cli.config.groups import ImagesConfig
+from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
+from gpipe_cli.data.images import MEAN, STD
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.launch.job import Task
+from gpipe_cli.launch.run_report import NoReport
+from gpipe_cli.launch.training_run import fitting_checkpoint, for_evaluation, run_and_report
+from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.reporting.run.description import scores_of
+from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
+from gpipe_cli.reporting.run.summary import outcome_of_test
+from gpipe_cli.training import events
+from gpipe_cli.training.export import evaluate_file, write_model
+from gpipe_cli.training.train_loop import evaluate_checkpoint
+from gpipe_cli.units import size
+
+# Of the greater loss: what another order of summation may come to, and products of 16 bits in the pipeline.
+TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 5e-2
+_NOT_DECODED = DecodeConfig(1, 0, 0.0)
+
+
+def run_export(config: ExportConfig, file: Path) -> int:
+    """Export and evaluate; returns the exit code: 0, 1 it failed or the file gives other results, 130 interrupted.
+
+    Raises ValueError, one line, for what the user can mend before anything was written.
+    """
+    if torchrun() is not None:
+        raise ValueError("torchrun: gpipe export starts its own processes; call it without torchrun")
+    run = Path(config.run)
+    training = for_evaluation(config.training)
+    placement = make_placement(training)
+    checkpoint = fitting_checkpoint(training, placement, run, config.checkpoint, "run", optimizer=False)
+    # the same threads, on which the last bits of sums depend
+    whole = replace(
+        training, partitions=1, partition=PartitionConfig(None), stages_per_process=None, threads=placement.threads
+    )
+    alone = make_placement(whole)
+    tasks: list[tuple[Task, Placement]] = [
+        (partial(write_model, replace(config, training=whole), checkpoint, file, placement.threads), alone)
+    ]
+    if config.evaluate:
+        tasks += [
+            (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, placement), placement),
+            (partial(evaluate_file, whole, config.format, file, run, alone), alone),
+        ]
+    show = _ExportReport(config, checkpoint, file)
+    for task, where in tasks:
+        if exit_code := run_and_report(task, where, training.timeout_seconds, show, run):
+            return exit_code
+    return show.compare() if config.evaluate else 0
+
+
+class _ExportReport(NoReport):
+    """Facts as they become known."""
+
+    def __init__(self, config: ExportConfig, checkpoint: Path, file: Path) -> None:
+        self._config, self._checkpoint, self._file = config, checkpoint, file
+        self._before: events.Scores | None = None  # by the pipeline
+        self._after: events.Scores | None = None  # by the file
+        self.started = False
+
+    def on_message(self, message: object) -> None:
+        self.started = True
+        console, run = Console(), self._config.training
+        match message:
+            case events.ModelWritten():
+                averaged = " (averaged weights)" if run.ema_decay else ""
+                facts = [
+                    ("checkpoint", f"{self._checkpoint}{averaged}"),
+                    ("written to", f"{self._file} ({message.holds}, {size(message.bytes)})"),
+                    ("read it by", message.call),
+                ]
+                if isinstance(run.dataset, ImagesConfig):
+                    pixels = run.dataset.image_size
+                    scale = f"(value / 255 - mean) / deviation, mean {MEAN}, deviation {STD}"
+                    facts.append(("images", f"RGB, {pixels} x {pixels} pixels, {scale}"))
+                show_facts(console, facts)
+            case events.EvaluationReady():
+                pass
+            case events.EvaluationDone():
+                self._before = message.scores
+                show_facts(console, [("test", f"{self._outcome(message.scores)}, by the pipeline")])
+            case events.FileEvaluated():
+                self._after = message.scores
+                show_facts(console, [("", f"{self._outcome(message.scores)}, by {message.by} from the file")])
+            case _:
+                raise AssertionError(message)
+
+    def _outcome(self, scores: events.Scores) -> str:
+        return outcome_of_test({**scores_of(self._config.training.task, scores), "averaged": False})
+
+    def compare(self) -> int:
+        """Say how far apart the two losses are; returns 1 if that is too far."""
+        assert self._before is not None
+        assert self._after is not None
+        before, after = self._before.loss, self._after.loss
+        apart = abs(before - after)
+        if before == after:
+            show_facts(Console(), [("", "the same loss, bit for bit")])
+            return 0
+        show_facts(Console(), [("", f"the losses differ by {apart:.1g}")])
+        tolerance = TOLERANCE if self._config.training.precision == "float32" else ROUNDED_TOLERANCE
+        if apart <= tolerance * max(before, after):
+            return 0
+        show_error(f"{self._file} does not compute what the checkpoint does: its loss is {after:.4g}, not {before:.4g}")
+        return 1
+
+    def finish(self, ending: Literal["completed", "failed", "interrupted"], error: str | None) -> None:
+        super().finish(ending, error)
+        if ending == "interrupted" and error is None:
+            what = f"{self._file} is written, and not evaluated" if self.started else "nothing was written"
+            show_line(Console(), f"interrupted: {what}", "bold yellow")

@@ -1,0 +1,32 @@
+"""The model of a run in one piece, out of a checkpoint: plain modules that know nothing of stages."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gpipe_cli.assembly.build import build_model, real_model
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.pipeline.runtime.randomness import materialize
+from gpipe_cli.training.checkpoint.store import read_index, read_tensors, select
+
+
+def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
+    """The layers of a run with the weights of `checkpoint`, on the CPU, in evaluation mode; `config` are its settings.
+
+    Batch norm is torch's own: only a stage defers it. With `ema_decay` the moving averages take the place of weights
+    and statistics, where the run kept them; with 0 they do not.
+
+    Raises DamagedError for a checkpoint that cannot be read. Whether it is of this model is not checked.
+    """
+    model, layers = new_model(config), read_index(checkpoint).layers
+    tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",))
+    # averages are of what is floating-point only
+    model.load_state_dict(select(tensors, "model") | select(tensors, "ema"), assign=True)
+    return model.eval()
+
+
+def new_model(config: TrainConfig) -> nn.Sequential:
+    """The layers of a run before its first step, without pretrained weights, on the CPU."""
+    model, whole = build_model(config), real_model(config, pretrained=False)
+    return materialize(model, 0, len(model), run_seed=config.seed, device=torch.device("cpu"), whole=whole)

@@ -1,0 +1,182 @@
+"""`gpipe export`: a run's model as one plain file, which other programs read without any code of ours.
+
+Tensors have the names of timm where timm builds the network, without our layers before them; in other models those of
+the modules, as `nn.Sequential.state_dict` gives them. What the numbers mean comes with them: classes, pixels, the
+settings of the model; of text the vocabulary.
+
+The file is evaluated as another program would: read from disk into timm's network, into plain PyTorch, or by
+onnxruntime, and without stages. Micro-batches are those of the pipeline, so that where nothing is lost the bits are the
+same.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from gpipe_cli.assembly.build import MEMORY_FORMATS, open_data, outputs_of, timm_name
+from gpipe_cli.assembly.loss import Totals
+from gpipe_cli.config.groups import ImagesConfig, ResNetConfig, TimmConfig, choice_of
+from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
+from gpipe_cli.data.images import MEAN, STD, ImageSplit, centre_share
+from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.models.timm_models import timm_arguments
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, micro_batch_sizes, split_all
+from gpipe_cli.pipeline.runtime.host_copies import to_device
+from gpipe_cli.planner.placement import Placement
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.training import events
+from gpipe_cli.training.checkpoint.store import read_index, safetensors_parts
+from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
+from gpipe_cli.training.data_feed import VOCABULARY, Data
+from gpipe_cli.training.engine import WorkerProcess
+from gpipe_cli.training.onnx_file import onnx_content, onnx_program
+from gpipe_cli.training.step import objective_of
+from gpipe_cli.training.train_loop import scores_of
+from gpipe_cli.units import plural
+
+
+def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int, process: WorkerProcess) -> None:
+    """Write the model of a checkpoint, and report it.
+
+    Raises ValueError, one line, for a model that has no such file, and for data that is not here to evaluate it on.
+    """
+    control, _ = process.connect()
+    with control.waits(Awaited.COMPILER):  # minutes, for a large model
+        facts = _facts(config, checkpoint)
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
+        model = whole_model(config.training, checkpoint)
+        of_timm = _timm_arguments(config.training) is not None
+        # a layer of timm's modules has in it what timm's whole network has, under the same names
+        tensors = {name.partition(".")[2] if of_timm else name: tensor for name, tensor in model.state_dict().items()}
+        holds = plural(len(tensors), "tensor")
+        match config.format:
+            case "safetensors":
+                write_whole(file, safetensors_parts(_contiguous(tensors), {"format": "pt", **texts}))
+            case "torch":
+                content = io.BytesIO()
+                torch.save({"state_dict": _contiguous(tensors), "metadata": facts}, content)
+                write_whole(file, [content.getbuffer()])
+            case "onnx":
+                serialized, any_batch = onnx_content(config.training, model, texts, threads)
+                write_whole(file, serialized)
+                holds = "for batches of any size" if any_batch else "for one sample at a time"
+    process.report(events.ModelWritten(file.stat().st_size, holds, _call(config, file)))
+
+
+def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
+    """What stands in the file beside the tensors: texts, numbers, lists and dictionaries. Raises ValueError for data
+    that is to be evaluated on and not here; where it is not, the names of classes are not known."""
+    run = config.training
+    settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
+    arguments = _timm_arguments(run)
+    progress = read_index(checkpoint).progress
+    facts: dict[str, Any] = {
+        "model": choice_of(run.model) if arguments is None else arguments["model_name"],
+        "settings": settings,
+        "outputs": outputs_of(run),
+        "dataset": run.dataset.name,
+        "step": progress.step,
+        "averaged": bool(run.ema_decay and progress.ema_updates),
+    }
+    if not isinstance(run.dataset, ImagesConfig):
+        pieces = Path(config.run) / VOCABULARY
+        # what tokens mean, as SentencePiece stores it
+        return facts | ({"sentencepiece": base64.b64encode(pieces.read_bytes()).decode()} if pieces.is_file() else {})
+    facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
+    try:
+        train, _ = open_data(run if config.evaluate else replace(run, dataset=replace(run.dataset, download=False)))
+    except ValueError:
+        if config.evaluate:
+            raise
+        return facts
+    assert isinstance(train, ImageSplit)
+    return facts | {"classes": list(train.samples.class_names)}
+
+
+def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
+    """What `timm.create_model` makes the run's network of; None for one that timm does not build."""
+    model, dataset = config.model, config.dataset
+    if not isinstance(model, ResNetConfig | TimmConfig) or not isinstance(dataset, ImagesConfig):
+        return None
+    name, classes = timm_name(model), dataset.model_classes
+    return {"model_name": name, **timm_arguments(name, num_classes=classes, image_size=dataset.image_size)}
+
+
+def _call(config: ExportConfig, file: Path) -> str:
+    """What reads the file, as one writes it in Python."""
+    arguments = _timm_arguments(config.training)
+    match config.format:
+        case "onnx":
+            return f"onnxruntime.InferenceSession({str(file)!r})"
+        case _ if arguments is not None:
+            name, *others = [repr(arguments.pop("model_name")), *(f"{key}={value}" for key, value in arguments.items())]
+            return f"timm.create_model({', '.join([name, *others, f'checkpoint_path={str(file)!r}'])})"
+        case "torch":
+            return f'torch.load({str(file)!r}, weights_only=True)["state_dict"]'
+    return f"safetensors.torch.load_file({str(file)!r})"
+
+
+def evaluate_file(
+    config: TrainConfig, form: Format, file: Path, run: Path, placement: Placement, process: WorkerProcess
+) -> None:
+    """Run the test set once through what another program reads from an exported file, and report the scores.
+
+    `config` are the settings of the run in the folder `run`, `placement` has a single process.
+    """
+    data = Data(config, placement, process.number, None, run)
+    control, _ = process.connect()
+    test = data.reading(control, training=False)
+    device = torch.device("cpu" if form == "onnx" else placement.devices[0])
+    by, logits_of = _program(config, form, file, placement, device)
+    total = Totals(0, 0.0, 0.0, 0.0, 0.0)
+    for position in range(test.batches.steps_per_epoch):
+        sizes = micro_batch_sizes(test.batches.size(0, position), config.micro_batches)
+        objective = objective_of(config, test.targets(0, position), sizes, 0.0, device)
+        with control.waits(Awaited.DATA):
+            inputs = test.inputs()
+        assert objective is not None, "a single process has the targets"
+        assert inputs is not None, "and the inputs"
+        for micro_batch, pieces in enumerate(split_all(inputs, sizes)):
+            outputs = logits_of(tuple(to_device(piece, device) for piece in pieces))
+            objective.observe(micro_batch, outputs, objective.loss(micro_batch, outputs))
+        total += objective.totals()
+    test.close()
+    process.report(events.FileEvaluated(scores_of(config, total, averaged=config.ema_decay > 0), by))
+
+
+def _program(
+    config: TrainConfig, form: Format, file: Path, placement: Placement, device: torch.device
+) -> tuple[str, Callable[[Tensors], Tensors]]:
+    """The program that has read the file, and its logits for inputs."""
+    if form == "onnx":
+        return onnx_program(file, placement.threads)
+    arguments = _timm_arguments(config)
+    if arguments is None:
+        tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]
+        model: nn.Module = new_model(config)
+        model.load_state_dict(tensors)
+        by = f"PyTorch {torch.__version__}"
+    else:
+        import timm
+
+        model, by = timm.create_model(**arguments, checkpoint_path=str(file)), f"timm {timm.__version__}"
+    memory_format = MEMORY_FORMATS[placement.memory_format]
+    model.eval().to(device).to(memory_format=memory_format)
+
+    @torch.no_grad()
+    def logits_of(inputs: Tensors) -> Tensors:
+        return as_tuple(model(as_value(tuple(in_layout(tensor, memory_format) for tensor in inputs))))
+
+    return by, logits_of

@@ -1,0 +1,128 @@
+"""A model as an ONNX file by torch's own exporter (`torch.onnx.export`, dynamo), tried with onnxruntime before it is
+written.
+
+torch.export takes what a model does with Python numbers for constants, and may say of a file that it takes batches of
+any size when it does not. So each file is run on inputs of other sizes than those it was traced with, and compared.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpipe_cli.assembly.build import greatest_lengths, model_inputs, outputs_of
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
+from gpipe_cli.units import size
+
+# Of a message of Protocol Buffers, which a file is: https://protobuf.dev/programming-guides/proto-limits
+MOST_BYTES = 2**31 - 2**20  # less what is not tensors
+NAMES = {"classification": ("images",), "language_model": ("tokens",), "translation": ("source", "target")}
+TOLERANCE = 1e-3  # of the largest logit
+_MOST_SHOWN = 200  # characters of what a library says
+
+
+def onnx_content(
+    config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, str], threads: int
+) -> tuple[bytes, bool]:
+    """The file of `model`, in evaluation mode on the CPU, and whether it takes batches of any size: else of 1 sample.
+
+    Raises RefusedError for a model that cannot be exported.
+    """
+    key, use = "format", "use format=safetensors"
+    if (needed := sum(tensor.nbytes for tensor in model.state_dict().values())) > MOST_BYTES:
+        raise RefusedError(key, "onnx", f"one file holds 2 GiB at most, the model has {size(needed)}; {use}")
+    why = ""
+    for any_batch in (True, False):
+        try:
+            content = _exported(config, model, metadata, any_batch=any_batch)
+            why = _differs(config, model, content, threads, any_batch=any_batch)
+        except Exception as error:  # of torch.export, the exporter, onnxruntime and the user's own layers
+            while error.__cause__ is not None:
+                error = error.__cause__  # type: ignore[assignment]  # the exporter's own text is pages long
+            why = with_type(error)[:_MOST_SHOWN]
+        if not why:
+            return content, any_batch
+    raise RefusedError(key, "onnx", f"this model cannot be exported ({why}); {use}")
+
+
+def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, str], *, any_batch: bool) -> bytes:
+    names = NAMES[config.task]
+    lengths = ["length"] if len(names) == 1 else [f"{name}_length" for name in names]
+    varying: list[dict[int, str]] = []
+    for described in model_inputs(config):
+        grows = {
+            dimension: name
+            for name, slopes in zip(lengths, described.per_length, strict=False)
+            for dimension, slope in enumerate(slopes)
+            if slope
+        }
+        varying.append({0: "batch", **grows} if any_batch else grows)
+    # torch.export takes a size of 1 for a constant
+    examples = _examples(config, 2 if any_batch else 1, greatest_lengths(config))
+    with warnings.catch_warnings(action="ignore"):  # of names that inputs share, of what torch itself will change
+        program = torch.onnx.export(
+            model,
+            (as_value(examples),),
+            dynamic_shapes=(varying[0] if len(varying) == 1 else tuple(varying),),
+            input_names=list(names),
+            output_names=["logits"],
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None, "as dynamo=True"
+    program.model.metadata_props.update(metadata)
+    return bytes(program.model_proto.SerializeToString())
+
+
+def _differs(config: TrainConfig, model: nn.Sequential, content: bytes, threads: int, *, any_batch: bool) -> str:
+    """How onnxruntime's logits differ from the model's, for other sizes than those it was traced with; or nothing."""
+    shorter = tuple(length - length // 3 for length in greatest_lengths(config))
+    inputs = _examples(config, 3 if any_batch else 1, shorter)
+    with torch.no_grad():
+        wanted = as_tuple(model(as_value(inputs)))[0]
+    found = onnx_program(content, threads)[1](inputs)[0]
+    if found.shape != wanted.shape:
+        return f"its logits have shape {tuple(found.shape)} in place of {tuple(wanted.shape)}"
+    difference, largest = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    if difference <= TOLERANCE * largest:
+        return ""
+    return f"a logit differs by {difference:.2g}, the largest is {largest:.2g}"
+
+
+def _examples(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(described.shape(samples, lengths), described.dtype) for described in model_inputs(config)]
+    return tuple(
+        torch.rand(shape, generator=generator)
+        if dtype.is_floating_point
+        else torch.randint(1, outputs_of(config), shape, generator=generator)
+        for shape, dtype in shapes
+    )
+
+
+def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tensors], Tensors]]:
+    """onnxruntime by its name, and the outputs of a model for inputs on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4  # what it logs, it raises too
+    given = str(file) if isinstance(file, Path) else file
+    session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    names = [described.name for described in session.get_inputs()]
+    one_by_one = session.get_inputs()[0].shape[0] == 1
+
+    def outputs_of_session(inputs: Tensors) -> Tensors:
+        if one_by_one and len(inputs[0]) > 1:
+            samples = zip(*(tensor.split(1) for tensor in inputs), strict=True)
+            parts = [outputs_of_session(sample) for sample in samples]
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        found: list[Any] = session.run(None, {n: np.ascontiguousarray(t) for n, t in zip(names, inputs, strict=True)})
+        return tuple(torch.from_numpy(output) for output in found)
+
+    return f"onnxruntime {onnxruntime.__version__}", outputs_of_session

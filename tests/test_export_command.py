@@ -1,0 +1,233 @@
+"""`gpipe export`: what other programs read out of the file, and what it computes there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import custom_models
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.nn.modules.batchnorm import _BatchNorm
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
+
+from gpipe_cli.config.settings import ExportConfig
+from gpipe_cli.launch.export_run import _ExportReport
+from gpipe_cli.training.checkpoint.store import checkpoints_in, select
+from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
+from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores
+
+SHORT = [*TINY[2:], "max_steps=2", "executor=in_process", "checkpoint.every_steps=1"]
+IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of a small ResNet of timm in two partitions, with averages of its weights."""
+    folder = tmp_path_factory.mktemp("resnet")
+    train_here(configure(*SHORT, "model=timm", "model.name=test_resnet", "partitions=2", "ema_decay=0.5"), folder)
+    return folder
+
+
+def export(patch: pytest.MonkeyPatch, run: Path, *settings: str) -> int:
+    return command(patch, "export", f"run={run}", "checkpoint=last", *settings)
+
+
+def test_timm_reads_a_resnet(
+    resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its own names, averages or weights; the test set gives the bits of the pipeline."""
+    saved = final_tensors(resnet)
+    weights, averages = select(saved, "model"), select(saved, "ema")
+    wanted = {True: weights | averages, False: weights}
+    assert not torch.equal(wanted[True]["head.fc.weight"], wanted[False]["head.fc.weight"])
+    for averaged, file, form in (
+        (True, resnet / "model.safetensors", []),
+        (False, tmp_path / "raw.pth", [f"file={tmp_path / 'raw.pth'}", "format=torch", "averages=false"]),
+    ):
+        assert export(monkeypatch, resnet, *form) == 0
+        printed = capfd.readouterr().out
+        assert f"timm.create_model('test_resnet', num_classes=4, checkpoint_path='{file}')" in printed
+        assert "the same loss, bit for bit" in printed
+        model = timm.create_model("test_resnet", num_classes=4, checkpoint_path=str(file))
+        ours = {name.partition(".")[2]: tensor for name, tensor in wanted[averaged].items()}
+        assert_same_tensors(dict(model.state_dict()), ours)
+
+
+def test_the_file_says_what_its_numbers_mean(resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In built-in types, whatever the format; without the data, whose names of classes are then unknown, too."""
+    safe, plain = tmp_path / "a.safetensors", tmp_path / "a.pt"
+    assert export(monkeypatch, resnet, f"file={safe}", "evaluate=false") == 0
+    assert export(monkeypatch, resnet, f"file={plain}", "evaluate=false", "format=torch") == 0
+    loaded = torch.load(plain, weights_only=True)
+    assert_same_tensors(loaded["state_dict"], load_file(safe))
+    with safe_open(safe, "pt") as opened:
+        texts = opened.metadata()
+    assert texts.pop("format") == "pt"
+    facts = loaded["metadata"]
+    assert {key: value if isinstance(facts[key], str) else json.loads(value) for key, value in texts.items()} == facts
+    assert (facts["model"], facts["outputs"], facts["step"], facts["averaged"]) == ("test_resnet", 4, 2, True)
+    assert (facts["image_size"], facts["mean"], facts["std"]) == (16, [0.5] * 3, [0.5] * 3)
+    assert len(facts["classes"]) == 4
+
+
+def test_a_model_of_ones_own_has_ones_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And is evaluated with any partitions. No average was kept: none is exported, and asked for it is refused."""
+    run = tmp_path / "run"
+    own = ["model=custom", "model.target=custom_models:small", "model.arguments={width:3}"]
+    train_here(configure(*SHORT, *own, "ema_decay=0"), run)
+    assert export(monkeypatch, run, "partitions=3") == 0
+    assert "the same loss, bit for bit" in capfd.readouterr().out
+    custom_models.small(3).load_state_dict(load_file(run / "model.safetensors"))
+    assert export(monkeypatch, run, "averages=true", "overwrite=true") == 2
+    assert "averages=true: the run kept no average" in capfd.readouterr().err
+
+
+def test_one_module_out_of_a_checkpoint(tmp_path: Path) -> None:
+    """Plain batch norm: in training it tracks what it sees, as torch's does."""
+    config = configure(*TINY, "max_steps=1", "executor=in_process", "partitions=3")
+    train_here(config, tmp_path)
+    model = whole_model(config, checkpoints_in(tmp_path)[-1])
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    assert norms
+    assert not any("forward" in vars(norm) for norm in norms)
+    assert not any(module.training for module in model.modules())
+    before = norms[0].running_mean.clone()
+    model.train()(IMAGES)
+    assert not torch.equal(norms[0].running_mean, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["file=model.pt"], "file=model.pt: a file of format=safetensors ends with .safetensors; use file=model.sa"),
+        (["file=model.pt"], ", or format=torch"),
+        (["file=no/model.safetensors"], "file=no/model.safetensors: there is no folder no; make it"),
+        (["file=there.safetensors"], "it is there already; give another file=..., or overwrite=true"),
+        (["format=pickle"], "format=pickle: must be one of safetensors, torch, onnx"),
+        (["format=onnx"], "format=onnx: needs no_such_package, which is not installed; pip install no_such_package"),
+        (["seed=3"], "seed=3: there is no such setting"),
+        (["file=new.safetensors", "partitions=99"], "partitions=99: the model has only"),
+    ],
+)
+def test_refused(
+    resnet: Path,
+    settings: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("gpipe_cli.commands.export.ONNX_PACKAGES", ("no_such_package",))
+    monkeypatch.chdir(tmp_path)
+    Path("there.safetensors").write_text("mine")
+    assert export(monkeypatch, resnet, *settings) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("gpipe export: ")
+    assert line in printed.err
+    assert printed.err.count("\n") == 1
+    assert [(path.name, path.read_text()) for path in Path().iterdir()] == [("there.safetensors", "mine")]
+
+
+def test_what_the_data_is_needed_for(
+    resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is gone, nothing is written but with evaluate=false; what was there may be replaced."""
+    run = tmp_path / "run"
+    shutil.copytree(resnet, run, symlinks=True)
+    text = (run / "config.yaml").read_text()
+    text = text.replace("name: synthetic_images", "name: image_folder").replace("root: null", "root: gone")
+    text = text.replace("train_samples: 22", "train_samples: null").replace("test_samples: 10", "test_samples: null")
+    (run / "config.yaml").write_text(text)
+    file = run / "model.safetensors"
+    file.write_text("mine")
+    assert export(monkeypatch, run, "overwrite=true") == 2
+    assert "gpipe export: dataset.root=gone: " in capfd.readouterr().err
+    assert file.read_text() == "mine"
+    assert export(monkeypatch, run, "overwrite=true", "evaluate=false") == 0
+    with safe_open(file, "pt") as opened:
+        assert "classes" not in opened.metadata()
+
+
+def test_a_file_with_other_results_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ExportConfig("run", "best", "torch", None, False, None, True, "outputs", configure(*TINY))
+    for loss, code in ((2.0, 0), (2.0001, 0), (2.1, 1)):
+        report = _ExportReport(config, Path("step_1"), Path("model.pt"))
+        report.on_message(ModelWritten(1, "1 tensor", "torch.load('model.pt')"))
+        report.on_message(EvaluationDone(1, Scores(None, 2.0, 0.5, 1.0, True), 1.0, None, None))
+        report.on_message(FileEvaluated(Scores(None, loss, 0.5, 1.0, True), "PyTorch"))
+        assert report.compare() == code
+    assert capsys.readouterr().err == "model.pt does not compute what the checkpoint does: its loss is 2.1, not 2\n"
+
+
+# --- ONNX, whose packages are an extra
+
+TEXT = [
+    "~presets", "dataset=synthetic_text", "dataset.vocabulary=40", "dataset.train_samples=8", "dataset.test_samples=8",
+    "model.width=8", "model.hidden=8", "model.heads=2", "model.layers=1", "model.length=8", "threads=1", "device=cpu",
+]  # fmt: skip
+
+
+def test_onnx_computes_what_the_checkpoint_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    config = configure(*TINY, "max_steps=2", "executor=in_process", "partitions=2")
+    train_here(config, tmp_path)
+    assert export(monkeypatch, tmp_path, "format=onnx") == 0
+    printed = capfd.readouterr()
+    assert "for batches of any size" in printed.out
+    assert printed.err == ""
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    assert session.get_modelmeta().custom_metadata_map["model"] == "amoebanet"
+    nodes = onnx.load(tmp_path / "model.onnx").graph.node
+    dilations = {tuple(one.ints) for node in nodes for one in node.attribute if one.name == "dilations"}
+    assert dilations == {(1, 1)}, "our way to a faster kernel of torch's is none of onnxruntime's"
+    with torch.no_grad():
+        logits = whole_model(config, checkpoints_in(tmp_path)[-1])(IMAGES)
+    for samples in (1, 3):
+        (found,) = session.run(["logits"], {"images": IMAGES[:samples].numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), logits[:samples], rtol=1e-3, atol=1e-3 * logits.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("settings", "any_batch"),
+    [
+        (["model=custom", "model.target=custom_models:tiny_vit", *TINY[2:]], True),
+        (["model=transformer_nmt", "model.head_width=4", *TEXT], True),
+        (["model=custom", "model.target=custom_models:takes_samples_apart", *TINY[2:]], False),
+    ],
+    ids=["vit", "nmt", "custom"],
+)
+def test_onnx_takes_other_sizes_than_it_was_traced_with(settings: list[str], any_batch: bool) -> None:
+    """Batches, and sentences; torch says so of more models than of which it is so. The last one gets single samples."""
+    pytest.importorskip("onnxruntime")
+    from gpipe_cli.training.onnx_file import onnx_content, onnx_program
+
+    config = configure(*settings)
+    model = new_model(config).eval()
+    content, any_size = onnx_content(config, model, {"made": "here"}, 1)
+    assert any_size == any_batch
+    for samples, lengths in ((5, (8, 5)), (1, (3, 8))):
+        inputs: tuple[torch.Tensor, ...] = (torch.rand(samples, 3, 16, 16),)
+        if config.task != "classification":
+            inputs = tuple(torch.randint(1, 40, (samples, length)) for length in lengths)
+        with torch.no_grad():
+            wanted = model(inputs[0] if len(inputs) == 1 else inputs)
+        (found,) = onnx_program(content, 1)[1](inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_what_depends_on_values_has_no_onnx_file() -> None:
+    pytest.importorskip("onnxruntime")
+    from gpipe_cli.training.onnx_file import onnx_content
+
+    config = configure(*TINY[2:], "model=custom", "model.target=custom_models:asks_for_a_value")
+    with pytest.raises(ValueError, match=r"^format=onnx: this model cannot be exported \(.*; use format=saf") as caught:
+        onnx_content(config, new_model(config).eval(), {}, 1)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
