@@ -1,16 +1,15 @@
 """`gpipe bench`: how fast one configuration is, or with -m a table of them (the paper's tables 2 and 3)."""
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, own, training
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
-from gpipe_cli.config.typed import RefusedError, typed
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, show_rest, write_bench
 
@@ -24,7 +23,6 @@ REFUSED = {
     "check_layers": "a measurement keeps nothing of what it trains; leave it out",
     "checkpoint": "a measurement writes no checkpoints; leave it out",
 }
-OWN = tuple(BenchSettings.__dataclass_fields__)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,11 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     """The measurement that `tree` describes, of which `given` was typed. Raises ValueError for a wrong setting."""
-    # Those that a recipe does not have are as in conf/bench.yaml.
-    text = resources.files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8")
-    defaults = OmegaConf.create(text.partition("\nhydra:")[0])
-    with open_dict(tree):
-        settings = typed(BenchSettings, {key: tree.pop(key, OmegaConf.select(defaults, key)) for key in OWN})
+    settings = own(BenchSettings, "bench", tree)
     steps = settings.warm_up_steps + settings.steps
     # An epoch has at least one step: there are enough of them.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():

@@ -12,8 +12,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -38,6 +39,8 @@ from gpipe_cli.config.settings import (
     replaced_batch,
 )
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
+
+T = TypeVar("T")
 
 # Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
 _QUIET = (
@@ -153,7 +156,7 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
             near = nearest(key, keys) or "; leave it out"
             raise ValueError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
     # A recipe for another command lacks what only this one has: `++` sets what is there and adds what is not.
-    arguments = tuple(f"++{one}" if one.partition("=")[0] in OWNERS else one for one in arguments)
+    arguments = tuple(f"++{one}" if one[:1] not in "+~" and "=" in one and owner(one) else one for one in arguments)
     shell_completion = arguments[:1] == ("-sc",)  # installs itself under the name of the program: gpipe
     # Settings stand on one side of the options: behind them if there are some, before an option that may have a value.
     quiet = () if shell_completion else _QUIET
@@ -212,6 +215,16 @@ def drop_others(command: str, tree: DictConfig) -> None:
     with open_dict(tree):
         for key in [key for key, whose in OWNERS.items() if whose != command]:
             tree.pop(key, None)
+
+
+def own(kind: type[T], command: str, tree: DictConfig) -> T:
+    """What `command` has beside the settings of a training, taken out of `tree`. What a recipe does not have is as in
+    `conf/COMMAND.yaml`. Raises ValueError, as `typed`."""
+    text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
+    defaults = OmegaConf.create(text.partition("\nhydra:")[0])
+    with open_dict(tree):
+        given = {key: tree.pop(key, OmegaConf.select(defaults, key)) for key in settings(kind)}
+    return from_tree(kind, OmegaConf.create(given))
 
 
 def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
@@ -274,7 +287,7 @@ def translated(error: Exception, keys: Sequence[str]) -> ValueError:
                 if found[1].startswith("hydra."):
                     return ValueError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
                 return unknown(found[1], found[2], keys)
-            if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'", message):
+            if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '\+*(.+?)'", message):
                 return ValueError(
                     f"{found[1]}: several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
                 )

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from omegaconf import open_dict
-
-from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, own, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import PlanSettings
-from gpipe_cli.config.typed import RefusedError, typed
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
@@ -24,8 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
-    with open_dict(tree):
-        settings = typed(PlanSettings, {"solve": tree.pop("solve", None)})  # a recipe may not have it
+    settings = own(PlanSettings, "plan", tree)
     config, auto = training(tree, line.overrides)
     if settings.solve is not None and config.partition.balance is not None:
         why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
