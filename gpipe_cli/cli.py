@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, UNREAD, outcome, run_command
 from gpipe_cli.config.typed import nearest, show
-from gpipe_cli.distributed.torchrun import leads
+from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.system.streams import prepare_streams
 
 COMMANDS = {
@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"{name}: {ended.error}\n")
     elif ended.error and ended.exit_code != INTERRUPTED:
         time.sleep(LEADER_SECONDS)  # rank 0 mostly has the same error, and torchrun ends this process with it
-        sys.stderr.write(f"{name}: process {os.environ['RANK']}: {ended.error}\n")
+        started = torchrun()
+        assert started is not None
+        sys.stderr.write(f"{name}: process {started.rank}: {ended.error}\n")
     return ended.exit_code
 
 

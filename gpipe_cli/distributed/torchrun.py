@@ -1,4 +1,6 @@
-"""The environment variables of the processes that torchrun starts, or SLURM, which sets the same."""
+"""The environment variables of the processes that torchrun starts, or SLURM's srun: in a script that sets WORLD_SIZE,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all.
+"""
 
 import os
 from dataclasses import dataclass
@@ -23,7 +25,10 @@ def torchrun() -> Torchrun | None:
         ValueError: the variables do not fit each other, or one is no number.
     """
     processes = _number("WORLD_SIZE", 1, _MOST, 1)
-    rank = _number("RANK", 0, processes - 1, 0)
+    names = "RANK", "LOCAL_RANK"
+    if processes > 1 and "RANK" not in os.environ:  # without WORLD_SIZE each process of srun is a command of its own
+        names = "SLURM_PROCID", "SLURM_LOCALID"
+    rank = _number(names[0], 0, processes - 1, 0)
     if processes == 1:
         return None
     if not os.environ.get("MASTER_ADDR"):
@@ -33,7 +38,7 @@ def torchrun() -> Torchrun | None:
         )
     store_address()
     here = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
-    return Torchrun(rank, processes, here, _number("LOCAL_RANK", 0, here - 1, rank % here))
+    return Torchrun(rank, processes, here, _number(names[1], 0, here - 1, rank % here))
 
 
 def store_address() -> tuple[str, int]:
