@@ -37,6 +37,11 @@ RUNS = {
     "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": SMALL,
     "gpipe bench partitions=2 micro_batches=8": [*SMALL, "partitions=1", "steps=1", "warm_up_steps=0"],
     "gpipe check model=custom model.target=mymodel:digits": ["executor=in_process"],
+    "gpipe launch slurm nodes=2 gpus_per_node=4 time=1-00:00 partitions=8 sbatch.partition=gpu": [
+        *SMALL,
+        "partitions=2",
+        "gpus_per_node=1",
+    ],
     "gpipe reproduce": [],
 }
 SWEEP = {  # in this order

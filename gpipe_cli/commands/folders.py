@@ -28,11 +28,18 @@ def make_new(path: Path) -> Path:
     raise AssertionError("without end")
 
 
+def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
+    """A folder in `output` named by time, model, dataset, K, M, and R if that is not 1; `what` is it, if it is not a training."""
+    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
+    k, m, r = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches", "replicas"))
+    return Path(config.output) / f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
+
+
 @contextmanager
 def run_folder(
     config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "", *, restarted: bool = False
 ) -> Iterator[Path]:
-    """The folder of a run: `run_folder`, or a new one in `output` named by time, model, dataset, K and M.
+    """The folder of a run: `run_folder`, or a `new_run`.
 
     `auto` are settings that will be chosen later; `what` is it, if it is not a training; `restarted`: what lies in
     `run_folder` is of an earlier start of this run. Inside, no other run may work there. Refused or interrupted before
@@ -44,11 +51,7 @@ def run_folder(
         ValueError: the folder cannot be made, another process is at work there, or `run_folder` holds something and is
             not the run that goes on.
     """
-    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
-    k, m = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches"))
-    r = "auto" if "replicas" in auto else config.replicas
-    stem = f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
-    chosen = Path(config.run_folder or Path(config.output) / stem)
+    chosen = new_run(config, now, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not leads():
         yield chosen
         return

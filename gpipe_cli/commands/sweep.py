@@ -242,7 +242,7 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
-        _refuse_place(line)
+        refuse_place(line)
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
@@ -258,7 +258,7 @@ def current_sweep() -> Sweep:
     return Sweep.current
 
 
-def _refuse_place(line: CommandLine) -> None:
+def refuse_place(line: CommandLine) -> None:
     """Raises ValueError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
     if line.options["multirun"] or str(line.overrides.get("hydra.mode")) == "MULTIRUN":
         what, given_by, other = "a sweep, in which those of its runs lie,", "hydra.sweep.dir", "run_folder"
@@ -310,6 +310,10 @@ def values_of(job: Sequence[str]) -> dict[str, object]:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """A folder for the run `name` that does not exist yet; its name is one that every file system takes."""
-    safe = re.sub(r"[^\w.,=+\[\]-]", "_", name.replace("'", "").replace('"', ""))[:150].strip(".") or "run"
-    return next(folder for folder in numbered(parent / safe) if not folder.exists())
+    """A folder for the run `name` that does not exist yet."""
+    return next(folder for folder in numbered(parent / folder_name(name)) if not folder.exists())
+
+
+def folder_name(name: str) -> str:
+    """The name of a run as one that every file system takes."""
+    return re.sub(r"[^\w.,=+\[\]-]", "_", name.replace("'", "").replace('"', ""))[:150].strip(".") or "run"

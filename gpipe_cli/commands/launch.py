@@ -1,0 +1,145 @@
+"""`gpipe launch slurm`: the script of a job that trains, with -m of an array of them, checked before it is queued."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, compose, own, read, training
+from gpipe_cli.commands.folders import new_run, numbered
+from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.commands.sweep import differences, folder_name, refuse_place
+from gpipe_cli.config.settings import LaunchSettings, TrainConfig, find_run, key_of, owner
+from gpipe_cli.config.typed import RefusedError, quoted
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.launch.slurm import script, submit
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.interrupts import interruptible_import
+
+# What a job has no use for, and what to do instead.
+REFUSED = {
+    "resume": "a job begins a run, or goes on with the one that lies in its run_folder; give that",
+    "dry_run": "everything is checked in any case; leave it out",
+}
+FILES = ("config_path", "config_dir", "config_name")  # options that gpipe train gets, too
+SWEEP_DIR = "hydra.sweep.dir"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    named = arguments[:1] == ["slurm"]
+    line = read("launch", arguments[1:] if named else arguments)
+    line.refuse(REFUSED)
+    lines = _of_trainings(line)
+    jobs, requests = [], []
+    for one in lines:
+        tree = compose(one, TRAINING_KEYS)
+        if tree is None:
+            return 0
+        jobs.append(own(LaunchSettings, "launch", tree))
+        requests.append(training(tree, one.overrides))
+    if not named:
+        raise ValueError("slurm is missing; write gpipe launch slurm [setting=value ...]")
+    if torchrun() is not None:
+        raise ValueError("torchrun: one process writes the script; call gpipe launch slurm")
+    job, (config, auto) = jobs[0], requests[0]  # of an array all have the same
+    for one_config, _ in requests:
+        _refuse(job, one_config)
+    with preparing(), interruptible_import():
+        from gpipe_cli.launch.slurm_check import check
+
+        for request in requests:
+            check(job, *request)
+    if line.options["multirun"]:
+        place = Path(
+            str(
+                line.overrides.get(SWEEP_DIR)
+                or _unused(Path(config.output) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_sweep")
+            )
+        )
+        folders = _below(place, line, lines)
+    else:
+        place = _unused(new_run(config, datetime.now(), auto)) if config.run_folder is None else Path(config.run_folder)
+        folders = [place]
+    devices = [] if config.device != "auto" else ["device=cuda" if job.gpus_per_node else "device=cpu"]
+    trainings = [
+        [*_settings(one), *devices, "resume=auto", _hydra("run_folder", folder)]
+        for one, folder in zip(lines, folders, strict=True)
+    ]
+    path = _script_of(place)
+    text = script(job, trainings, ["gpipe", "launch", *arguments], path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); give another output=... or run_folder=..."
+        ) from error
+    sys.stdout.write(f"{text}\n")
+    how = f"submitted as job {submit(path)}" if job.submit else f"submit it by: sbatch {shlex.quote(str(path))}"
+    sys.stdout.write(f"written to {path}; {how}\n")
+    return 0
+
+
+def _of_trainings(line: CommandLine) -> list[CommandLine]:
+    """That of each training: of a sweep one for each combination. Raises ValueError for what an array cannot have."""
+    refuse_place(line)
+    for key, value in line.overrides.items():
+        if key.startswith("hydra") and key != SWEEP_DIR:
+            raise RefusedError(key, value, "a job runs gpipe train by itself; leave it out")
+    if not line.options["multirun"]:
+        return [line]
+    for key in sorted(line.swept):
+        if owner(key) is not None:
+            raise RefusedError(key, line.overrides[key], "all elements of a job array have the same; give one value")
+    if not line.swept:
+        raise ValueError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
+    options = [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
+    parsed = OverridesParser.create().parse_overrides([one for one in line.typed if key_of(one) != SWEEP_DIR])
+    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [read("launch", [*options, *job]) for job in jobs]
+
+
+def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
+    """Raises ValueError for devices that the job does not have or would not use, and weights that are not there."""
+    if config.device == "cuda" and not job.gpus_per_node:
+        raise RefusedError("device", config.device, "the job has gpus_per_node=0; give its GPUs, or use device=cpu")
+    if config.device == "cpu" and job.gpus_per_node:
+        raise RefusedError(
+            "device", config.device, f"gpus_per_node={job.gpus_per_node} would idle; use gpus_per_node=0"
+        )
+    if config.init_from is not None:
+        find_run("init_from", config.init_from, config.output)
+
+
+def _settings(line: CommandLine) -> list[str]:
+    """What `gpipe train` gets of it."""
+    files = [f"--{key.replace('_', '-')}={value}" for key in FILES if (value := line.options[key]) is not None]
+    return files + [one for one in line.typed if owner(one) != "launch" and key_of(one) != "run_folder"]
+
+
+def _below(place: Path, line: CommandLine, lines: Sequence[CommandLine]) -> list[Path]:
+    """A folder for each training of a sweep."""
+    folders: list[Path] = []
+    for name, _ in differences([one.typed for one in lines], line.typed):
+        folders.append(next(folder for folder in numbered(place / folder_name(name)) if folder not in folders))
+    return folders
+
+
+def _unused(path: Path) -> Path:
+    """A folder that is not there, nor a script of it."""
+    return next(one for one in numbered(path) if not one.exists() and not _script_of(one).exists())
+
+
+def _script_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.sbatch")
+
+
+def _hydra(key: str, folder: Path) -> str:
+    """The setting as Hydra reads it, whatever the folder has in its name."""
+    return f"{key}={folder}" if re.fullmatch(r"[\w./-]+", str(folder)) else f"{key}={quoted(folder)}"

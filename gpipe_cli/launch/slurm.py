@@ -1,0 +1,113 @@
+"""The script of a SLURM job that trains, and is queued again until the training is complete.
+
+srun starts every process of gpipe; torchrun is not used: it ends with exit code 1 whatever code its processes end with,
+and SIGUSR1, which SLURM sends to all processes of a job step, ends it at once. Options and variables are those of
+SLURM's manual pages of sbatch, srun and scontrol.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpipe_cli.config.settings import LaunchSettings
+from gpipe_cli.config.typed import RefusedError, show
+
+_WARNING = "USR1@120"  # the signal, and how many seconds before a job's time ends
+
+
+def script(job: LaunchSettings, trainings: Sequence[Sequence[str]], written_by: Sequence[str], path: Path) -> str:
+    """`trainings`: the arguments of `gpipe train` of each; several are the elements of an array.
+
+    `written_by`: the command line, as a comment; `path`: where the script will lie, and the output of the job.
+    """
+    first, *others = trainings
+    common = [argument for argument in first if all(argument in other for other in others)]
+    lines = [
+        "#!/bin/bash",
+        f"# Written by: {_words(written_by)}",
+        f"# Submit it by: sbatch {_words([str(path)])}",
+        *_options(job, path, len(trainings)),
+        "",
+        "training=(",
+        *(f"    {_words([argument])}" for argument in common),
+        ")",
+    ]
+    if others:
+        lines.append('case "$SLURM_ARRAY_TASK_ID" in')
+        for number, arguments in enumerate(trainings, 1):
+            lines.append(f"{number}) training+=({_words([one for one in arguments if one not in common])}) ;;")
+        lines.append("esac")
+    lines += [
+        "",
+        "# The processes meet on the first node, where process 0 is; SLURM_PROCID and SLURM_LOCALID number them.",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))",
+        f"export MASTER_ADDR MASTER_PORT WORLD_SIZE={job.processes} LOCAL_WORLD_SIZE={job.processes_here}",
+        "",
+        "# They share the cores of a node out themselves. A minute after one has ended, SLURM ends the others.",
+        "srun --distribution=block --cpu-bind=none --kill-on-bad-exit=0 --wait=60 \\",
+        f'    {_words([sys.executable, "-m", "gpipe_cli", "train"])} "${{training[@]}}"',
+    ]
+    if job.requeue:
+        lines += [
+            "",
+            "# Before its time ends the job gets SIGUSR1: gpipe writes a checkpoint and ends with exit code 3.",
+            "# Queued again, it goes on from there. After a node has failed SLURM queues it again by itself.",
+            "code=$?",
+            'if [ "$code" = 3 ]; then',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$code"',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
+    """The lines that sbatch reads. What is given in `sbatch` takes the place of what would be there."""
+    given = {key.replace("_", "-"): value for key, value in job.sbatch.items()}
+    log = str(path.with_suffix("")).replace("%", "%%") + ("_%a" if trainings > 1 else "") + ".log"
+    options: dict[str, object] = {
+        "job-name": "gpipe",
+        "array": f"1-{trainings}" if trainings > 1 else None,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.processes_here,
+        "gpus-per-node": None if "gres" in given else job.gpus_per_node or None,
+        "time": job.time,
+        "chdir": Path.cwd(),
+        "output": log,
+        "open-mode": "append",  # to the output of the job before it was queued again
+        "requeue" if job.requeue else "no-requeue": True,
+        "signal": _WARNING if job.requeue else None,
+    } | given
+    lines = []
+    for key, value in options.items():
+        text = ",".join(map(show, value)) if isinstance(value, list) else show(value)
+        if text not in ("null", "false"):
+            lines.append(f"#SBATCH --{key}" + ("" if text == "true" else f"={_words([text])}"))
+    return lines
+
+
+def _words(arguments: Sequence[str]) -> str:
+    """As one types them in a shell; in double quotes what has single ones in it, as the texts of Hydra have."""
+    plain = re.compile(r"""[^"$`!\\]*'[^"$`!\\]*""")
+    return " ".join(f'"{one}"' if plain.fullmatch(one) else shlex.quote(one) for one in arguments)
+
+
+def submit(path: Path) -> str:
+    """Gives the script to sbatch; returns the number of the job.
+
+    Raises:
+        RefusedError: there is no sbatch here.
+        OSError: sbatch refuses it; with its words.
+    """
+    try:
+        ended = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        why = f"there is no sbatch on this machine; leave it out, and submit {path} where there is one"
+        raise RefusedError("submit", True, why) from None
+    if ended.returncode:
+        raise OSError(f"sbatch {path}: {' '.join(ended.stderr.split())}")
+    return ended.stdout.strip().partition(";")[0]  # behind it may be the name of the cluster

@@ -1,0 +1,143 @@
+"""`gpipe launch slurm`: the script of a job and what it refuses; on a real SLURM, where it is installed, a job that is
+stopped, queued again and goes on.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpipe_cli.cli import main
+
+SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
+# In the place of srun: says what the last process would get.
+SRUN = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+echo "$MASTER_ADDR $MASTER_PORT $WORLD_SIZE $LOCAL_WORLD_SIZE"
+printf '%s\\n' "$@"
+exit $CODE
+"""
+SCONTROL = """\
+#!/bin/bash
+case $1 in show) echo node7; echo node8 ;; *) echo "$*" >&2 ;; esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def perform(script: Path, **variables: str) -> tuple[int, str, list[str], str]:
+    """Runs a script with SLURM's variables; returns its exit code, where its processes meet and how many they are, the
+    command of each, and what is asked of scontrol."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        Path(name).write_text(text)
+        Path(name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "40003", "SLURM_JOB_NODELIST": "node[7-8]", "CODE": "0"} | variables
+    environment = os.environ | slurm | {"PATH": f"{Path.cwd()}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+    place, *command = ended.stdout.splitlines()
+    return ended.returncode, place, command, ended.stderr.strip()
+
+
+def settings_of(command: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Those of the training that a process would begin."""
+    assert command[:3] == [sys.executable, "-m", "gpipe_cli"]
+    capsys.readouterr()
+    assert "resume=auto" in command
+    assert main([*(one for one in command[3:] if one != "resume=auto"), "--cfg", "job"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert isinstance(shown, dict)
+    return shown
+
+
+def test_a_job_trains_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["sbatch.partition=gpu", "sbatch.nodelist=[a,b]", "sbatch.signal=USR1@300", "sbatch.exclusive=true"]
+    asked = ["nodes=2", "gpus_per_node=2", "time=1-00:00", "partitions=4", "micro_batches=auto", "batch_size=16"]
+    freeze = "freeze=[stem,'cell_0*']"
+    assert main(["launch", "slurm", *asked, *options, *SMALL, freeze, "run_folder=runs/my run"]) == 0
+    script = Path("runs/my run.sbatch")
+    text = script.read_text()
+    assert capsys.readouterr().out.startswith(text)
+    assert re.findall("^#SBATCH --(.*)", text, re.MULTILINE) == [
+        "job-name=gpipe", "nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "time=1-00:00", f"chdir={Path.cwd()}",
+        "output='runs/my run.log'", "open-mode=append", "requeue", "signal=USR1@300", "partition=gpu", "nodelist=a,b",
+        "exclusive",
+    ]  # fmt: skip
+    wanted = {"partitions": 4, "micro_batches": "auto", "batch_size": 16, "freeze": ["stem", "cell_0*"]}
+    wanted |= {"device": "cuda", "run_folder": "runs/my run"}
+    code, place, command, asked_for = perform(script)
+    assert (code, place, asked_for) == (0, "node7 10003 4 2", "")
+    settings = settings_of(command, capsys)
+    assert {key: settings[key] for key in wanted} == wanted
+    assert perform(script, CODE="1") == (1, place, command, "")
+    assert perform(script, CODE="3") == (3, place, command, "requeue 40003")
+
+    assert main(["launch", "slurm", "gpus_per_node=0", "requeue=false", *SMALL, "run_folder=runs/my run"]) == 0
+    assert {"#SBATCH --no-requeue", "    device=cpu"} <= set(script.read_text().splitlines())
+    code, place, _, asked_for = perform(script, CODE="3")
+    assert (code, place, asked_for) == (3, "node7 10003 1 1", "")
+
+
+def test_a_sweep_is_an_array_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its elements read a recipe, and have the folders that a sweep of gpipe train would make."""
+    Path("mine").mkdir()
+    Path("mine/small.yaml").write_text("defaults: [train, _self_]\nmodel: {normal_cells: 3}\nnodes: 3\nsteps: 7\n")
+    varied = ["freeze=[stem],['cell_0*']", "partitions=1,2"]
+    assert main(["launch", "slurm", "-m", "-cd", "mine", "-cn", "small", *varied, "nodes=1", "hydra.sweep.dir=s"]) == 0
+    text = Path("s.sbatch").read_text()
+    assert {"#SBATCH --array=1-4", "#SBATCH --output=s_%a.log", "#SBATCH --nodes=1"} <= set(text.splitlines())
+    for number, freeze, partitions in ((1, "stem", 1), (2, "stem", 2), (4, "cell_0*", 2)):
+        _, _, command, _ = perform(Path("s.sbatch"), SLURM_ARRAY_TASK_ID=str(number))
+        settings = settings_of(command, capsys)
+        assert (settings["freeze"], settings["partitions"], settings["model"]["normal_cells"]) == (
+            [freeze],
+            partitions,
+            3,
+        )
+        assert settings["run_folder"] == f"s/freeze=[{freeze.replace('*', '_')}],partitions={partitions}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("partitions=2", "slurm is missing; write gpipe launch slurm"),
+        ("slurm time=90", "time=90: must be"),
+        ("slurm time=1:2:3:4", "time=1:2:3:4: must be [days-]hours:minutes[:seconds]; for example time=24:00:00"),
+        ("slurm nodez=2", "nodez=2: there is no such setting; did you mean nodes?"),
+        ("slurm sbatch.ntasks_per_node=2", "sbatch.ntasks_per_node=2: gpipe has a setting for it; give processes_per"),
+        ("slurm sbatch.Mem=2", "sbatch.Mem=2: must be the long name of an option of sbatch"),
+        ("slurm processes_per_node=2", "processes_per_node=2: each needs a GPU, and a node has gpus_per_node=1"),
+        ("slurm device=cpu", "device=cpu: gpus_per_node=1 would idle; use gpus_per_node=0"),
+        ("slurm device=cuda gpus_per_node=0", "device=cuda: the job has gpus_per_node=0"),
+        (
+            "slurm resume=outputs/a",
+            "resume=outputs/a: a job begins a run, or goes on with the one that lies in its run",
+        ),
+        ("slurm init_from=outputs/a", "init_from=outputs/a: no run there"),
+        ("slurm -m nodes=1,2", "nodes=1,2: all elements of a job array have the same; give one value"),
+        ("slurm -m nodes=2", "-m: no setting has several values"),
+        ("slurm -m partitions=1,2 run_folder=a", "run_folder=a: the folder of a sweep"),
+        # what a training would refuse in the job
+        ("slurm -m partitions=2,20", "partitions=20: the model has only 10 layers; use partitions=10 or fewer"),
+        ("slurm nodes=2 gpus_per_node=2 partitions=3", "partitions=3: "),
+        ("slurm nodes=2 gpus_per_node=4 partitions=8 cost=measured", "cost=measured: layers are not timed under"),
+    ],
+)
+def test_what_a_job_cannot_do_is_refused(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And before it waits in a queue; nothing is written, and the environment is as it was."""
+    environment = os.environ.copy()
+    assert main(["launch", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"gpipe launch: {line}")
+    assert len(captured.err.splitlines()) == 1
+    assert list(Path().iterdir()) == []
+    assert os.environ == environment
