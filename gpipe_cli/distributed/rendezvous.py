@@ -6,9 +6,11 @@ be taken for this start's. (TORCHELASTIC_RESTART_COUNT does not help: each machi
 """
 
 import json
+import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -105,7 +107,15 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
     Raises ConnectionError, one line, if there is none.
     """
     address, port = store_address()
+    if not hosts and not may_restart():  # no signal ends the store's own wait for process 0, which is in C++
+        _wait(partial(_listens, address, port), "process 0")
     try:
         return dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE)
     except dist.DistError as error:
         raise ConnectionError(f"MASTER_ADDR={address}, MASTER_PORT={port}: there is no store ({error})") from error
+
+
+def _listens(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
