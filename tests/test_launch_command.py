@@ -6,13 +6,18 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import slurm_cluster
 import yaml
+from slurm_cluster import wait_until
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
 
 from gpipe_cli.cli import main
+from gpipe_cli.reporting.run.result import read_result
 
 SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
 # In the place of srun: says what the last process would get.
@@ -141,3 +146,22 @@ def test_what_a_job_cannot_do_is_refused(arguments: str, line: str, capsys: pyte
     assert len(captured.err.splitlines()) == 1
     assert list(Path().iterdir()) == []
     assert os.environ == environment
+
+
+@pytest.mark.skipif(not slurm_cluster.installed(), reason="needs slurmctld, slurmd and munged, and root to start them")
+def test_a_job_that_is_stopped_is_queued_again_and_goes_on() -> None:
+    """On two nodes. SIGUSR1 to all processes of the job is what SLURM sends before its time ends."""
+    log, run = Path("run.log"), Path("run")
+    settings = [*TINY, "partitions=2", "ema_decay=0.9", "epochs=100", "hardware=cpu"]
+    with slurm_cluster.cluster() as environment:
+        asked = partial(slurm_cluster.asked, environment)
+        assert main(["launch", "slurm", "nodes=2", "gpus_per_node=0", *settings, f"run_folder={run}"]) == 0
+        assert asked("sbatch", "run.sbatch") == "Submitted batch job 1"
+        wait_until(lambda: log.exists() and "predicted" in log.read_text(), "the first steps are done")
+        asked("scancel", "--signal=USR1", "1")
+        wait_until(lambda: "JobState=COMPLETED" in asked("scontrol", "show", "job", "1"), "the job has ended", 120)
+        assert "Restarts=1 " in asked("scontrol", "show", "job", "1")
+    assert "resumed from" in log.read_text()
+    assert read_result(run)["status"] == "completed"
+    train_here(configure(*settings, "executor=in_process"), Path("whole"))
+    assert_same_tensors(final_tensors(run), final_tensors(Path("whole")))
