@@ -29,7 +29,7 @@ def make_new(path: Path) -> Path:
 
 
 def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
-    """A folder in `output` named by time, model, dataset, K, M, and R if that is not 1; `what` is it, if it is not a training."""
+    """A folder in `output`, named by time, model, dataset, K, M and R; `what` is it, if it is not a training."""
     stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
     k, m, r = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches", "replicas"))
     return Path(config.output) / f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
