@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gpipe_cli.distributed.torchrun import Torchrun, store_address
 
 _MOST_SECONDS = 5.0  # between two looks
+_SLICE_SECONDS = 0.5  # of such a wait
 _MOST_ASLEEP = 2.0  # that count between two questions: after Ctrl-Z and fg nobody was lost
 _ENDED, _FAILED = "ended", "failed"
 _NOTHING = b""  # of a process that has not counted yet
@@ -24,10 +25,12 @@ class Heartbeat:
     def __init__(self, started: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{process}" for process in range(started.processes)]
         self._rank, self._limit = started.rank, limit_seconds
+        self._interval = min(_MOST_SECONDS, limit_seconds / 4)
         self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without news, as far as this was awake
         self._failed: int | None = None
         self._answered = self._asked = time.monotonic()  # the store, and `lost`
         self._unanswered = 0.0  # seconds
+        self._hurried = False
         self._ending = threading.Event()
         self._last = _ENDED
         self._thread = threading.Thread(target=self._run, name="gpipe-heartbeat", daemon=True)
@@ -48,20 +51,28 @@ class Heartbeat:
         process = max(self._silent, key=self._silent.__getitem__)
         return (process, self._silent[process]) if self._silent[process] > self._limit else None
 
+    def hurry(self) -> float:
+        """Another process is known to be lost, and not which: look more often, and wait for two beats of each at most.
+        Returns the seconds after which nothing more will be found."""
+        self._hurried = True
+        self._limit = min(self._limit, 2.2 * self._interval)
+        return self._limit + _MOST_ASLEEP
+
     def stop(self, *, failed: bool) -> None:
         self._last = _FAILED if failed else _ENDED
         self._ending.set()
         self._thread.join(_MOST_ASLEEP)  # a thread that is in the store when Python ends aborts the process
 
     def _run(self) -> None:
-        interval = min(_MOST_SECONDS, self._limit / 4)
         seen = [_NOTHING] * len(self._keys)
         beat, looked = 0, time.monotonic()
         try:
             # a connection of its own: a call that waits holds up the others of its connection
             store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
                                   timeout=timedelta(seconds=self._limit))  # fmt: skip
-            while not self._ending.wait(interval):
+            while not self._ending.wait(min(_SLICE_SECONDS, self._interval)):
+                if not self._hurried and time.monotonic() - looked < self._interval:
+                    continue
                 beat += 1
                 store.set(self._keys[self._rank], str(beat))
                 if _NOTHING in seen:
@@ -69,7 +80,7 @@ class Heartbeat:
                 else:
                     values = store.multi_get(self._keys)
                 now = self._answered = time.monotonic()
-                passed, looked = min(now - looked, 2 * interval), now
+                passed, looked = min(now - looked, 2 * self._interval), now
                 for process, (value, before) in enumerate(zip(values, seen, strict=True)):
                     news = value != before or value.decode() == _ENDED
                     self._silent[process] = 0.0 if news else self._silent[process] + passed

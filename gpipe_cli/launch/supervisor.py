@@ -96,7 +96,20 @@ class Supervisor:
                 self._failures.append(self._lost(*lost))
             if self._failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        return cause_of(self._failures)
+        cause = cause_of(self._failures)
+        if cause is not None and cause.reason is Reason.PEER and heartbeat is not None:
+            return self._find_lost(heartbeat, interrupt) or cause
+        return cause
+
+    def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
+        """Which process is lost, where the worker only knows that another one is, which is not a child of this one."""
+        until = time.monotonic() + heartbeat.hurry()
+        while time.monotonic() < until:
+            interrupt.check()
+            if lost := heartbeat.lost():
+                return self._lost(*lost)
+            time.sleep(0.1)
+        return None
 
     def _receive(self, timeout: float, on_message: OnMessage) -> None:
         """Wait for messages and for the ends of processes, and take those that are there."""
