@@ -26,6 +26,7 @@ class Awaited(IntEnum):
     DATA = 2
     DISK = 3  # a checkpoint
     COMPILER = 4  # which may take minutes for a layer
+    LAST_CHECKPOINT = 5  # by a process that has failed
 
 
 @dataclass(frozen=True)

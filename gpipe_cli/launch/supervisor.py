@@ -25,6 +25,7 @@ from gpipe_cli.system.interrupts import Interrupt, interruptible
 OnMessage = Callable[[object], None]
 
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
+_LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # for the server to report that workers have ended
 _MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on a laptop that has slept, all were silent
 
@@ -82,7 +83,7 @@ class Supervisor:
 
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
-        deadline = float("inf")
+        deadline, failed = float("inf"), 0.0
         silence = SilenceTimer(self._timeout_seconds, whole=torchrun() is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
@@ -95,7 +96,9 @@ class Supervisor:
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
             if self._failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                writing = any(one.awaited == Awaited.LAST_CHECKPOINT for one in doing.values())
+                failed = failed or time.monotonic()
+                deadline = failed + (_LAST_SECONDS if writing else _GRACE_SECONDS)
         cause = cause_of(self._failures)
         if cause is not None and cause.reason is Reason.PEER and heartbeat is not None:
             return self._find_lost(heartbeat, interrupt) or cause

@@ -57,11 +57,15 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         connection.send(message)
         activity[base] += 1
 
+    process = WorkerProcess(job.process, connect, report, watch)
     try:
-        job.task(WorkerProcess(job.process, connect, report, watch))
+        job.task(process)
     except Exception as error:
+        failure = _failure(job.process, error)
         with contextlib.suppress(OSError):  # the parent has ended
-            connection.send(_failure(job.process, error))
+            for finish in process.before_failing:
+                finish()
+            connection.send(failure)
         connection.close()
         # not sys.exit: threads of a broken process group may never end
         os._exit(1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -34,6 +34,7 @@ class WorkerProcess:
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # with the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
     watch: Watch  # called before every action
+    before_failing: list[Callable[[], None]] = field(default_factory=list)  # called once the task has raised
 
 
 @dataclass(frozen=True)

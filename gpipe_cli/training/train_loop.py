@@ -99,6 +99,7 @@ def train(
             events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus, compiled)
         )
     checkpoints = CheckpointWriter(engine, control, folder, config_yaml, config.checkpoint.keep, process.report, start)
+    process.before_failing.append(checkpoints.settle)
 
     counted = False  # whether saved activations were
     reports = _StepReports(config, batches, process.report if control.leads else None)

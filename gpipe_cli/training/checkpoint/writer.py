@@ -24,6 +24,7 @@ from gpipe_cli.training.engine import Engine
 
 _LOOKS_SECONDS = 0.1  # between two looks at what other processes have written
 _VISIBLE_SECONDS = 10.0  # after all processes have written their parts, for process 0 to see them on a shared disk
+_LAST_SECONDS = 5.0  # that a process which has failed waits for its checkpoint
 _SAID_SECONDS = 0.5  # a wait that is shorter is not worth a line
 
 State = dict[str, torch.Tensor]
@@ -102,6 +103,15 @@ class CheckpointWriter:
         """After the last step: wait for the last one. Raises CheckpointError if it cannot be written."""
         self._finish(step, last=True)
         self._thread.shutdown()
+
+    def settle(self) -> None:
+        """Of a process that has failed: the checkpoint that is being written has some seconds to become complete."""
+        if self._written is None:
+            return
+        with self.control.waits(Awaited.LAST_CHECKPOINT):
+            wait([self._work], _LAST_SECONDS)
+        if self.control.leads and self._work.done() and self._work.result() is None:
+            self.report(events.CheckpointWritten(self._written.step))
 
     def _begin(self, progress: store.Progress) -> None:
         placement = self.engine.placement
