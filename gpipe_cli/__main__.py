@@ -8,15 +8,18 @@ import sys
 def main() -> int:
     """Runs `gpipe` with the arguments of this process; returns the exit code."""
 
-    def leave(*_: object) -> None:
-        os.write(2, b"gpipe: interrupted\n")
-        os._exit(130)
+    def leave(number: int, _: object) -> None:
+        os.write(2, b"gpipe: interrupted\n" if number == signal.SIGINT else b"gpipe: stopped\n")
+        os._exit(130 if number == signal.SIGINT else 3)
 
-    signal.signal(signal.SIGINT, leave)  # while modules are imported there is nothing to clean up
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    for number in numbers:
+        signal.signal(number, leave)  # while modules are imported there is nothing to clean up
     from gpipe_cli.cli import main
 
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends in any case
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)  # it ends in any case
     return code
 
 

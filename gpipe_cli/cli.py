@@ -9,7 +9,7 @@ import sys
 import time
 from importlib.metadata import version
 
-from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, UNREAD, outcome, run_command
+from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, outcome, run_command
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.system.streams import prepare_streams
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
     elif ended.error and leads():
         sys.stderr.write(f"{name}: {ended.error}\n")
-    elif ended.error and ended.exit_code != INTERRUPTED:
+    elif ended.error and ended.exit_code not in (INTERRUPTED, STOPPED):
         time.sleep(LEADER_SECONDS)  # rank 0 mostly has the same error, and torchrun ends this process with it
         started = torchrun()
         assert started is not None

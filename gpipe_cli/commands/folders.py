@@ -6,9 +6,12 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import CONFIG, TrainConfig
 from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.system.files import LOCK, FolderInUseError, FolderLock, remove_partial_files
+from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
+
+_BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # what a run writes before its configuration
+_ENDING_SECONDS = 6.0  # a run that was killed ends within these
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -37,13 +40,13 @@ def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: 
 
 @contextmanager
 def run_folder(
-    config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "", *, restarted: bool = False
+    config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "", *, again: bool = False
 ) -> Iterator[Path]:
     """The folder of a run: `run_folder`, or a `new_run`.
 
-    `auto` are settings that will be chosen later; `what` is it, if it is not a training; `restarted`: what lies in
-    `run_folder` is of an earlier start of this run. Inside, no other run may work there. Refused or interrupted before
-    anything was written, nothing is left behind.
+    `auto` are settings that will be chosen later; `what` is it, if it is not a training; `again`: what lies in
+    `run_folder` may be of an earlier start of this run, which may be ending. Inside, no other run may work there.
+    Refused or interrupted before anything was written, nothing is left behind.
 
     Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
 
@@ -57,8 +60,11 @@ def run_folder(
         return
     goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
     setting = f"output={config.output}" if config.run_folder is None else f"run_folder={config.run_folder}"
-    with locked_folder(chosen, setting, new=config.run_folder is None) as folder:
-        if not (goes_on or restarted) and {path.name for path in folder.iterdir()} != {LOCK}:
+    patience = _ENDING_SECONDS if again else 0.0
+    with locked_folder(chosen, setting, new=config.run_folder is None, patience_seconds=patience) as folder:
+        left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
+        is_run = CONFIG in left or left <= _BEFORE_CONFIG
+        if left and not (goes_on or (again and is_run)):
             raise ValueError(
                 f"run_folder={folder}: the folder is not empty; choose another, or leave the setting out, "
                 f"or go on with that run by resume={folder}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.interrupts import interruptible, interruptible_import
+from gpipe_cli.system.interrupts import STOPPED, Stopped, interruptible, interruptible_import
 from gpipe_cli.system.streams import lost_output
 
 FAILED, BAD_INPUT = 1, 2
@@ -44,6 +44,8 @@ def outcome(work: Callable[[], int]) -> Outcome:
         if exit_code == 0 and (lost := lost_output()) is not None:
             raise lost
         return Outcome(exit_code)
+    except Stopped:
+        return Outcome(STOPPED, "stopped")
     except KeyboardInterrupt:
         return Outcome(INTERRUPTED, "interrupted")
     except BrokenPipeError:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gpipe_cli.commands.command_line import arranged, read
 from gpipe_cli.commands.folders import locked_folder
-from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, ended, fork_command, import_torch, run_command
+from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, STOPPED, ended, fork_command, import_torch, run_command
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
@@ -25,6 +25,7 @@ from gpipe_cli.reproduction.recipe import Recipe, Scale, load, names
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, last_wins
 from gpipe_cli.system.files import LOCK
 from gpipe_cli.system.gpus import usable_gpus
+from gpipe_cli.system.interrupts import Stopped
 
 HELP = """Runs a table, figure or result of the GPipe paper, and prints the paper's numbers beside ours.
 
@@ -128,9 +129,9 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
         show_facts(console, facts)
         try:
             found = recipe.reproduce(chosen, why, gpus, given, folder, perform, partial(show_line, console))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as asked:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
-            return INTERRUPTED
+            return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
         except CommandFailedError as error:
             show_line(console, f"failed: {error}", "bold red")
             return 1

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import TrainConfig, find_run, load
+from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on, load
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that belong to one invocation of the command and not to the run that it goes on with.
-OF_INVOCATION = ("resume", "run_folder", "output", "dry_run", "max_steps")
+OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RunRequest:
         """The same in this folder."""
         return replace(self, config=replace(self.config, run_folder=str(folder)))
 
-    def going_on(self, folder: Path) -> "RunRequest":
+    def resuming(self, folder: Path) -> "RunRequest":
         """The run in this folder from its last checkpoint on, with its own settings but for those of an invocation.
 
         Raises ValueError if they cannot be read.
@@ -39,30 +39,27 @@ class RunRequest:
 
     def perform(self) -> int:
         """Returns the exit code. Raises ValueError for what the user can mend."""
-        config, restarted = self.config, False
+        config, again = self.config, self.config.resume == GO_ON
         if config.init_from is not None and config.resume is None:
             find_run("init_from", config.init_from, config.output)
-        if may_restart() and leads():
-            config, restarted = _after_restart(config)
+        if may_restart() and leads() and (earlier := _earlier_folder()) is not None:
+            config, again = replace(config, run_folder=str(earlier)), True
+        if again:
+            assert config.run_folder is not None
+            config = going_on(config, Path(config.run_folder))
         what = "" if self.bench is None else "bench"
-        with preparing(), run_folder(config, datetime.now(), self.auto, what, restarted=restarted) as folder:
+        with preparing(), run_folder(config, datetime.now(), self.auto, what, again=again) as folder:
             if not config.dry_run:
                 fork_server.start()  # in a process beside this one, while this one imports torch itself
             with interruptible_import():
                 from gpipe_cli.launch.training_run import launch  # torch comes with it
 
-            return launch(config, folder, self.auto, self.bench)
+            return launch(config, folder, self.auto, self.bench, again=again)
 
 
-def _after_restart(config: TrainConfig) -> tuple[TrainConfig, bool]:
-    """What goes on with the run that an earlier start by torchrun has left, and whether there was one."""
+def _earlier_folder() -> Path | None:
+    """That of an earlier start of this run by torchrun, if there was one."""
     fork_server.start()
     with interruptible_import():
         from gpipe_cli.distributed.rendezvous import earlier_folder
-        from gpipe_cli.training.checkpoint.store import checkpoints_in
-
-    folder = earlier_folder()
-    if folder is None:
-        return config, False
-    resume = str(folder) if checkpoints_in(folder) else config.resume
-    return replace(config, run_folder=str(folder), resume=resume), True
+    return earlier_folder()

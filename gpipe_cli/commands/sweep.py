@@ -29,16 +29,20 @@ from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, drop_oth
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
-from gpipe_cli.config.settings import key_of
+from gpipe_cli.config.settings import has_checkpoint, key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import value_of
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status
+from gpipe_cli.system.interrupts import Stopped
 
 # What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
+
+
+_UNFINISHED = (None, outcome.INTERRUPTED, outcome.STOPPED, outcome.UNREAD)  # exit codes
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class Sweep(Launcher):
             return None
         if before is not None and self.line.command == "train" and before.folder:
             folder = self.path / before.folder
-            if any((folder / "checkpoints").glob("step_*/index.json")):
+            if has_checkpoint(folder):
                 run = self._perform(cell, before, folder, goes_on=True)
                 if run.exit_code != outcome.BAD_INPUT or self._ended is not None:
                     return run
@@ -180,20 +184,22 @@ class Sweep(Launcher):
                 if not request.config.dry_run:
                     fork_server.start()  # all forks share it
                 outcome.import_torch()
-                begun = request.going_on if goes_on else request.into
+                begun = request.resuming if goes_on else request.into
                 now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform()))
-        except KeyboardInterrupt:
-            self._ended, now = KeyboardInterrupt, outcome.Outcome(outcome.INTERRUPTED)
+        except KeyboardInterrupt as asked:
+            self._ended, now = type(asked), outcome.Outcome(outcome.INTERRUPTED)
+        if now.exit_code == outcome.STOPPED:  # the signal was sent to the fork
+            self._ended = Stopped
         if now.exit_code == outcome.UNREAD:
             self._ended = BrokenPipeError
-        if now.exit_code < 0 or now.exit_code in (outcome.INTERRUPTED, outcome.UNREAD):
+        if now.exit_code < 0 or now.exit_code in _UNFINISHED:
             fork_server.kill()  # with the workers of a run that was killed before it could end them
         error = str(result_or_nothing(folder).get("error") or now.error) if now.exit_code else ""
         attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
         self._folder.record(attempt)
         run = self._run(attempt, cell)
         if run.failed:
-            why = "" if self._ended is KeyboardInterrupt else f": {error}"
+            why = "" if self._ended in (KeyboardInterrupt, Stopped) else f": {error}"
             self._say(Text.assemble((self._status(run), "red"), f" {cell.name}{why}"), always=True)
         return run
 
@@ -204,7 +210,7 @@ class Sweep(Launcher):
         return Run(
             attempt.name,
             folder,
-            0 if done else outcome.INTERRUPTED if attempt.exit_code in (None, outcome.UNREAD) else attempt.exit_code,
+            0 if done else outcome.INTERRUPTED if attempt.exit_code in _UNFINISHED else attempt.exit_code,
             attempt.seconds or result.get("seconds") or 0.0,
             result,
             number=attempt.run,

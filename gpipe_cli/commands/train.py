@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -9,7 +10,7 @@ from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, take
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import TrainConfig, find_run, load
+from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, has_checkpoint, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
 
@@ -19,7 +20,10 @@ def main(arguments: Sequence[str]) -> int:
     sweep = sweep_of("train", arguments, requested)
     line = sweep.line
     line.refuse({})
-    if isinstance(run := line.overrides.get("resume"), str) and "resume" not in line.swept:
+    if line.overrides.get("resume") == GO_ON and line.options["multirun"]:
+        raise RefusedError("resume", GO_ON, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m")
+    run = _to_go_on_with(line.overrides.get("resume"), line.overrides.get("run_folder"))
+    if run is not None and "resume" not in line.swept:
         saved = load(find_run("resume", run, str(line.overrides.get("output") or "outputs")))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
@@ -39,14 +43,23 @@ def main(arguments: Sequence[str]) -> int:
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     """The run that `tree` describes, of which `given` was typed. Raises ValueError for a wrong setting, and where there
     is no run to go on with."""
-    if OmegaConf.select(tree, "resume") is None:
+    run = _to_go_on_with(OmegaConf.select(tree, "resume"), OmegaConf.select(tree, "run_folder"))
+    if run is None:
         return RunRequest(*training(tree, given))
+    saved = load(find_run("resume", run, str(tree.output)))
+    begun = [key for key in ("init_from", "init_head") if key in given and tree.resume == GO_ON]
     for key in ("init_from", "init_head"):
-        if given.get(key) is not None:
+        if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
             raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
     auto = take_auto(tree)
-    saved = load(find_run("resume", str(tree.resume), str(tree.output)))
-    return RunRequest(resumed(saved, tree, list(given), auto), auto)
+    return RunRequest(resumed(saved, tree, [key for key in given if key not in begun], auto), auto)
+
+
+def _to_go_on_with(resume: object, run_folder: object) -> str | None:
+    """The run that is to go on; None: one begins."""
+    if resume == GO_ON:
+        return str(run_folder) if run_folder is not None and has_checkpoint(Path(str(run_folder))) else None
+    return resume if isinstance(resume, str) else None
 
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:

@@ -7,7 +7,7 @@ in this file and nowhere else, so that no code below checks whether a key exists
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
 CONFIG = "config.yaml"  # a folder that holds it is a run
+GO_ON = "auto"  # of `resume`: begin in `run_folder`, or go on with what lies there
 TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
 
 Task = Literal["classification", "language_model", "translation"]
@@ -45,6 +46,7 @@ Replicas = Annotated[int, Within(1, 10_000, why="as no cluster has more machines
 BatchSize = Annotated[int, Within(1, 10_000_000)]
 Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
 DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
+MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
@@ -107,6 +109,7 @@ class TrainConfig:
     output: str
     run_folder: str | None
     resume: str | None
+    max_restarts: MaxRestarts = 0
     dry_run: bool
     cost: Literal["figures", "measured", "measured_anew"]
     checkpoint: CheckpointConfig
@@ -121,6 +124,9 @@ class TrainConfig:
         self._check_mini_batch()
         self._check_fine_tuning()
         self._check_compile()
+        if self.resume == GO_ON and self.run_folder is None:
+            why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
+            raise RefusedError("resume", self.resume, why)
         if self.partition.costs is not None and self.cost != "figures":
             why = f"cost={self.cost} times the layers; leave one of the two out"
             raise RefusedError("partition.costs", self.partition.costs, why)
@@ -421,6 +427,17 @@ def find_run(key: str, run: str, output: str) -> Path:
         f"the newest runs {'in it ' if below else ''}are {newest}" if newest else f"there is no run in {output} either"
     )
     raise ValueError(f"{key}={run}: no run there (looked for {folder / CONFIG}); {remedy}")
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether there is one to go on from."""
+    return any((run / "checkpoints").glob("step_*/index.json"))
+
+
+def going_on(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same run in `folder`, from the last checkpoint there on; where there is none yet, as it began."""
+    begun = None if config.resume == GO_ON else config.resume
+    return replace(config, run_folder=str(folder), resume=str(folder) if has_checkpoint(folder) else begun)
 
 
 def runs_below(folder: Path) -> list[Path]:

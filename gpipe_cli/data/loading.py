@@ -23,6 +23,10 @@ from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.system.forked_call import end_with_parent
 
 
+class LoaderDiedError(RuntimeError):
+    """A data loading process was killed."""
+
+
 class LoadedBatches:
     """Iterator over the first stage's inputs, a tuple of (N, ...) each of this replica's share of every mini-batch of
     which it has one; `close` ends its workers.
@@ -89,7 +93,7 @@ class LoadedBatches:
             self.close()
             if died or isinstance(error, ConnectionError | EOFError):  # perhaps while it sent a batch
                 text = "a data loading process died; is the machine out of memory or shared memory?"
-                raise RuntimeError(text) from error
+                raise LoaderDiedError(text) from error
             raise
         if isinstance(batch, str):
             self.close()

@@ -3,6 +3,9 @@
 One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
 Where gradients are clipped, another one carries those parts before the update; and one follows as long as a checkpoint
 is being written. In a run of one process the same calls return at once.
+
+Whether a process was asked to stop travels with every gather: as all begin the same gathers, all stop after the same
+step.
 """
 
 import time
@@ -10,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +48,7 @@ class Activity:
     length_1: int
 
 
-ACTIVITY_NUMBERS = len(fields(Activity))
+ACTIVITY_NUMBERS = len(fields(Activity))  # of each process; one more behind them all: not 0 once the run is to stop
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
 Gathered = Callable[[], list[torch.Tensor]]  # waits: a vector of each process, in the order of the stages
@@ -61,6 +65,8 @@ class ControlGroup:
     ) -> None:
         assert (group is None) == (size == 1)
         self.rank, self.size, self.waits, self._group = rank, size, waits, group
+        self.asked: Callable[[], bool] = lambda: False  # whether this process was asked to stop
+        self._last: Gathered | None = None
         self.clock_offset_seconds = self._clock_offset()
 
     @property
@@ -70,18 +76,27 @@ class ControlGroup:
 
     def gather(self, vector: torch.Tensor) -> Gathered:
         """Begin to collect one float64 vector, of the same length everywhere, from every process to every process."""
-        if self._group is None:
-            return lambda: [vector]
-        parts = [torch.empty_like(vector) for _ in range(self.size)]
-        with self._waiting():
-            work = dist.all_gather(parts, vector, group=self._group, async_op=True)
-
-        def wait() -> list[torch.Tensor]:
+        vector = torch.cat([vector, vector.new_tensor([self.asked()])])
+        parts = [vector] if self._group is None else [torch.empty_like(vector) for _ in range(self.size)]
+        work = None
+        if self._group is not None:
             with self._waiting():
-                work.wait()
+                work = dist.all_gather(parts, vector, group=self._group, async_op=True)
+
+        @cache
+        def wait() -> list[torch.Tensor]:
+            if work is not None:
+                with self._waiting():
+                    work.wait()
             return parts
 
-        return wait
+        self._last = wait
+        return lambda: [part[:-1] for part in wait()]
+
+    def stops(self) -> bool:
+        """Whether a process was asked to stop before it began the last gather; waits for that, and is the same in all
+        processes."""
+        return self._last is not None and any(bool(part[-1]) for part in self._last())
 
     def collect(self, value: Any, *, patient: bool = False) -> list[Any]:
         """One small object of each process, everywhere; waits for all of them, `patient`: however long one takes."""

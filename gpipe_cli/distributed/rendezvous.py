@@ -33,6 +33,7 @@ class Decision:
     folder: Path
     resume: str | None  # as the setting
     source: Path | None  # the checkpoint that the weights come from
+    complete: bool = False  # the run that lies there: nothing is left to do
     start: str = ""  # under torchrun: names this start of all processes
 
 
@@ -60,7 +61,7 @@ def agree(decide: Callable[[], Decision]) -> Decision:
 
 def _send(started: Torchrun, decision: Decision) -> Decision:
     paths = decision.folder, decision.resume, decision.source
-    decided = json.dumps([None if path is None else str(Path(path).absolute()) for path in paths])
+    decided = json.dumps([*(None if one is None else str(Path(one).absolute()) for one in paths), decision.complete])
     shared, start = store(hosts=not may_restart()), uuid.uuid4().hex
     shared.set(_START, start)
     for other in range(1, started.processes):
@@ -87,8 +88,8 @@ def _receive(started: Torchrun) -> Decision:
 
 
 def _read(decided: str | bytes, start: str) -> Decision:
-    folder, resume, source = json.loads(decided)
-    return Decision(Path(folder), resume, None if source is None else Path(source), start)
+    folder, resume, source, complete = json.loads(decided)
+    return Decision(Path(folder), resume, None if source is None else Path(source), complete, start)
 
 
 def _wait(until: Callable[[], bool], whom: str) -> None:

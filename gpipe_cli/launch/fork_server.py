@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gpipe_cli.system.forked_call import end_with_parent
+from gpipe_cli.system.interrupts import STOPS
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
@@ -88,7 +89,8 @@ class ForkServer:
             self._starter = parent
 
             def before_exec() -> None:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its workers
+                for number in (signal.SIGINT, *STOPS):  # which the parent gets too; it ends its workers
+                    signal.signal(number, signal.SIG_IGN)
                 end_with_parent(parent)
 
             with theirs:
@@ -145,7 +147,7 @@ def _temporary() -> tuple[Path, int]:
     nothing = subprocess.DEVNULL
     ending, held = os.pipe()
     remover = subprocess.Popen(
-        ["sh", "-c", 'read -r _; rm -rf "$0"', folder],
+        ["sh", "-c", 'trap "" TERM USR1; read -r _; rm -rf "$0"', folder],  # SLURM sends them to all processes
         stdin=ending,
         stdout=nothing,
         stderr=nothing,

@@ -44,6 +44,7 @@ class Reason(StrEnum):
 
     USER = "user"  # other settings would mend it
     PEER = "peer"  # another process of the run has ended
+    LOST = "lost"  # it was killed or stopped, or its device fails: started again, the run may go on
     OTHER = "other"
 
 

@@ -23,7 +23,7 @@ from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.description import Restart, RunDescription
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
@@ -44,8 +44,10 @@ Ending = Literal["completed", "failed", "interrupted"]
 class RunReport:
     """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
 
-    def __init__(self, prepared: Prepared, folder: Path, bench: Bench | None = None) -> None:
-        self._prepared, self._folder, self._bench = prepared, folder, bench
+    def __init__(
+        self, prepared: Prepared, folder: Path, bench: Bench | None = None, restarts: tuple[Restart, ...] = ()
+    ) -> None:
+        self._prepared, self._folder, self._bench, self._restarts = prepared, folder, bench, restarts
         self.started = False
         self._reporter: Reporter  # once it has started
         self._last: events.StepDone | None = None  # the step whose recording comes next
@@ -73,8 +75,15 @@ class RunReport:
                 self._reporter.checkpoint_failed(message.why)
             case events.CheckpointAwaited():
                 self._reporter.checkpoint_awaited(message)
+            case events.TrainingStopped():
+                pass
             case _:
                 raise AssertionError(message)
+
+    def break_off(self) -> None:
+        """The run goes on by itself; another report follows."""
+        if self.started:
+            self._reporter.break_off()
 
     def finish(self, ending: Ending, error: str | None) -> None:
         if ending != "completed":
@@ -103,10 +112,11 @@ class RunReport:
         bench = {"bench": True, "warm_up_steps": self._bench.warm_up_steps} if self._bench is not None else {}
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
-            first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled, **bench,
+            first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled,
+            restarts=self._restarts, **bench,
         )  # fmt: skip
         self._reporter, self.started = Reporter(self._folder, run), True
-        self._reporter.banner()
+        self._reporter.banner(shown=not self._restarts)
         if (lost := lost_output()) is not None:  # the training could not be followed
             raise lost
         self._reporter.start()
@@ -159,6 +169,9 @@ class NoReport:
     started = True
 
     def on_message(self, message: object) -> None:
+        pass
+
+    def break_off(self) -> None:
         pass
 
     def finish(self, ending: Ending, error: str | None) -> None:

@@ -20,7 +20,7 @@ from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.system.interrupts import Interrupt, interruptible
+from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
 
 OnMessage = Callable[[object], None]
 
@@ -31,18 +31,26 @@ _MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on 
 
 
 def run_task(
-    task: Task, placement: Placement, timeout_seconds: float, on_message: OnMessage, start: str = ""
+    task: Task,
+    placement: Placement,
+    timeout_seconds: float,
+    on_message: OnMessage,
+    start: str = "",
+    *,
+    stoppable: bool = False,
 ) -> Failure | None:
     """Start as many workers as the placement has processes, and wait until they have done the task; returns why they
     failed, None if they did not.
 
     `on_message` is called with every message of theirs; one that is silent for `timeout_seconds` fails; `start` is the
-    name of this start, under torchrun. However this ends, by Ctrl-C too, no worker is left.
+    name of this start, under torchrun. A task that is `stoppable` is told of SIGTERM and SIGUSR1 once it has begun its
+    first action, and ends by itself. However this ends, by Ctrl-C too, no worker is left.
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
-    with interruptible() as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-        supervisor = Supervisor(placement, timeout_seconds)
+    supervisor = Supervisor(placement, timeout_seconds)
+    on_stop = supervisor.ask_to_stop if stoppable else None
+    with interruptible(on_stop=on_stop) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         started = torchrun()
         heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
         failed = True
@@ -69,7 +77,7 @@ class Supervisor:
         self._running: dict[int, Worker] = {}  # those that may still send something
         self._failures: list[Failure] = []
         self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * ACTIVITY_NUMBERS * placement.processes)
+        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * placement.processes + 1))
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
@@ -80,6 +88,10 @@ class Supervisor:
             self._workers[process] = fork_server.fork(job, self._activity_file)
             interrupt.check()
         self._running = dict(self._workers)
+
+    def ask_to_stop(self) -> None:
+        """Tell the workers, which end after the step that runs."""
+        self._activity[-1] = 1
 
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
@@ -95,6 +107,8 @@ class Supervisor:
                 self._failures.append(self._silent(*found))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
+            if self._activity[-1] and not self._failures and all(one.kind == 0 for one in doing.values()):
+                raise Stopped  # no step has begun
             if self._failures:
                 writing = any(one.awaited == Awaited.LAST_CHECKPOINT for one in doing.values())
                 failed = failed or time.monotonic()
@@ -107,7 +121,7 @@ class Supervisor:
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
         """Which process is lost, where the worker only knows that another one is, which is not a child of this one."""
         until = time.monotonic() + heartbeat.hurry()
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._activity[-1]:  # torchrun is ending all of them
             interrupt.check()
             if lost := heartbeat.lost():
                 return self._lost(*lost)
@@ -170,7 +184,7 @@ class Supervisor:
         """The failure of a process that does nothing any more."""
         limit = f"longer than timeout_seconds={self._timeout_seconds:g}; if it is only slow, use a larger one"
         text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
-        return Failure(process, text, time.time())
+        return Failure(process, text, time.time(), Reason.LOST)
 
     def _lost(self, process: int, seconds: float | None) -> Failure:
         """The failure of a process of another parent; `seconds` of silence, None if that has said so itself."""
@@ -181,14 +195,14 @@ class Supervisor:
                 f"{self._who(process)}: nothing was heard of its supervisor for {seconds:.0f} s "
                 f"(timeout_seconds={self._timeout_seconds:g}); its machine is lost, stopped or cut off"
             )
-        return Failure(process, text, time.time(), Reason.PEER if seconds is None else Reason.OTHER)
+        return Failure(process, text, time.time(), Reason.PEER if seconds is None else Reason.LOST)
 
     def _killed(self, process: int, code: int) -> Failure:
         """The failure of a process that ended without sending one."""
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, "unknown")
         how = f"was killed by signal {-code} ({name})" if code < 0 else f"ended with code {code}"
-        text, reason = f"{self._who(process)} {how} {self._where(process)}", Reason.OTHER
+        text, reason = f"{self._who(process)} {how} {self._where(process)}", Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._placement.distributed and self._placement.device_of(process) != "cpu":
             reason = Reason.PEER
             text += "; so NCCL ends a process when another one is lost or does not answer: NCCL_DEBUG=WARN says more"

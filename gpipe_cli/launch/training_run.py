@@ -2,65 +2,89 @@
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, load, to_yaml
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, going_on, load, to_yaml
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
-from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.launch.job import Bench, Reason, Task
+from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.launch.job import Bench, Failure, Reason, Task
 from gpipe_cli.launch.prepare import prepare
 from gpipe_cli.launch.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
+from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.reporting.run.description import Restart
 from gpipe_cli.reporting.run.lines import show_error, show_line
+from gpipe_cli.reporting.run.result import complete_result
 from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.gpus import look_again
+from gpipe_cli.system.interrupts import STOPPED, Stopped
 from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, refuse_other_optimizer
-from gpipe_cli.training.checkpoint.store import find_checkpoint
+from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, step_of
+from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
+from gpipe_cli.training.milestones import steps_if_complete
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
+from gpipe_cli.units import plural
 
 
 def launch(
-    config: TrainConfig | EvaluateConfig, folder: Path, auto: Collection[str] = (), bench: Bench | None = None
+    config: TrainConfig | EvaluateConfig,
+    folder: Path,
+    auto: Collection[str] = (),
+    bench: Bench | None = None,
+    *,
+    again: bool = False,
 ) -> int:
-    """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 130 interrupted).
+    """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM
+    or SIGUSR1, 130 interrupted).
 
-    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else. Raises
-    ValueError, one line, for what the user can mend before anything has run.
+    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; `again`: the
+    folder may hold the same run, which goes on then, or is complete. Raises ValueError, one line, for what the user can
+    mend before anything has run.
     """
-    show: Report
-    task: Task
     if isinstance(config, EvaluateConfig):
-        training = for_evaluation(config.training)
-        placement = make_placement(training)
-        source = partial(fitting_checkpoint, training, placement, folder, config.checkpoint, "run", optimizer=False)
-        decision = agree(lambda: Decision(folder, None, source()))
-        assert decision.source is not None
-        task = partial(evaluate_checkpoint, training, config.decode, decision.source, placement)
-        show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
-    else:
-        prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
-        training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
-        if training.dry_run:
-            if leads():
-                find_source(training, placement)
-                show_dry_run(prepared, folder)
-            return 0
-        if training.compile and leads():
-            show_line(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
-        decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
-        training = replace(training, resume=decision.resume)
-        task = partial(
-            train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
+        return _evaluate(config, folder)
+    if config.max_restarts and torchrun() is not None:
+        why = (
+            f"torchrun starts processes again itself; give it --max-restarts={config.max_restarts}, and leave this out"
         )
-        show = RunReport(prepared, folder, bench) if leads() else NoReport()
+        raise RefusedError("max_restarts", config.max_restarts, why)
+    if again and leads() and not config.dry_run and (steps := steps_if_complete(config, folder)):
+        agree(lambda: Decision(folder, config.resume, None, complete=True))
+        complete_result(folder)
+        done = f"the run that lies there is complete, with {plural(steps, 'step')}; nothing is left to do"
+        show_line(Console(), f"{folder}: {done}")
+        return 0
+    now, restarts = config, tuple[Restart, ...]()
+    while True:
+        ended = _train(now, folder, auto, bench, again, restarts)
+        if isinstance(ended, int):
+            return ended
+        fork_server.kill()  # whatever has become of it
+        auto, (now, fewer) = (), _with_gpus_left(going_on(ended.config, folder))
+        step = step_of(checkpoints_in(folder)[-1]) if now.resume == str(folder) else 0
+        restarts = (*restarts, Restart(ended.why, step, now.partitions))
+        on = f"goes on after step {step:,}" if step else "begins again"
+        show_line(Console(), f"restart {len(restarts)} of {now.max_restarts}: {ended.why}; {on}{fewer}", "yellow")
+
+
+def _evaluate(config: EvaluateConfig, folder: Path) -> int:
+    training = for_evaluation(config.training)
+    placement = make_placement(training)
+    source = partial(fitting_checkpoint, training, placement, folder, config.checkpoint, "run", optimizer=False)
+    decision = agree(lambda: Decision(folder, None, source()))
+    assert decision.source is not None
+    task = partial(evaluate_checkpoint, training, config.decode, decision.source, placement)
+    show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
     return run_and_report(task, placement, training.timeout_seconds, show, folder, decision.start)
 
 
@@ -69,6 +93,71 @@ def for_evaluation(config: TrainConfig) -> TrainConfig:
     the memory of the training does not matter."""
     hardware = replace(config.hardware, memory_gib=None)
     return replace(config, recompute="never", cost="figures", compile=False, hardware=hardware)
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A start of a run that a process has left, where another start may follow."""
+
+    config: TrainConfig  # with all that was chosen
+    why: str  # one line
+
+
+def _train(
+    config: TrainConfig,
+    folder: Path,
+    auto: Collection[str],
+    bench: Bench | None,
+    again: bool,
+    restarts: tuple[Restart, ...],
+) -> int | _Lost:
+    """One start of a training, from `prepare` to its end."""
+    prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
+    training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
+    if training.dry_run:
+        if leads():
+            find_source(training, placement)
+            show_dry_run(prepared, folder)
+        return 0
+    if training.compile and leads() and not restarts:
+        show_line(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
+    decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
+    if decision.complete:
+        return 0
+    if again and not leads() and config.run_folder is not None and (config.resume, decision.resume).count(None) == 1:
+        why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
+        raise RefusedError("run_folder", config.run_folder, why)
+    training = replace(training, resume=decision.resume)
+    task = partial(
+        train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
+    )
+    show = RunReport(prepared, folder, bench, restarts) if leads() else NoReport()
+    left = bench is None and len(restarts) < config.max_restarts
+    ended = _run(
+        task, placement, training.timeout_seconds, show, folder, decision.start, stoppable=bench is None, restarts=left
+    )
+    if isinstance(ended, int):
+        return ended
+    show.break_off()
+    return _Lost(training, ended.text)
+
+
+def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """The same with as many partitions as before on each GPU that is left, and in words what is different."""
+    before = number_of_gpus(config)
+    if before == 0:
+        return config, ""
+    look_again()
+    now = number_of_gpus(config)
+    if now in (0, before):  # 0: `place` says so, or the processors take over
+        return config, ""
+    fewer = replace(
+        config,
+        partitions=max(1, config.partitions * now // before),
+        stages_per_process=None,
+        partition=replace(config.partition, balance=None),
+    )
+    return fewer, f", with partitions={fewer.partitions}, as {now} of {before} GPUs are left"
 
 
 def find_source(config: TrainConfig, placement: Placement) -> Path | None:
@@ -106,13 +195,37 @@ def run_and_report(
 
     Raises ValueError, one line, for what the user can mend before anything was shown.
     """
+    ended = _run(task, placement, timeout_seconds, show, folder, start)
+    assert isinstance(ended, int)
+    return ended
+
+
+def _run(
+    task: Task,
+    placement: Placement,
+    timeout_seconds: float,
+    show: Report,
+    folder: Path,
+    start: str,
+    *,
+    stoppable: bool = False,
+    restarts: bool = False,
+) -> int | Failure:
+    """The exit code; with `restarts` the failure, if it is one after which the run may go on."""
+    stopped = False
+
+    def on_message(message: object) -> None:
+        nonlocal stopped
+        stopped = stopped or isinstance(message, TrainingStopped)
+        show.on_message(message)
+
     try:
-        failure = run_task(task, placement, timeout_seconds, show.on_message, start)
-    except KeyboardInterrupt:
+        failure = run_task(task, placement, timeout_seconds, on_message, start, stoppable=stoppable)
+    except KeyboardInterrupt as asked:
         if not show.started:
             raise
         show.finish("interrupted", None)
-        return 130
+        return STOPPED if isinstance(asked, Stopped) else 130
     except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
         show.finish("interrupted", "nobody reads the output any more")
         raise
@@ -122,8 +235,10 @@ def run_and_report(
         show.finish("failed", one_line(error))
         return 1
     if failure is None:
-        show.finish("completed", None)
-        return 0
+        show.finish("interrupted" if stopped else "completed", None)
+        return STOPPED if stopped else 0
+    if restarts and failure.reason in (Reason.LOST, Reason.PEER):
+        return failure
     if failure.reason is Reason.USER and not show.started:
         raise failure.refused or ValueError(failure.text)
     text, details = failure.text, folder / "failure.txt"

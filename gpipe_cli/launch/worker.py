@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.cache import cache_folder
+from gpipe_cli.data.loading import LoaderDiedError
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
@@ -51,7 +52,11 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         device = torch.device(job.placement.device_of(job.process))
         owners, replicas = job.placement.owners, job.placement.replicas
-        return connect_processes(job.process, owners, replicas, device, job.rendezvous, job.timeout_seconds, waits)
+        control, groups = connect_processes(
+            job.process, owners, replicas, device, job.rendezvous, job.timeout_seconds, waits
+        )
+        control.asked = lambda: activity[-1] != 0
+        return control, groups
 
     def report(message: object) -> None:
         connection.send(message)
@@ -79,6 +84,8 @@ def _failure(process: int, error: Exception) -> Failure:
     match error:
         case PeerLostError():
             reason = Reason.PEER
+        case LoaderDiedError():
+            reason = Reason.LOST
         case ValueError():
             reason = Reason.USER
         case DivergedError() | CheckpointError():
@@ -91,6 +98,8 @@ def _failure(process: int, error: Exception) -> Failure:
         text += "; use more micro_batches, recompute=always or more partitions"
     if isinstance(error.__cause__, torch.AcceleratorError) or isinstance(error, torch.AcceleratorError):
         text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
+        if "device-side assert" not in text:  # which the model's own code causes
+            reason = Reason.LOST
     refused = error if isinstance(error, RefusedError) else None
     return Failure(process, text, time.time(), reason, trace, refused)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"  # in the folder of a run or a sweep, as long as a process is at work there
-_PARTIAL = ".partial"  # the end of the name of what is being written
+PARTIAL = ".*.partial"  # names of what is being written
 
 
 class FolderInUseError(Exception):
@@ -31,7 +31,7 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
         OSError: it cannot be written; then all is as it was.
     """
     # several processes may write the same file, such as a cache; no reader looks for a name like this one
-    beside = path.with_name(f".{os.getpid()}{_PARTIAL}")
+    beside = path.with_name(f".{os.getpid()}.partial")
     with naming(path):
         try:
             with beside.open("wb") as file:
@@ -78,7 +78,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def remove_partial_files(folder: Path) -> None:
     """Remove what a process that was killed has left of files that it was writing."""
-    for left in folder.glob(f".*{_PARTIAL}"):
+    for left in folder.glob(PARTIAL):
         left.unlink(missing_ok=True)
 
 

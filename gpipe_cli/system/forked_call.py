@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
+from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.system.streams import prepare_streams
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 class Fork(Generic[T]):
     """A fork of this process that calls `work`, in a session of its own: Ctrl-C reaches it through `wait` only, and all
-    of its processes can be killed together. It gets SIGTERM when this process ends."""
+    of its processes can be killed together. It gets SIGINT when this process ends."""
 
     def __init__(self, work: Callable[[], T], output: int | None = None) -> None:
         """Begin. `output`: the file descriptor that stdout and stderr go to, if not those of this process.
@@ -45,7 +46,9 @@ class Fork(Generic[T]):
             value = self._received.recv()
         except EOFError:  # it did not live to send one
             pass
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as asked:
+            if isinstance(asked, Stopped):  # it may have something to write
+                self._ask_to_stop()
             os.kill(self._number, signal.SIGINT)
             with contextlib.suppress(KeyboardInterrupt):
                 wait([self._received], _GRACE_SECONDS)
@@ -58,12 +61,26 @@ class Fork(Generic[T]):
             self._received.close()
         return (None, code) if value is None else (value, 0)
 
+    def _ask_to_stop(self) -> None:
+        """Until it has ended, or this process gets Ctrl-C."""
+        os.kill(self._number, signal.SIGTERM)
+        while True:
+            try:
+                wait([self._received])
+            except Stopped:
+                continue
+            except KeyboardInterrupt:
+                pass
+            return
+
 
 def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: Connection) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        end_with_parent(parent, signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell without job control
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        end_with_parent(parent, signal.SIGINT)
         if output is not None:
             os.dup2(output, 1)
             os.dup2(output, 2)

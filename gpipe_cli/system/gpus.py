@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,6 +34,16 @@ def usable_gpus() -> tuple[Gpu, ...]:
         no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         # a container without the library, a device that others have, memory that is shared with the CPU
         return () if error.value in no_driver and not os.path.exists("/dev/nvidiactl") else _gpus_of_cuda()
+
+
+def look_again() -> None:
+    """`usable_gpus` was to find the same for ever; one of them may have failed since."""
+    import pynvml
+
+    usable_gpus.cache_clear()
+    _handles.cache_clear()
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
 
 
 def _is_divided(handle: Any) -> bool:

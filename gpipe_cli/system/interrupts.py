@@ -1,36 +1,51 @@
-"""Ctrl-C, SIGTERM (SLURM, torchrun) and SIGHUP (a closed terminal): each ends a command as soon as it can clean up."""
+"""Ctrl-C and SIGHUP (a closed terminal), SIGTERM and SIGUSR1 (SLURM, torchrun): each ends a command as soon as it can
+clean up; a training that SIGTERM or SIGUSR1 ends writes a checkpoint first.
+"""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
+STOPPED = 3  # the exit code of a command that one of them has ended
+
+
+class Stopped(KeyboardInterrupt):
+    """The command was asked to end by SIGTERM or SIGUSR1."""
 
 
 class Interrupt:
     """Whether the command was asked to end; remembered: an exception can be lost in the callback of a library."""
 
-    def __init__(self, at_once: bool) -> None:
-        self.asked = False
-        self._at_once = at_once
+    def __init__(self, at_once: bool, on_stop: Callable[[], None] | None) -> None:
+        self._asked: type[KeyboardInterrupt] | None = None
+        self._at_once, self._on_stop = at_once, on_stop
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if number in STOPS and self._on_stop is not None:
+            self._on_stop()
+            return
+        self._asked = Stopped if number in STOPS else KeyboardInterrupt
         if self._at_once:
-            raise KeyboardInterrupt
+            raise self._asked
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if the command was asked to end, whatever became of the first one."""
-        if self.asked:
-            raise KeyboardInterrupt
+        if self._asked is not None:
+            raise self._asked
 
 
 @contextmanager
-def interruptible(*, at_once: bool = True) -> Iterator[Interrupt]:
-    """Inside, each is a KeyboardInterrupt, whatever a library makes of it; if not `at_once` by `check` only."""
-    interrupt = Interrupt(at_once)
+def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
+    """Inside, each is a KeyboardInterrupt, whatever a library makes of it; if not `at_once` by `check` only.
+
+    SIGTERM and SIGUSR1 are Stopped or, with `on_stop`, a call of that.
+    """
+    interrupt = Interrupt(at_once, on_stop)
     # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same. But
     # nohup has SIGHUP ignored so that the command goes on.
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, *STOPS]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = [(number, signal.signal(number, interrupt)) for number in numbers]

@@ -1,4 +1,5 @@
-"""What the workers of a training or an evaluation send to the parent while they run. Process 0 alone sends them."""
+"""What the workers of a training or an evaluation send to the parent while they run. Process 0 alone sends them,
+but for the message that it was stopped."""
 
 from dataclasses import dataclass
 
@@ -118,6 +119,13 @@ class CheckpointAwaited:
     step: int
     awaited_step: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class TrainingStopped:
+    """As it was asked to, the training has ended before its last step, with a checkpoint. Every process sends it."""
+
+    step: int
 
 
 @dataclass(frozen=True)

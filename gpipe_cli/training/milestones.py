@@ -3,13 +3,14 @@ numbers that every process has, so that they need not be sent.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
-from gpipe_cli.training.checkpoint.store import Progress, read_index
+from gpipe_cli.training.checkpoint.store import DamagedError, Progress, check_files, checkpoints_in, read_index
 
 
 def starting_point(config: TrainConfig, source: Path | None) -> Progress:
@@ -73,6 +74,16 @@ class Milestones:
         """After the last step, and after each of these numbers of steps, of which 0 is never."""
         ends = step == self.end_step or any(every > 0 and step % every == 0 for every in intervals)
         return ends and not self.only_steps
+
+
+def steps_if_complete(config: TrainConfig, folder: Path) -> int:
+    """Those of the run in `folder`, if its last checkpoint is intact and `config` allows no more; otherwise 0."""
+    with suppress(IndexError, DamagedError):
+        index = read_index(last := checkpoints_in(folder)[-1])
+        if index.progress.step >= Milestones(config, index.progress.steps_per_epoch).end_step:
+            check_files(last, index.files)
+            return index.progress.step
+    return 0
 
 
 def score_of(totals: Totals, text: bool) -> float:

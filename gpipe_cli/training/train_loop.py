@@ -126,7 +126,9 @@ def train(
         # Reported one step late, so that no step waits for a GPU; but nothing is tested or saved before it is known
         # that the step was one of numbers.
         tests, saves = milestones.evaluates_after(progress.step), milestones.saves_after(progress.step)
-        if tests or saves or progress.step == milestones.end_step:
+        ends = progress.step == milestones.end_step
+        stops = not ends and control.stops()
+        if tests or saves or stops or ends:
             reports.send(before, gather_metrics(config, engine, control, numbers))
             before = None
 
@@ -145,12 +147,14 @@ def train(
                 process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint, which is written while the next steps are done -------------------------------------
-        progress = checkpoints.after_step(progress, save=best or saves)
-        if progress.step == milestones.end_step:
+        progress = checkpoints.after_step(progress, save=best or saves or stops)
+        if ends or stops:
             break
 
     # --- 8. The end: the last checkpoint is complete, and all processes finish before one of them disconnects ------
     checkpoints.close(progress.step)
+    if progress.step < milestones.end_step:
+        process.report(events.TrainingStopped(progress.step))
     training.close()
     test.close()
     engine.executor.settle()

@@ -25,7 +25,7 @@ def test_a_process_that_nccl_has_ended_lost_another_one() -> None:
         for device in ("cuda:0", "cpu")
     )
     later = Failure(1, "the cause", on_gpus.seconds + 1)
-    assert (on_gpus.reason, on_cpus.reason) == (Reason.PEER, Reason.OTHER)
+    assert (on_gpus.reason, on_cpus.reason) == (Reason.PEER, Reason.LOST)
     assert cause_of([on_gpus, later]) is later
     assert cause_of([on_cpus, later]) is on_cpus
     assert cause_of([on_gpus]) is on_gpus

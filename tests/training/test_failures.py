@@ -117,7 +117,7 @@ def test_a_stopped_stage_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: 
             signal.SIGSTOP,
             r"stage 0 has been silent for [5-9] s waiting for a mini-batch, longer than timeout_seconds=5",
         ),
-        (signal.SIGKILL, r"RuntimeError: a data loading process died;"),
+        (signal.SIGKILL, r"a data loading process died;"),
     ],
 )
 def test_a_data_loader_that_does_nothing_ends_the_run(

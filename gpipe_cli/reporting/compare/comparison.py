@@ -16,7 +16,7 @@ from gpipe_cli.reporting.tables.table import Column
 from gpipe_cli.units import GIB, MIB, operations, rate, spans
 
 WHOLE = "{:,.0f}".format
-NOT_COMPARED = frozenset({"run_folder", "output", "resume"})  # where a run lies, not what it is
+NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where it lies, not what it is
 MOST_NAMING = 3  # settings that a name is made of; more make no name
 MOST_LISTED = 8  # words of a list in a sentence
 

@@ -18,6 +18,16 @@ if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do w
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
+
+@dataclass(frozen=True)
+class Restart:
+    """A run has gone on by itself (max_restarts)."""
+
+    why: str  # one line
+    step: int  # done by the checkpoint that it goes on from; 0: it began anew
+    partitions: int  # since then
+
+
 WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
 
 
@@ -36,6 +46,7 @@ class RunDescription:
     gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None  # None: with compile=false, and in a dry run
     bench: bool = False  # the run measures, and trains no model
+    restarts: tuple[Restart, ...] = ()  # of this command
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
 
     @property

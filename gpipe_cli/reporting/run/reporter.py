@@ -71,8 +71,10 @@ class Reporter:
         with self.optional():
             self._dashboard.begin()
 
-    def banner(self) -> None:
-        show_banner(self._console.console, self._run, self._folder)
+    def banner(self, *, shown: bool = True) -> None:
+        """What the run is, on the console and in TensorBoard, or only there."""
+        if shown:
+            show_banner(self._console.console, self._run, self._folder)
         plain = io.StringIO()
         show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
         with self.optional():
@@ -172,6 +174,12 @@ class Reporter:
                 show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
             self._incomplete = True
 
+    def break_off(self) -> None:
+        """Another report of the same run follows."""
+        with self.optional():
+            self._dashboard.flush()
+        self._console.stop()
+
     def finish(self, status: Status, error: str | None = None) -> None:
         """Ends the report, at whatever point. Raises OSError if all is shown, and result.json could not be written."""
         self._status, self._error = status, error
@@ -261,6 +269,7 @@ class Reporter:
             "failed_checkpoints": self._failed_checkpoints,  # that the training went on without
             "compiled": None if run.compiled is None else asdict(run.compiled),
             "resumed_from": config.resume,
+            "restarts": [asdict(restart) for restart in run.restarts],
             **self._machine,
             "config": asdict(config),
         }

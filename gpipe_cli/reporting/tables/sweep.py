@@ -37,7 +37,7 @@ _NO_MEMORY = re.compile(
     r"|killed by signal 9\b"
 )
 # Settings that say where or how long, and not what.
-_NOT_COMPARED = ("output", "run_folder", "resume", "max_steps", "epochs", "dry_run")
+_NOT_COMPARED = ("output", "run_folder", "resume", "max_restarts", "max_steps", "epochs", "dry_run")
 _SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's
 _SHORT = ("devices", "executor", "threads", "kind")  # resolved, and shown as columns; all else as lines
 

@@ -96,7 +96,12 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folders = (run_folder / "checkpoints").glob(f"{_PREFIX}*")
     found = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
-    return sorted(found, key=lambda checkpoint: int(checkpoint.name.removeprefix(_PREFIX)))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Steps that were done when it was written."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def find_checkpoint(
@@ -258,7 +263,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
             _point(final.parent / "best", best)
         _sync_folder(final.parent)
         found = checkpoints_in(final.parent.parent)
-        done = [one for one in found if int(one.name.removeprefix(_PREFIX)) <= progress.step]
+        done = [one for one in found if step_of(one) <= progress.step]
         for other in found:
             if other not in done[-keep:] and other.name != best:
                 shutil.rmtree(other)

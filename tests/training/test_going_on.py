@@ -1,0 +1,172 @@
+"""Runs that go on: resume=auto, max_restarts, a signal that asks for a checkpoint."""
+
+import os
+import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from training_runs import (
+    TINY,
+    assert_same_tensors,
+    command,
+    configure,
+    final_tensors,
+    session_members,
+    start_program,
+    train_here,
+    wait_until,
+    workers_of,
+)
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.launch import training_run
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.training.checkpoint.store import checkpoints_in, step_of
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+RUN = [*TINY, "hardware=cpu", "epochs=10000", "evaluate_every_epochs=10000", "checkpoint.every_steps=1"]
+IN_PROCESS = ["partitions=1", "executor=in_process"]
+
+
+FAILING = """
+import time
+
+import custom_models
+from torch import nn
+from gpipe_cli.training.checkpoint import store
+
+write = store.write_stage
+
+
+def slowly(*what):
+    time.sleep(2)
+    return write(*what)
+
+
+store.write_stage = slowly
+
+
+class Fails(nn.Module):
+    calls = 0  # 3 forwards of a step, and what is recomputed; then the second step, or the evaluation before it
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 5:
+            raise ArithmeticError("as it was told to")
+        return x
+
+
+def build():
+    return nn.Sequential(*custom_models.small(), Fails())
+"""
+
+
+@linux
+def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_with_another_k(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal reaches the workers too, as SLURM and torchrun send it."""
+    run = tmp_path / "run"
+    line = ["train", *RUN, "resume=auto", f"run_folder={run}"]
+    program = start_program(*line, "partitions=2", "max_restarts=1")
+    try:
+        wait_until(lambda: checkpoints_in(run) or program.poll() is not None, 120, "the first checkpoint")
+        os.kill(workers_of(program.pid)[1], signal.SIGKILL)
+        wait_until(lambda: read_result(run)["restarts"] or program.poll() is not None, 60, "another start")
+        begun = step_of(checkpoints_in(run)[-1])
+        wait_until(lambda: step_of(checkpoints_in(run)[-1]) > begun or program.poll() is not None, 60, "a step")
+        os.killpg(program.pid, signal.SIGUSR1)
+        said, errors = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert (program.returncode, errors) == (3, "")
+    result = read_result(run)
+    (restart,) = result["restarts"]
+    assert re.match("stage 1 was killed by signal 9", restart["why"])
+    assert f"\nrestart 1 of 1: {restart['why']}; goes on after step {restart['step']}\n" in said
+    assert (result["status"], result["steps"]) == ("interrupted", step_of(checkpoints_in(run)[-1]))
+    wait_until(lambda: not session_members(program.pid), 20, "the end of every process")
+
+    steps = result["steps"] + 2
+    line = [*line, *IN_PROCESS, f"max_steps={steps}"]
+    assert command(monkeypatch, *line) == 0
+    train_here(configure(*RUN, *IN_PROCESS, f"max_steps={steps}"), tmp_path / "whole")
+    assert_same_tensors(final_tensors(run), final_tensors(tmp_path / "whole"))
+    write_result(run, read_result(run) | {"status": "running"})  # as one that was killed at its very end
+    capsys.readouterr()
+    assert command(monkeypatch, *line) == 0
+    assert (
+        capsys.readouterr().out
+        == f"{run}: the run that lies there is complete, with {steps} steps; nothing is left to do\n"
+    )
+    assert read_result(run)["status"] == "completed"
+
+
+def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    line = ["train", *RUN, *IN_PROCESS, "max_steps=1", "resume=auto"]
+    (run / "checkpoints" / ".step_00000001.writing").mkdir(parents=True)
+    (run / ".123.partial").touch()
+    assert command(monkeypatch, *line, f"run_folder={run}") == 0
+    assert (run / "config.yaml").read_text().count("resume: null") == 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best", "last", "step_00000001"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    for more, setting in (
+        ([], "resume=auto"),
+        ([f"run_folder={tmp_path / 'mine'}"], f"run_folder={tmp_path / 'mine'}"),
+        ([f"run_folder={run}", "seed=9", "max_steps=2"], "seed=9"),
+        ([f"run_folder={run}", f"init_from={run}"], f"init_from={run}"),
+        (["-m", "seed=1,2"], "resume=auto"),
+    ):
+        capsys.readouterr()
+        assert command(monkeypatch, *line, *more) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"gpipe train: {setting}: "), said.err
+        assert (said.out, said.err.count("\n")) == ("", 1)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+@linux
+def test_a_stop_before_the_first_step_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        wait_until(lambda: workers_of(os.getpid()), 60, "the worker")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(stop)
+        assert command(monkeypatch, "train", *RUN, "partitions=1", f"run_folder={tmp_path / 'run'}") == 3
+        stopped.result()
+    wait_until(lambda: not workers_of(os.getpid()), 20, "the end of every worker")
+
+
+def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both processes take longer to write the one of step 1 than the last stage to fail in step 2."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = tmp_path / "run"
+    settings = [*RUN[2:], "model=custom", "model.target=failing:build", "check_layers=false", "partitions=2"]
+    assert command(monkeypatch, "train", *settings, "max_restarts=1", f"run_folder={run}") == 1
+    result = read_result(run)
+    assert "as it was told to" in result["error"]
+    assert result["restarts"] == []  # another start would end in the same way
+    assert [step_of(found) for found in checkpoints_in(run)] == [1]
+
+
+def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([4, 3, 4, 4, 4, 0])
+    monkeypatch.setattr(training_run, "number_of_gpus", lambda config: next(left))
+    config: TrainConfig = configure(*TINY, "partitions=6", "partition.balance=[1,1,1,1,1,2]")
+    fewer, why = training_run._with_gpus_left(config)
+    assert (fewer.partitions, fewer.partition.balance) == (4, None)
+    assert "partitions=4" in why
+    assert training_run._with_gpus_left(config) == (config, "")
+    assert training_run._with_gpus_left(config) == (config, "")
