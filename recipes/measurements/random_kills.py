@@ -1,21 +1,20 @@
 """Random kills: a run that loses processes ends with the bits of one that was left alone.
 
-A training of the default job begins at K = 2. At a random moment a random process of it (the parent, a stage, a data
-loader, the fork server) is killed by SIGKILL. Nothing may be left of it then: no process, no temporary file. The run
-goes on in its folder, with K = 1, 2 or 3, from its last checkpoint or, if it had none yet, anew. When it is complete,
-its weights, their averages, the optimizer's state, its results and its curves are compared with those of an undisturbed
-run, bit for bit, and another run begins, until there were as many kills as asked for. Nothing is set but how long to
-train and how often to write a checkpoint: the threads, on which bits depend, are those of K = 2, and resuming keeps
-them.
+A training of the default job begins at K = 2. At a random moment, or while it writes a checkpoint, a random process of
+it (the parent, a stage, a data loader, the fork server) is killed by SIGKILL. Nothing may be left of it then: no
+process, no port, no temporary file, no shared memory. The same command, with resume=auto and another K, then goes on
+from the last checkpoint or, if there was none yet, anew; it may be killed once more. When the run is complete, its
+weights, their averages, the optimizer's state, its results and its curves are compared with those of an undisturbed
+run, bit for bit, and another run begins. Nothing is set but how long to train and how often to write a checkpoint: the
+threads, on which bits depend, are those of K = 2, and resuming keeps them.
 
 Which process, when and which K follow from the seed; what the process was doing at that moment does not.
 
-Usage: python recipes/measurements/random_kills.py [--kills 20] [--seed 0] [setting=value ...]
-       Linux; 10 minutes on 2 cores
+Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
+       Linux; 25 minutes on 2 cores
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +38,8 @@ from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint,
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
 CURVES = ("train/", "test/", "learning_rate", "gradient_norm")
 NOTHING = "nothing"
-ROW = "{:>3}{:>3}  {:<10}{:>4}{:>8}  {:<16}{:<9}{:>9}"
+ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<16}{:<9}{:>9}"
+MOMENTS = ("any", "in training", "while writing")
 PATIENCE_SECONDS = 60.0  # until nothing is left of a run that has lost a process
 
 
@@ -52,16 +52,16 @@ class Trial:
         self._temporary.mkdir(exist_ok=True)
 
     def start(self, partitions: int | None = None) -> "subprocess.Popen[bytes]":
-        """Begins, or goes on from the last checkpoint with so many partitions."""
-        settings = [*SETTINGS, *self._settings]
-        if partitions is not None:
-            settings = [f"resume={self.folder}", f"partitions={partitions}"]
-        else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        line = [sys.executable, "-m", "gpipe_cli", "train", *settings, f"run_folder={self.folder}"]
+        """Begins, or goes on with so many partitions: the same command again and again."""
+        settings = [*SETTINGS, *self._settings, "resume=auto", f"run_folder={self.folder}"]
+        settings += [] if partitions is None else [f"partitions={partitions}"]
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                line, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(self._temporary)}, start_new_session=True
+                [sys.executable, "-m", "gpipe_cli", "train", *settings],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"TMPDIR": str(self._temporary)},
+                start_new_session=True,
             )
 
     def processes(self) -> dict[int, tuple[int, str]]:
@@ -84,10 +84,31 @@ class Trial:
         found |= {f"process {rank} of {len(stages)}": [number] for rank, number in enumerate(stages)}
         return {name: numbers for name, numbers in found.items() if numbers}
 
-    def refuse_remains(self) -> None:
-        """Ends the program if a command that has ended left processes, temporary files or a traceback."""
+    def is_at(self, moment: str) -> bool:
+        """Whether the run has come to this of MOMENTS."""
+        if moment == "while writing":
+            return any(self.folder.glob("checkpoints/.*.writing"))
+        return moment == "any" or self.done() != NOTHING
+
+    def held(self) -> set[str]:
+        """What only lives as long as its processes should: listening ports, by their sockets, and shared memory."""
+        found = set()
+        for number in self.processes():
+            with suppress(OSError):  # it has ended meanwhile
+                found |= {os.readlink(one) for one in Path(f"/proc/{number}/fd").iterdir()}
+                maps = Path(f"/proc/{number}/maps").read_text(encoding="utf-8").splitlines()
+                found |= {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
+        return found & (listening() | {str(file) for file in Path("/dev/shm").rglob("*")})
+
+    def refuse_remains(self, held: set[str]) -> None:
+        """Ends the program if a command that has ended left processes, ports, files or a traceback."""
         until = time.monotonic() + PATIENCE_SECONDS
-        while left := [*self.processes().values(), *self._temporary.glob("[!t]*")]:  # torchinductor_* is torch's cache
+        # torchinductor_* is torch's cache
+        while left := [
+            *self.processes().values(),
+            *self._temporary.glob("[!t]*"),
+            *(one for one in held if one in listening() or Path(one).exists()),
+        ]:
             if time.monotonic() > until:
                 raise SystemExit(f"{self.folder.name}: left behind: {left}")
             time.sleep(0.1)
@@ -102,6 +123,12 @@ class Trial:
         """What the next command goes on from."""
         found = checkpoints_in(self.folder)
         return f"step {int(found[-1].name.rpartition('_')[2])}" if found else NOTHING
+
+
+def listening() -> set[str]:
+    """The sockets of all listening ports, as /proc/PID/fd names them."""
+    tables = (Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:] for name in ("tcp", "tcp6"))
+    return {f"socket:[{line.split()[9]}]" for table in tables for line in table if line.split()[3] == "0A"}
 
 
 def compare(one: Path, other: Path) -> str:
@@ -131,46 +158,50 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    kills, seed, settings = options.kills, options.seed, options.settings
+    runs, seed, settings = options.runs, options.seed, options.settings
     getLogger("tensorboard").setLevel(ERROR)  # it warns of what a resumed run repeated
     random = Random(seed)
     with tempfile.TemporaryDirectory(prefix="kills_") as base:
         undisturbed = Trial(Path(base), "undisturbed", settings)
         began = time.monotonic()
         undisturbed.refuse_failure(undisturbed.start().wait())
-        seconds, last = time.monotonic() - began, undisturbed.done()
+        seconds = time.monotonic() - began
         machine, packages = hardware((), 0), versions()
         print(f"{machine['cores']} cores of {machine['cpu']}, torch {packages['torch']}, Python {packages['python']}")
-        print(f"{date.today()}, seed {seed}; undisturbed: {last} after {seconds:.0f} s")
-        print(ROW.format("run", "K", "began at", "kill", "after", "of process", "left", "exit code"))
-        killed = runs = 0
-        while killed < kills:
-            runs += 1
-            trial, partitions, code = Trial(Path(base), f"run_{runs}", settings), None, 1
-            while code != 0 and trial.done() != last:
+        print(f"{date.today()}, seed {seed}; undisturbed: {undisturbed.done()} after {seconds:.0f} s")
+        print(ROW.format("run", "K", "began at", "killed", "after", "of process", "left", "exit code"))
+        kills = 0
+        for run in range(1, runs + 1):
+            trial, partitions, code, left = Trial(Path(base), f"run_{run}", settings), 2, 1, random.randint(1, 2)
+            while code != 0:
                 begins = trial.done()
-                partitions = None if begins == NOTHING else random.randint(1, 3)
-                program, moment = trial.start(partitions), random.uniform(0, seconds / 2)
-                with suppress(subprocess.TimeoutExpired):
-                    program.wait(moment if killed < kills else None)
-                kill = ("", "", "none")
-                if program.poll() is None:
+                partitions = 2 if begins == NOTHING else random.choice([k for k in (1, 2, 3) if k != partitions])
+                program, began = trial.start(None if begins == NOTHING else partitions), time.monotonic()
+                moment, delay = random.choice(MOMENTS), random.uniform(0, seconds / 2)
+                kill, held = ("", "", "none"), set[str]()
+                if left > 0:
+                    while program.poll() is None and not trial.is_at(moment):
+                        time.sleep(0.002)
+                    with suppress(subprocess.TimeoutExpired):
+                        program.wait(0 if moment == "while writing" else delay)
+                if left > 0 and program.poll() is None:
+                    held = trial.held()
                     name, numbers = random.choice(sorted(trial.targets(program.pid).items()))
                     with suppress(ProcessLookupError):  # it has just ended
                         os.kill(random.choice(numbers), signal.SIGKILL)
-                    killed += 1
-                    kill = (str(killed), f"{moment:.1f} s", name)
+                    kills, left = kills + 1, left - 1
+                    kill = (moment, f"{time.monotonic() - began:.1f} s", name)
                     code = program.wait()
                 else:
-                    code = program.returncode
+                    code = program.wait()
                     trial.refuse_failure(code)
-                trial.refuse_remains()
-                print(ROW.format(runs, partitions or 2, begins, *kill, trial.done(), code), flush=True)
+                trial.refuse_remains(held)
+                print(ROW.format(run, partitions, begins, *kill, trial.done(), code), flush=True)
             print(f"{'':<9}{trial.folder.name}: {compare(trial.folder, undisturbed.folder)}", flush=True)
-        print(f"{killed} kills, {runs} runs: nothing left behind, no bit that differs")
+        print(f"{kills} kills, {runs} runs: nothing left behind, no bit that differs")
 
 
 if __name__ == "__main__":
