@@ -61,11 +61,12 @@ PROGRAMS = {
         r"\| 1 \| direction \| in flight \| at once \| 1f1b never \| 4 of 24 \| K=4, M=5 \|",
     ),
     "random_kills": (
-        ["--kills=1", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",
+        ["--runs=1", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",
          "checkpoint.every_steps=1"],
-        r"run_1: \d+ tensors and \d+ points of curves .*, all the same bits\n1 kills, .* no bit that differs$",
+        r"run_1: \d+ tensors and \d+ points of curves .*, all the same bits\n[0-2] kills, .* no bit that differs$",
     ),
     "replicas": (["--parts=grows", "--steps=4", *NOISE, "dataset=synthetic_images"], r"^process   MiB, threads, files"),
+    "lost_nodes": (["--signals"], r"signal +named +complete +timeout"),  # each signal takes half a minute
     "malformed_command_lines": (["--lines=15", "--seed=21"], r"reproduce +1 lines +0 failed\nall +15 lines +0 failed"),
 }  # fmt: skip
 

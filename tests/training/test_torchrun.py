@@ -66,7 +66,7 @@ def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch
         text=True,
     ) as program:
         try:
-            said, _ = program.communicate(timeout=120)
+            said, _ = program.communicate(timeout=240)
         finally:
             program.terminate()  # and with it what it has started
     assert program.returncode == 0, said
