@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import edge_links
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.link import Edge, Link

@@ -11,9 +11,10 @@ from networks import VOCABULARY, small_amoebanet, small_transformer
 from torch import nn
 
 from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import schedules as schedule

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.pipeline.runtime.boundary import Share, share_of
+from gpipe_cli.data.micro_batches import Share, share_of
 
 SPLITS = ("training", "test")  # as messages call them
 

@@ -12,9 +12,9 @@ from gpipe_cli.assembly.build import open_data
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
+from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
-from gpipe_cli.pipeline.runtime.boundary import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.planner.model_profile import profile_model

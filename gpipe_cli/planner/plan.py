@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.runtime.boundary import share_of
+from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError

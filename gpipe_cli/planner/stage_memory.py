@@ -14,8 +14,8 @@ from itertools import accumulate
 import numpy as np
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
-from gpipe_cli.pipeline.runtime.boundary import share_of
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import live, peak_bytes

@@ -26,9 +26,10 @@ from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
 from gpipe_cli.data.images import MEAN, STD, ImageSplit, centre_share
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.models.timm_models import timm_arguments
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, micro_batch_sizes, split_all
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.host_copies import to_device
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.files import write_whole

@@ -20,10 +20,11 @@ import torch
 from gpipe_cli.assembly.build import greatest_lengths
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.corpora import target_language
+from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
-from gpipe_cli.pipeline.runtime.boundary import Tensors, share_of
+from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.schedule.schedules import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.training.data_feed import Reading

@@ -35,8 +35,9 @@ from gpipe_cli.assembly.build import (
 )
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.launch import worker
-from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import materialize

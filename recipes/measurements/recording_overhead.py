@@ -18,7 +18,7 @@ from runs import command_line
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig, from_tree
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.schedules import Schedule

@@ -63,11 +63,12 @@ from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.config.groups import RMSPropConfig
 from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.process_groups import edge_links
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes, split_all
+from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import split_all
 
 N, CLASSES = 11, 7
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.optimizer import learning_rate, warm_up_steps
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 
 
 def test_sizes_add_up_and_differ_by_at_most_one() -> None:

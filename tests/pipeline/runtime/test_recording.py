@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_of, tricky_model
 
-from gpipe_cli.pipeline.runtime.boundary import micro_batch_sizes
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport

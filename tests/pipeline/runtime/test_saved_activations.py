@@ -9,8 +9,9 @@ from engine_runs import covering
 from memory_runs import SAMPLES, held
 from torch import nn
 
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost, Saved, Work
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, micro_batch_sizes
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule import schedules as schedule
