@@ -91,5 +91,7 @@ def _complete(arguments: list[str]) -> int:
     command = words.pop(1)
     if command not in COMMANDS:
         return 0
+    if command == "launch" and words[1] == "slurm":  # no setting either
+        del words[1]
     os.environ["COMP_LINE"] = " ".join(words)
     return run_command(command, ["-sc", *arguments])

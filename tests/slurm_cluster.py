@@ -90,7 +90,7 @@ def asked(environment: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"

@@ -177,10 +177,11 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check reproduce compare"),
+        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
         ("gpipe evaluate che", "checkpoint="),
+        ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
         ("gpipe compare out", ""),  # folders, which shells complete by themselves
     ],
