@@ -53,7 +53,8 @@ class Node:
                 [*torchrun, "-m", "gpipe_cli", "train", *arguments],
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+                # torchrun's agents tell each other the address of a shared store once: one that is new waits for ever
+                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             )
 
     def send(self, number: signal.Signals) -> None:
