@@ -82,7 +82,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 class _Checked:
     """The variants, and what is known of them so far."""
 
-    def __init__(self, config: TrainConfig, replicas: int) -> None:
+    def __init__(self, config: TrainConfig, replicas: int = 1) -> None:
         """One pipeline of `config` is what as many `replicas`, if several, are compared with."""
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}

@@ -24,7 +24,11 @@ def test_a_process_that_srun_starts_alone_is_a_command_of_its_own(monkeypatch: p
 
 def test_waiting_for_process_0_can_be_interrupted() -> None:
     """In the store's own wait, for 15 minutes, signals had no effect: SLURM's warning came to nothing."""
-    waits = "from gpipe_cli.distributed.rendezvous import store; print('waits', flush=True); store()"
+    waits = (
+        "import signal; from gpipe_cli.distributed.rendezvous import store; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background job ignores it
+        "print('waits', flush=True); store()"
+    )
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     command = [sys.executable, "-c", waits]
     pipe = subprocess.PIPE
