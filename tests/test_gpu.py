@@ -17,7 +17,8 @@ from gpipe_cli.launch.machine_timing import _timed_machine, machine_rates
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, build
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.writer import Snapshot
 

@@ -49,6 +49,7 @@ DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "auto")
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
 
@@ -79,7 +80,7 @@ class TrainConfig:
     partitions: Partitions  # K
     micro_batches: MicroBatches  # M
     replicas: Replicas = 1  # R
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: str  # a name, `auto`, or a file
     recompute: Literal["always", "except_last", "never", "auto"]
     executor: Executor
     stages_per_process: Partitions | None = None
@@ -123,6 +124,7 @@ class TrainConfig:
         self._check_task()
         self._check_mini_batch()
         self._check_fine_tuning()
+        self._check_schedule()
         self._check_compile()
         if self.resume == GO_ON and self.run_folder is None:
             why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
@@ -131,8 +133,22 @@ class TrainConfig:
             why = f"cost={self.cost} times the layers; leave one of the two out"
             raise RefusedError("partition.costs", self.partition.costs, why)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule may cut a backward in two."""
+        return not self.compile and (self.schedule in ("zero_bubble", "auto") or self.schedule.endswith(".csv"))
+
+    def _check_schedule(self) -> None:
+        """Raises ValueError for a schedule that is neither a name nor a file."""
+        if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
+            why = f"must be one of {', '.join(SCHEDULES)}, or a file NAME.csv; for example schedule={SCHEDULES[0]}"
+            raise RefusedError("schedule", self.schedule, why)
+
     def _check_compile(self) -> None:
-        """Raises ValueError for what would be compiled anew in every step."""
+        """Raises ValueError for what would be compiled anew in every step, or cannot be compiled."""
+        if self.compile and self.schedule == "zero_bubble":
+            why = "schedule=zero_bubble cuts backwards in two, and compiled code cannot be cut"
+            raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
         if self.compile and self.dataset.name in ("cldr", "parallel_text"):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
             raise RefusedError("compile", True, f"{why}; use compile=false")

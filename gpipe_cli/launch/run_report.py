@@ -20,7 +20,6 @@ from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import step_flops
 from gpipe_cli.planner.stage_memory import saved_bytes
-from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import Restart, RunDescription
@@ -126,14 +125,15 @@ class RunReport:
         config, profile, plan = self._prepared.config, self._prepared.profile, self._prepared.plan
         if step.lengths != profile.lengths:
             profile = profile_model(config, lengths=step.lengths)
-        return saved_bytes(config, profile, plan.bounds, plan.recompute, step.samples)
+        return saved_bytes(config, profile, plan.bounds, plan.order, plan.recompute, step.samples)
 
     def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
         config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
-        schedule = checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
-        timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, placement.turns)
+        timeline = measured_timeline(
+            placement.schedule(micro_batches), recorded.seconds, recorded.began_seconds, placement.turns
+        )
         shares = breakdown(timeline, micro_batches, step.seconds)
         self._reporter.recorded(step.step, asdict(shares))
         shown = step.position == self._shown_position

@@ -21,6 +21,7 @@ from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
+from gpipe_cli.units import spans
 
 OnMessage = Callable[[object], None]
 
@@ -212,7 +213,8 @@ class Supervisor:
 
     def _who(self, process: int) -> str:
         stages = self._placement.stages_of(process)
-        who = f"stage {stages[0]}" if len(stages) == 1 else f"the process of stages {stages[0]} to {stages[-1]}"
+        several = f"the process of stages {' and '.join(spans(stages, ' to '))}"
+        who = f"stage {stages[0]}" if len(stages) == 1 else several
         return f"{who} of replica {self._placement.replica_of(process)}" if self._placement.replicas > 1 else who
 
     def _where(self, process: int) -> str:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.pipeline.schedule.orders import DEALT_OUT
+from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
+from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
@@ -21,6 +24,7 @@ class Devices:
 
     replicas: tuple[tuple[str, ...], ...]  # of each pipeline, the device of each stage: `cpu`, `cuda:0`
     owners: tuple[int, ...]  # process of each stage, among those of its pipeline
+    rows: tuple[int, ...]  # of each stage, in a schedule that has a row for each device
     turns: tuple[int, ...]  # number of each stage's device, of which stages take turns on one
     threads: int  # of each process: its share of the cores, if they are not given
     at_once: int  # how many devices of all pipelines can compute at the same time, as CPUs share cores
@@ -33,28 +37,33 @@ class Devices:
     @property
     def distributed(self) -> bool:
         """Whether a pipeline has several processes."""
-        return self.owners[-1] > 0
+        return self.of_pipeline > 1
+
+    @property
+    def of_pipeline(self) -> int:
+        """Processes of each pipeline."""
+        return 1 + max(self.owners)
 
     @property
     def processes(self) -> int:
         """Of all pipelines."""
-        return (self.owners[-1] + 1) * len(self.replicas)
+        return self.of_pipeline * len(self.replicas)
 
 
 def place(config: TrainConfig) -> Devices:
     """Raises ValueError, one line, for devices that are not there and for processes that do not fit them."""
-    replicas, owners = _devices(config)
+    replicas, owners, rows = _devices(config)
     stages = replicas[0]
-    processes = (owners[-1] + 1) * len(replicas)
+    processes = (1 + max(owners)) * len(replicas)
     threads = config.threads or max(1, usable_cores() // processes)
     turns = device_numbers(owners, stages)
     here = config.hardware.name == "auto"
     if not here:  # a machine that is not here has as many devices as are asked for
-        turns = tuple(stage // (config.stages_per_process or 1) for stage in range(config.partitions))
+        turns = rows
     at_once = (1 + max(turns)) * len(replicas)
     if here and processes > 1 and stages[0] == "cpu" and torchrun() is None:
         at_once = min(at_once, max(1, usable_cores() // threads))
-    return Devices(replicas, owners, turns, threads, at_once)
+    return Devices(replicas, owners, rows, turns, threads, at_once)
 
 
 def device_numbers(owners: Sequence[int], devices: Sequence[str]) -> tuple[int, ...]:
@@ -113,14 +122,42 @@ def _stages_of_a_device(devices: Devices) -> int:
     return of_a_process * (started.here if stages[0] == "cpu" else 1)
 
 
-def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
-    """Of each pipeline the device of every stage; and the process of every stage, the same in each."""
+def _places(config: TrainConfig, places: int | None) -> tuple[int, ...]:
+    """The place of each stage, if a pipeline has so many `places`, or as many as `stages_per_process` makes: neighbours
+    together; or dealt out, where the schedule wants a device to have stages that are not neighbours; or as the
+    schedule's file says.
+
+    Raises ValueError for stages that cannot be dealt out.
+    """
+    partitions, each = config.partitions, config.stages_per_process
+    if config.schedule.endswith(FILE):
+        return schedule_of_file(config).rows
+    if places is None:
+        places = -(-partitions // (each or 1))
+    if config.schedule in DEALT_OUT:
+        if partitions % places:
+            why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
+            why += f"{-(-partitions // places) * places}"
+            if config.schedule == "interleaved":
+                raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}")
+        return tuple(stage % places for stage in range(partitions))
+    if each is None or places != -(-partitions // each):
+        return tuple(stage * places // partitions for stage in range(partitions))
+    return tuple(stage // each for stage in range(partitions))
+
+
+def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...], tuple[int, ...]]:
+    """Of each pipeline the device of every stage; the process of every stage, the same in each; and its row."""
     partitions, executor, started, replicas = config.partitions, config.executor, torchrun(), config.replicas
     gpus = number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
     each = config.stages_per_process
-    if each is not None and executor == "in_process":
+    by_file = config.schedule.endswith(FILE)
+    rows = _places(config, None)
+    if each is not None and by_file:
+        raise RefusedError("stages_per_process", each, f"schedule={config.schedule} says it; leave it out")
+    if each is not None and executor == "in_process" and config.schedule not in DEALT_OUT:
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", each, why)
     if started is not None:
@@ -138,23 +175,27 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
         processes = started.processes // replicas
     elif partitions == 1 or executor == "in_process":
         processes = 1
-    elif each is not None:
-        processes = -(-partitions // each)
+    elif each is not None or by_file:
+        processes = 1 + max(rows)
     else:
         processes = min(partitions, max(1, gpus // replicas)) if gpus else partitions
-    if started is not None and each is not None and processes != -(-partitions // each):
+    if started is not None and each is not None and processes != 1 + max(rows):
         raise ValueError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
-    if each is None or processes == 1:
-        owners = tuple(stage * processes // partitions for stage in range(partitions))
-    else:
-        owners = tuple(stage // each for stage in range(partitions))
+    if by_file and 1 < processes != 1 + max(rows):
+        why = f"has {plural(1 + max(rows), 'row')}, and {many} for each replica; start as many as rows"
+        raise RefusedError("schedule", config.schedule, why)
+    owners = rows if processes == 1 + max(rows) else _places(config, processes) if processes > 1 else (0,) * partitions
+    if processes > 1:
+        rows = owners
     if gpus == 0:
-        return (("cpu",) * partitions,) * replicas, owners
+        return (("cpu",) * partitions,) * replicas, owners, rows
     if processes == 1 and started is None and gpus >= replicas:  # one process drives several GPUs
         own = gpus // replicas
-        used = min(own, partitions)
-        stages = [stage * used // partitions for stage in range(partitions)]
-        return tuple(tuple(f"cuda:{own * r + gpu}" for gpu in stages) for r in range(replicas)), owners
+        if each is None and not by_file:
+            rows = _places(config, min(own, partitions))
+        used = min(own, 1 + max(rows))
+        stages = [row * used // (1 + max(rows)) for row in rows]
+        return tuple(tuple(f"cuda:{own * r + gpu}" for gpu in stages) for r in range(replicas)), owners, rows
     here = processes * replicas if started is None else started.here
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
     one_each = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
@@ -173,4 +214,4 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     def device(process: int) -> str:
         return f"cuda:{0 if one_each else local.get(process, process % here)}"
 
-    return tuple(tuple(device(processes * r + owner) for owner in owners) for r in range(replicas)), owners
+    return tuple(tuple(device(processes * r + owner) for owner in owners) for r in range(replicas)), owners, rows

@@ -12,14 +12,14 @@ from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
-from gpipe_cli.pipeline.schedule.schedules import Recompute
+from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Figures, computes_in
 from gpipe_cli.planner.devices import device_numbers, memory_limit, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, make_plan
-from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 
 
@@ -37,7 +37,8 @@ class Placement:
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
-    recompute: Recompute
+    order: Schedule  # of a training step, for all M micro-batches
+    recompute: Recompute  # what it does not say itself
     owners: tuple[int, ...]  # the process of each stage, among those of its pipeline
     replica_devices: tuple[tuple[str, ...], ...]  # of each pipeline, the device of each stage
     threads: int
@@ -65,7 +66,7 @@ class Placement:
     @property
     def of_pipeline(self) -> int:
         """P, the processes of each pipeline."""
-        return self.owners[-1] + 1
+        return 1 + max(self.owners)
 
     @property
     def processes(self) -> int:
@@ -113,10 +114,12 @@ class Placement:
     def replica_of(self, process: int) -> int:
         return process // self.of_pipeline
 
-    def stages_of(self, process: int) -> range:
-        """Consecutive ones."""
-        place = process % self.of_pipeline
-        return range(self.owners.index(place), self.owners.index(place) + self.owners.count(place))
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.owners) if owner == process % self.of_pipeline)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Of a training step with so many micro-batches."""
+        return checked_schedule(self.order, micro_batches, self.recompute)
 
     def of_replica(self, replica: int) -> "Placement":
         """The same, looked at from another pipeline."""
@@ -142,6 +145,7 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         training_boundaries=tuple(costs[end - 1].outputs for _, end in bounds[:-1]),
         evaluation_boundaries=tuple(profile.evaluation[end - 1].outputs for _, end in bounds[:-1]),
         parameter_tensors=tuple(sum(w.tensors for w in profile.weights[first:end]) for first, end in bounds),
+        order=plan.order,
         recompute=plan.recompute,
         owners=devices.owners,
         replica_devices=devices.replicas,

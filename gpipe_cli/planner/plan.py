@@ -9,17 +9,19 @@ from itertools import accumulate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
+from gpipe_cli.pipeline.schedule.orders import order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
+from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
+from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Plan:
     micro_batches: int
     costs: StepCosts
     stages: tuple[StageCost, ...]
+    order: Schedule  # of all M micro-batches; recomputation is put into it
     schedule: Schedule
     recomputed: tuple[int, ...]  # how many micro-batches are
     turns: tuple[int, ...]  # number of the device that each stage computes on
@@ -71,6 +74,13 @@ class TooLargeError(ValueError):
         self.stage, self.missing_bytes, self.limit_bytes = stage, missing_bytes, limit_bytes
 
 
+def order_of(config: TrainConfig, devices: Devices) -> Schedule:
+    """The order of a training step with all M micro-batches. Raises as `schedule_of_file`."""
+    if config.schedule.endswith(FILE):
+        return schedule_of_file(config)
+    return order(config.schedule, config.partitions, config.micro_batches, 1 + max(devices.rows))
+
+
 def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:
     """Cut the model for `config` and simulate a step; `costs` are those of a mean micro-batch.
 
@@ -81,6 +91,8 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     micro_batches = len(sizes)
     memory = MemoryModel(config, profile, sizes)
+    devices = place(config)
+    ordered = order_of(config, devices)
     recomputed = config.recompute in ("always", "except_last")
     work = [layer.graph + layer.backward + (layer.forward if recomputed else 0.0) for layer in costs.layers]
     sends = {
@@ -90,7 +102,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     balance = config.partition.balance
     if balance is None:
         try:
-            balance = partition(work, config.partitions, **sends, furthest=memory.furthest(limit_bytes))
+            balance = partition(work, config.partitions, **sends, furthest=memory.furthest(ordered, limit_bytes))
         except NoCutFitsError:
             balance = partition(work, config.partitions, **sends, furthest=None)
     check_balance(balance, len(profile.costs), config.partitions)
@@ -99,10 +111,10 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     recompute: Recompute = config.recompute
     if config.recompute == "auto":
         try:
-            recompute = memory.fewest_recomputations(bounds, limit_bytes)
+            recompute = memory.fewest_recomputations(ordered.first(micro_batches), bounds, limit_bytes)
         except DoesNotFitError:
             recompute = "except_last"  # over the limit with any: refused below
-    schedule = checked_schedule(config.schedule, config.partitions, micro_batches, recompute)
+    schedule = checked_schedule(ordered, micro_batches, recompute)
     held = memory.stages(schedule, bounds)
     if limit_bytes is not None:
         missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
@@ -113,13 +125,13 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
             sum(seconds.forward for seconds in costs.layers[first:end]),
             sum(seconds.graph for seconds in costs.layers[first:end]),
             sum(seconds.backward for seconds in costs.layers[first:end]),
-            sum(costs.updates[first:end]),
-            sum(costs.sums[first:end]),
+            update_seconds=sum(costs.updates[first:end]),
+            sum_seconds=sum(costs.sums[first:end]),
         )
         for first, end in bounds
     )
     edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
-    turns = place(config).turns
+    turns = devices.turns
     timeline = simulate(schedule, stages, edges, costs.slowdown, turns)
     step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
     step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(turns))
@@ -130,8 +142,9 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         micro_batches=micro_batches,
         costs=costs,
         stages=stages,
+        order=ordered,
         schedule=schedule,
-        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule),
+        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
         turns=turns,
         timeline=timeline,
         step_seconds=step_seconds,

@@ -18,7 +18,7 @@ from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
-from gpipe_cli.pipeline.schedule.simulator import live, peak_bytes
+from gpipe_cli.pipeline.schedule.simulator import Held, live, peak_bytes
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import checked_schedule
 
@@ -41,12 +41,12 @@ class StageMemory:
 
 
 def saved_bytes(
-    config: TrainConfig, profile: ModelProfile, bounds: Bounds, recompute: Recompute, samples: int
+    config: TrainConfig, profile: ModelProfile, bounds: Bounds, order: Schedule, recompute: Recompute, samples: int
 ) -> tuple[int, ...]:
     """The most activations held at once on each stage, in a mini-batch of `samples` padded to the lengths of
     `profile`."""
     sizes = share_of(samples, config.micro_batches, config.replicas).sizes
-    schedule = checked_schedule(config.schedule, len(bounds), len(sizes), recompute)
+    schedule = checked_schedule(order, len(sizes), recompute)
     return MemoryModel(config, profile, sizes).saved(schedule, bounds)
 
 
@@ -77,47 +77,48 @@ class MemoryModel:
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The most activations held at once on each stage."""
-        graphs, inputs = [], []
-        for span in bounds:
-            held = {n: (of.graph_bytes(*span), of.input_bytes(*span)) for n, of in self._of_size.items()}
-            graphs.append([held[n][0] for n in self._sizes])
-            inputs.append([held[n][1] for n in self._sizes])
-        return peak_bytes(schedule, graphs, inputs)
+        of_stages = [{n: _held(of, span) for n, of in self._of_size.items()} for span in bounds]
+        return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
-    def fewest_recomputations(self, bounds: Bounds, limit_bytes: int | None) -> Recompute:
-        """As few recomputations as fit; none without a limit. Raises DoesNotFitError if no number of them fits."""
-        if limit_bytes is None:
-            return "never"
-        graphs = [self._largest.graph_bytes(*span) for span in bounds]
-        inputs = [self._largest.input_bytes(*span) for span in bounds]
-        left = [
+    def largest(self, bounds: Bounds) -> list[Held]:
+        """Of each stage, the bytes of its largest micro-batch."""
+        return [_held(self._largest, span) for span in bounds]
+
+    def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
+        """What the limit leaves each stage for activations."""
+        return [
             limit_bytes - (self._stored[end] - self._stored[first]) - int(self._workspace[first:end].max())
             for first, end in bounds
         ]
-        return fewest_recomputations(self._config.schedule, len(bounds), len(self._sizes), graphs, inputs, left)
 
-    def furthest(self, limit_bytes: int | None) -> list[list[int]] | None:
+    def fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> Recompute:
+        """As few recomputations as fit; none without a limit. Raises DoesNotFitError if no number of them fits."""
+        if limit_bytes is None:
+            return "never"
+        return fewest_recomputations(order, self.largest(bounds), self.room(bounds, limit_bytes))
+
+    def furthest(self, order: Schedule, limit_bytes: int | None) -> list[list[int]] | None:
         """For each stage and each layer that it may begin with, how far it can reach within the limit, as if all
         micro-batches were as large as the largest."""
         if limit_bytes is None:
             return None
         # `auto` needs no more than this: what is gained by keeping less, it does
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
-        schedule = checked_schedule(self._config.schedule, self._config.partitions, len(self._sizes), mode)
+        schedule = checked_schedule(order, len(self._sizes), mode)
 
         @cache  # stages that hold as much at the same time reach as far
-        def row(moments: tuple[tuple[int, int], ...]) -> list[int]:
+        def row(moments: tuple[Held, ...]) -> list[int]:
             return [self._reach(first, moments, limit_bytes) for first in range(len(self._workspace))]
 
         return [row(_fullest(moments)) for moments in live(schedule)]
 
-    def _reach(self, first: int, moments: Sequence[tuple[int, int]], limit_bytes: int) -> int:
+    def _reach(self, first: int, moments: Sequence[Held], limit_bytes: int) -> int:
         layers = len(self._workspace)
         workspace = np.maximum.accumulate(self._workspace[first:])
 
         def needed(end: int) -> int:
-            graph, boundary = self._largest.graph_bytes(first, end), self._largest.input_bytes(first, end)
-            held = max(graphs * graph + inputs * boundary for graphs, inputs in moments)
+            size = _held(self._largest, (first, end))
+            held = max(sum(number * of for number, of in zip(moment, size, strict=True)) for moment in moments)
             return self._stored[end] - self._stored[first] + held + int(workspace[end - first - 1])
 
         end = bisect_right(range(first + 1, layers + 1), limit_bytes, key=needed) + first
@@ -127,10 +128,15 @@ class MemoryModel:
         return end
 
 
-def _fullest(moments: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Graphs and inputs at the moments that can be the fullest: those that no other has more of both of."""
-    most: list[tuple[int, int]] = []
-    for graphs, inputs in sorted(set(moments), reverse=True):
-        if not most or inputs > most[-1][1]:
-            most.append((graphs, inputs))
+def _held(memory: ActivationMemory, span: tuple[int, int]) -> Held:
+    """The bytes of a micro-batch of layers `span`."""
+    return Held(memory.graph_bytes(*span), memory.input_bytes(*span))
+
+
+def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:
+    """The moments that can be the fullest: those that no other has as much or more of everything of."""
+    most: list[Held] = []
+    for moment in sorted(set(moments), reverse=True):
+        if not any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in most):
+            most.append(moment)
     return tuple(most)

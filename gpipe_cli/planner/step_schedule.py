@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.schedule.dependencies import check
-from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule, build
+from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
+from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule, with_recomputation
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
@@ -23,11 +25,17 @@ def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
     return whole / (pieces if config.batch_size is None else min(pieces, whole))
 
 
+def schedule_of_file(config: TrainConfig) -> Schedule:
+    """What the file has that `schedule` names. Raises RefusedError if it is no schedule of this training."""
+    try:
+        return read_schedule(config.schedule, config.partitions, config.micro_batches)
+    except ValueError as error:
+        raise RefusedError("schedule", config.schedule, str(error)) from None
+
+
 @lru_cache(maxsize=16)  # they can be large
-def checked_schedule(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
+def checked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
     """The schedule of a step; a short last mini-batch may have fewer micro-batches than the others."""
-    if not isinstance(recompute, str):
-        recompute = tuple(frozenset(m for m in stage if m < micro_batches) for stage in recompute)
-    schedule = build(name, partitions, micro_batches, recompute)
+    schedule = with_recomputation(order.first(micro_batches), recompute)
     check(schedule)
     return schedule

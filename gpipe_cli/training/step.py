@@ -28,8 +28,8 @@ from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.schedule.schedules import Schedule, forward_only
-from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.pipeline.schedule.orders import build, forward_only
+from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
@@ -77,7 +77,7 @@ def rehearse(
     if not share.sizes:  # the other replicas have all of it
         return
     samples = share.sizes[0]
-    schedule = checked_schedule("gpipe", engine.placement.partitions, 1, "always")
+    schedule = build("gpipe", engine.placement.partitions, 1, "always")
     inputs, targets = None, data.targets(epoch, position) if engine.has_last else None
     if data.loaded is not None:
         with control.waits(Awaited.DATA):
@@ -114,12 +114,17 @@ def train_step(
     for stage in engine.stages.values():
         stage.count_saved(count)
 
-    def schedule_of(micro_batches: int) -> Schedule:
-        placement = engine.placement
-        return checked_schedule(config.schedule, placement.partitions, micro_batches, placement.recompute)
-
     recording, objective = _run(
-        config, engine, control, data, epoch, position, schedule_of, step, config.label_smoothing, engine.replicas
+        config,
+        engine,
+        control,
+        data,
+        epoch,
+        position,
+        engine.placement.schedule,
+        step,
+        config.label_smoothing,
+        engine.replicas,
     )
     if engine.replicas is not None:
         clocks = engine.executor.recorder.clocks
@@ -256,11 +261,11 @@ def gather_metrics(
     @cache
     def metrics() -> StepMetrics:
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
-        recorded: list[list[float]] = []
+        recorded: list[list[float]] = [[]] * placement.partitions
         for process in range(placement.of_pipeline):
             values = iter(recordings[process].tolist())
             for stage in placement.stages_of(process):
-                recorded.append(list(islice(values, MARKS * len(schedule[stage]) + ENDS)))
+                recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
         of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # of several replicas the most
         norm = float(global_norm(_known(all_norms[: placement.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)

@@ -25,7 +25,7 @@ from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.schedule.schedules import forward_only
+from gpipe_cli.pipeline.schedule.orders import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine

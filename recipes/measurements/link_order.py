@@ -29,19 +29,9 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.schedule.dependencies import source
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.posting import Posting
-from gpipe_cli.pipeline.schedule.schedules import (
-    RECOMPUTE,
-    SCHEDULES,
-    Action,
-    Kind,
-    Retain,
-    Schedule,
-    build,
-    forward_only,
-    in_flight,
-    stage_retained,
-)
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Retain, Schedule, in_flight, stage_retained
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.schedules import build
+from gpipe_cli.pipeline.schedule.orders import build
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError, check_cut, find_shared
 from gpipe_cli.training.engine import WorkerProcess

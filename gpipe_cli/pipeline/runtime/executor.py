@@ -1,4 +1,4 @@
-"""Runs a schedule: what F, R and B mean (paper section 2.2, Figure 2(c)).
+"""Runs a schedule: what F, R, B, I and W mean (paper section 2.2, Figure 2(c)).
 
 A process performs, in order, the actions of the stages that live in it: one stage, some, or all of them; only the
 transport differs. There is no other path: training with one partition and evaluation are schedules too.
@@ -15,8 +15,8 @@ from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
-from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
+from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
+from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Retain, Schedule
 
 Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 
@@ -75,10 +75,10 @@ class Executor:
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None, first_micro_batch)
         recording = self.recorder.begin_step(schedule)
-        left = {index: len(schedule[index]) for index in self._stages}
+        left = {index: len(schedule.stages[index]) for index in self._stages}
         for action, keep in _actions_of(schedule, self._turns, frozenset(self._stages)):
             self._watch(action, sizes[action.micro_batch], lengths)
-            self._perform(action, keep, micro_batches, recording)
+            self._perform(action, keep, schedule, micro_batches, recording)
             left[action.stage] -= 1
             if replicas is not None and not left[action.stage]:  # while other stages still compute
                 replicas.begin(self._stages[action.stage].module.parameters(), empty=False)
@@ -94,7 +94,14 @@ class Executor:
         """Wait until the last step's tensors have left this process: before the executor is given up."""
         self._transport.settle()
 
-    def _perform(self, action: Action, keep: Retain, micro_batches: Sequence[Tensors], recording: Recording) -> None:
+    def _perform(
+        self,
+        action: Action,
+        keep: Retain,
+        schedule: Schedule,
+        micro_batches: Sequence[Tensors],
+        recording: Recording,
+    ) -> None:
         """One action on stage k, in four steps; the recording gets the time between them.
 
              1. receive             2. compute                           3. send        4. post
@@ -102,6 +109,8 @@ class Executor:
         F    outputs of k-1  ---->  run the layers, keep input or graph  ----> outputs   receives of
         R                           run them again, keep the graph                       actions that
         B    gradients of k+1 --->  run the graph backward, drop it      ----> gradients come later
+        I    gradients of k+1 --->  the same, but for gradients of weights --> gradients
+        W                           gradients of weights
         """
         stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
         given: OptionalTensors = ()
@@ -109,7 +118,7 @@ class Executor:
             begun = clock.now()
 
             # 1. Receive. Stage 0 takes the samples themselves; the last stage's backward starts from its own loss.
-            given = self._receive(action, micro_batches)
+            given = self._receive(action, schedule, micro_batches)
             received, core_before = clock.now(), clock.core_seconds()
 
             # 2. Compute. This is the span that a timeline shows.
@@ -117,7 +126,7 @@ class Executor:
             core_after, computed = clock.core_seconds(), clock.now()
 
             # 3. Send on to stage k+1, or back to stage k-1.
-            if (action.kind is Kind.F and action.stage < self._last) or (action.kind is Kind.B and action.stage > 0):
+            if (action.kind is Kind.F and action.stage < self._last) or (action.kind in RETURNS and action.stage > 0):
                 self._transport.send(action, result)
 
             # 4. Post the receives that waited for this action to be launched, or for a buffer that it has used.
@@ -126,13 +135,13 @@ class Executor:
         except (PeerLostError, ChangedInputError):
             raise
         except Exception as error:
-            kind = "gradient" if action.kind is Kind.B else "input"
+            kind = "gradient" if action.kind in RETURNS else "input"
             shapes = stage.layer_shapes if stage.layer_name else shapes_of(given)
             what = f"{kind} {shapes}" if shapes else f"micro-batch {action.micro_batch}"
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
-    def _receive(self, action: Action, micro_batches: Sequence[Tensors]) -> OptionalTensors:
-        if source(action, self._last + 1) is not None:
+    def _receive(self, action: Action, schedule: Schedule, micro_batches: Sequence[Tensors]) -> OptionalTensors:
+        if schedule.source(action) is not None:
             return self._transport.receive(action)
         return micro_batches[action.micro_batch] if action.kind is Kind.F else ()
 
@@ -146,6 +155,11 @@ class Executor:
                 return ()
             case Kind.B:
                 return stage.backward(action.micro_batch, given)
+            case Kind.I:
+                return stage.backward_inputs(action.micro_batch, given)
+            case Kind.W:
+                stage.backward_weights(action.micro_batch)
+                return ()
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own

@@ -81,8 +81,7 @@ class P2PTransport:
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
-        trains = any(action.kind is Kind.B for action in schedule[0])
-        self._boundaries = self._described.training if trains else self._described.evaluation
+        self._boundaries = self._described.training if schedule.trains else self._described.evaluation
         self._sizes, self._lengths = sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
         self._to_post = deque(postings(schedule, self._owners, self._process, early=self._early))
@@ -94,13 +93,14 @@ class P2PTransport:
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
-        link = self._links.get((action.kind, receiver))
+        direction = action.kind.direction
+        link = self._links.get((direction, receiver))
         if link is None:
             self._local.send(action, tensors)
             return
         sent = []
-        for tensor, described in zip(tensors, self._boundary(action.kind, receiver), strict=True):
-            if action.kind is Kind.B and not described.has_gradient:
+        for tensor, described in zip(tensors, self._boundary(direction, receiver), strict=True):
+            if direction is Kind.B and not described.has_gradient:
                 continue
             if tensor is None:
                 raise ValueError(
@@ -119,7 +119,7 @@ class P2PTransport:
             self._sends.append(_Sending(sent, link.send(sent)))
 
     def receive(self, action: Action) -> OptionalTensors:
-        edge = (action.kind, action.stage)
+        edge = (action.kind.direction, action.stage)
         if edge not in self._links:
             return self._local.receive(action)
         works, tensors = self._posted.pop(action)
@@ -149,7 +149,7 @@ class P2PTransport:
         """The receives that may be posted by now."""
         while self._to_post and self._to_post[0].after <= self._launched:
             posting = self._to_post.popleft()
-            edge = (posting.action.kind, posting.action.stage)
+            edge = (posting.action.kind.direction, posting.action.stage)
             received = [t for t in self._boundary(*edge) if t.has_gradient or edge[0] is Kind.F]
             samples = self._sizes[posting.action.micro_batch]
             if self._receiving is not None and posting.freed:

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.schedule.dependencies import source
 from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -174,8 +173,8 @@ class Recorder:
 
 
 def room(micro_batches: int) -> int:
-    """The most numbers that a stage's recording of so many micro-batches has: an F, an R and a B of each."""
-    return 3 * micro_batches * MARKS + ENDS
+    """The most numbers that a stage's recording of so many micro-batches has: an F, an R, an I and a W of each."""
+    return 4 * micro_batches * MARKS + ENDS
 
 
 def measured_timeline(
@@ -190,16 +189,16 @@ def measured_timeline(
     """
     ends = {
         action: numbers[at * MARKS + 2]
-        for actions, numbers in zip(schedule, seconds, strict=True)
+        for actions, numbers in zip(schedule.stages, seconds, strict=True)
         for at, action in enumerate(actions)
     }
     stages, events = [], []
-    for actions, numbers in zip(schedule, seconds, strict=True):
+    for actions, numbers in zip(schedule.stages, seconds, strict=True):
         spans: list[Span] = []
         beside: list[Event] = []
         for at, action in enumerate(actions):
             begun, received, computed, handed_on = numbers[at * MARKS : (at + 1) * MARKS]
-            needed = source(action, len(schedule))
+            needed = schedule.source(action)
             if needed is not None:
                 beside += gap(action, max(begun, min(began_seconds, received)), received, ends[needed])
             spans.append(Span(action, received, computed))

@@ -27,7 +27,7 @@ class Transport(Protocol):
         """Before the first action; `sizes` are the samples of each micro-batch, `lengths` those of sentences."""
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        """Outputs of an F to the next stage, gradients of a B to the stage before."""
+        """Outputs of an F to the next stage, gradients of a B or I to the stage before."""
 
     def receive(self, action: Action) -> OptionalTensors:
         """What `action` needs from a neighbour: an F the outputs of the stage before, a B gradients from the next."""
@@ -53,7 +53,7 @@ class LocalTransport:
         self._devices = devices
         several = {device for device in devices if device.type == "cuda"} if len(set(devices)) > 1 else set()
         self._copying = {device: torch.cuda.Stream(device) for device in several}
-        self._sent: dict[Action, OptionalTensors] = {}  # by the action that will receive it
+        self._sent: dict[Action, OptionalTensors] = {}  # by the F or B that will receive it, or the I in its place
         self._copied: dict[Action, torch.cuda.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
@@ -61,7 +61,7 @@ class LocalTransport:
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
-        awaiting = Action(action.kind, receiver, action.micro_batch)
+        awaiting = Action(action.kind.direction, receiver, action.micro_batch)
         there, back = self._devices[receiver], self._devices[action.stage]
         if there == back:
             self._sent[awaiting] = tuple(None if t is None else t.detach() for t in tensors)
@@ -77,9 +77,10 @@ class LocalTransport:
         self._sent[awaiting], self._copied[awaiting] = moved, target.record_event()
 
     def receive(self, action: Action) -> OptionalTensors:
-        if (copied := self._copied.pop(action, None)) is not None:
+        awaited = Action(action.kind.direction, action.stage, action.micro_batch)
+        if (copied := self._copied.pop(awaited, None)) is not None:
             torch.cuda.current_stream(self._devices[action.stage]).wait_event(copied)
-        return self._sent.pop(action)
+        return self._sent.pop(awaited)
 
     def launched(self) -> None:
         pass

@@ -12,21 +12,6 @@ from heapq import heappop, heappush
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 
 
-def source(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose result ``action`` waits for, if any. The only place that says so.
-
-    A forward waits for the stage before, a backward for the stage after. A recomputation waits for nothing outside its
-    stage, which is why it may start before the gradient arrives (section 2.3). Beyond that, a stage performs its own
-    actions in the order of its list.
-    """
-    kind, stage, micro_batch = action
-    if kind is Kind.F and stage > 0:
-        return Action(kind, stage - 1, micro_batch)
-    if kind is Kind.B and stage < stages - 1:
-        return Action(kind, stage + 1, micro_batch)
-    return None
-
-
 def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ...]:
     """The actions of a checked schedule in an order in which one process can perform them, by a unit clock.
 
@@ -45,26 +30,27 @@ def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ..
 
 def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
     """What `linearize` performs in each tick."""
-    stages = range(len(schedule))
-    turns = turns or stages
+    stages = range(len(schedule.stages))
+    turns = turns or schedule.rows
     left = [deque(actions) for actions in schedule]
     ready: list[list[tuple[int, int, Action]]] = [[] for _ in range(1 + max(turns))]  # of each device, the best first
-    offered: set[int] = set()  # stages whose next action is in there
+    offered: set[int] = set()  # rows whose next action is in there
     ended: set[Action] = set()
-    changed = set(stages)
+    changed = set(range(len(schedule)))
     while changed:
-        for stage in changed - offered:
-            if left[stage] and ((needed := source(left[stage][0], len(stages))) is None or needed in ended):
-                action = left[stage][0]
-                offered.add(stage)
-                heappush(ready[turns[stage]], (*_sooner(action), action))
+        for row in changed - offered:
+            if left[row] and ((needed := schedule.source(left[row][0])) is None or needed in ended):
+                action = left[row][0]
+                offered.add(row)
+                heappush(ready[turns[action.stage]], (*_sooner(action), action))
         tick = [heappop(actions)[2] for actions in ready if actions]
         yield tick
         for action in tick:
-            left[action.stage].popleft()
+            left[schedule.rows[action.stage]].popleft()
         ended.update(tick)
-        offered.difference_update(action.stage for action in tick)
-        changed = {k for action in tick for k in (action.stage - 1, action.stage, action.stage + 1) if k in stages}
+        offered.difference_update(schedule.rows[action.stage] for action in tick)
+        near = {k for action in tick for k in (action.stage - 1, action.stage, action.stage + 1) if k in stages}
+        changed = {schedule.rows[k] for k in near}
     if any(left):
         raise _deadlock(schedule, _clock(schedule)[1])
 
@@ -72,77 +58,97 @@ def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
 def _sooner(action: Action) -> tuple[int, int]:
     """Of actions that a device could perform next, the least comes first: what ends a micro-batch's way through its
     stages, and a backward before what only makes room for more."""
-    return (Kind.B, Kind.R, Kind.F).index(action.kind), -action.stage if action.kind is Kind.F else action.stage
+    kinds = (Kind.B, Kind.I, Kind.R, Kind.F, Kind.W)
+    return kinds.index(action.kind), -action.stage if action.kind is Kind.F else action.stage
 
 
 def linearize_retained(schedule: Schedule, turns: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
     """`linearize`, with what the stage of each action retains of the micro-batch after it."""
-    retained = {action: retain for actions in schedule for action, retain in stage_retained(actions)}
+    retained = {action: retain for actions in schedule.stages for action, retain in stage_retained(actions)}
     return [(action, retained[action]) for action in linearize(schedule, turns)]
 
 
 def check(schedule: Schedule) -> None:
     """Refuse a schedule that could not run or would compute something else; the error ends with the grid.
 
-    Raises ValueError for an action on the wrong stage, double or missing; a backward before its forward; an edge on
-    which micro-batches are sent in another order than they are received; a deadlock.
+    Raises ValueError for a stage in two rows; an action that is double or missing; a backward before its forward; an
+    edge on which micro-batches are sent in another order than they are received; a deadlock.
     """
-    if not schedule or not any(schedule):
+    if not any(schedule):
         raise ValueError("the schedule is empty: it needs at least one stage and one forward")
-    micro_batches = range(1 + max(a.micro_batch for actions in schedule for a in actions))
-    trains = any(a.kind is not Kind.F for actions in schedule for a in actions)
-    for stage, actions in enumerate(schedule):
-        seen: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # micro-batches
-        for a in actions:
-            kind, m = a.kind, a.micro_batch
-            if a.stage != stage:
-                raise _fault(schedule, f"{a} is in the list of stage {stage}; move it to stage {a.stage}", [a])
-            if m < 0:
+    homes: dict[int, int] = {}  # the row of each stage
+    for number, row in enumerate(schedule):
+        for a in row:
+            if a.micro_batch < 0:
                 raise _fault(schedule, f"{a}: micro-batches count from 0", [a])
-            if m in seen[kind]:
-                raise _fault(schedule, f"{a} is there twice; remove one", [a])
-            if kind is not Kind.F and m not in seen[Kind.F]:
-                f = Action(Kind.F, stage, m)
-                raise _fault(schedule, f"{a} comes before {f}, which it needs; put {f} first", [a, f])
-            if kind is Kind.R and m in seen[Kind.B]:
-                raise _fault(schedule, f"{a} comes after the backward it is for; put it before", [a])
-            seen[kind].add(m)
-        for kind in (Kind.F, Kind.B) if trains else (Kind.F,):
-            if len(seen[kind]) < len(micro_batches):
-                missing = Action(kind, stage, next(m for m in micro_batches if m not in seen[kind]))
-                raise _fault(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
-    for stage in range(len(schedule) - 1):
-        for kind, sender, receiver in ((Kind.F, stage, stage + 1), (Kind.B, stage + 1, stage)):
-            sent, received = ([a for a in schedule[k] if a.kind is kind] for k in (sender, receiver))
+            if homes.setdefault(a.stage, number) != number:
+                raise _fault(schedule, f"{a} is in row {number}, and stage {a.stage} in row {homes[a.stage]}; "
+                             "put all actions of a stage into one row", [a])  # fmt: skip
+    for stage, actions in enumerate(schedule.stages):
+        _check_stage(schedule, stage, actions)
+    for stage in range(len(schedule.stages) - 1):
+        for direction, sender, receiver in ((Kind.F, stage, stage + 1), (Kind.B, stage + 1, stage)):
+            sent, received = (
+                [a for a in schedule.stages[k] if a.kind.direction is direction] for k in (sender, receiver)
+            )
             for s, r in zip(sent, received, strict=True):
                 if s.micro_batch != r.micro_batch:
                     raise _fault(schedule, f"stage {sender} sends after {s} when stage {receiver} receives for {r}; "
-                                 f"give both stages the same order of {kind.value}", [s, r])  # fmt: skip
+                                 f"give both stages the same order of {direction.value}", [s, r])  # fmt: skip
     if stuck := _clock(schedule)[1]:
         raise _deadlock(schedule, stuck)
 
 
+def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> None:
+    seen: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # micro-batches
+    for a in actions:
+        kind, m = a.kind, a.micro_batch
+        if m in seen[kind]:
+            raise _fault(schedule, f"{a} is there twice; remove one", [a])
+        needed = {Kind.F: None, Kind.W: Kind.I}.get(kind, Kind.F)
+        if needed is not None and m not in seen[needed]:
+            first = Action(needed, stage, m)
+            raise _fault(schedule, f"{a} comes before {first}, which it needs; put {first} first", [a, first])
+        if kind is not Kind.W and (m in seen[Kind.B] or m in seen[Kind.I]):
+            if kind is Kind.R:
+                raise _fault(schedule, f"{a} comes after the backward it is for; put it before", [a])
+            other = Action(Kind.I if m in seen[Kind.I] else Kind.B, stage, m)
+            raise _fault(schedule, f"{a} and {other} are two backwards of one micro-batch; remove one", [a, other])
+        seen[kind].add(m)
+    for kind in (Kind.F, Kind.B, Kind.W) if schedule.trains else (Kind.F,):
+        for m in range(schedule.micro_batches):
+            there = m in seen[kind] or (kind is Kind.B and m in seen[Kind.I]) or (kind is Kind.W and m in seen[Kind.B])
+            if not there:
+                missing = Action(kind, stage, m)
+                raise _fault(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
+
+
 def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120, turns: Sequence[int] = ()) -> str:
-    """The schedule as text: a row per stage, a column per tick of a clock on which every action takes one tick.
+    """The schedule as text: its rows, with a column per tick of a clock on which every action takes one tick. A row is
+    a stage, or a device with several, whose actions are then written in full.
 
     Stages with the same number in ``turns`` take turns, as in `linearize`, which a schedule that deadlocks cannot have.
     ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>`` for ``|``. A grid
     wider than ``width`` characters continues in further blocks of rows.
     """
-    ticks = _clock(schedule)[0]
+    ticks = clock(schedule)
     if turns:
         at = {action: n for n, tick in enumerate(_ticks(schedule, turns)) for action in tick}
         ticks = [[at[action] for action in actions] for actions in schedule]
     marked = set(mark)
     absent = marked.difference(*schedule)
+    several = any(a.stage != number for number, row in enumerate(schedule) for a in row)  # stages in a row
     labels, rows = [], []
-    for stage, actions in enumerate(schedule):
-        pointed = any(a in marked for a in actions) or any(a.stage == stage for a in absent)
-        labels.append(f"stage {stage:<{len(str(len(schedule) - 1))}} {'>' if pointed else '|'} ")
+    for number, actions in enumerate(schedule):
+        pointed = any(a in marked for a in actions) or any(
+            a.stage in {number, *(other.stage for other in actions)} for a in absent
+        )
+        what = "device" if several else "stage"
+        labels.append(f"{what} {number:<{len(str(len(schedule) - 1))}} {'>' if pointed else '|'} ")
         row: list[str] = []
         for i, a in enumerate(actions):  # what can never start has no tick, but is shown all the same
-            row += ["."] * (ticks[stage][i] - len(row) if i < len(ticks[stage]) else 0)
-            text = f"{a.kind.value}{a.micro_batch}" if a.stage == stage else str(a)
+            row += ["."] * (ticks[number][i] - len(row) if i < len(ticks[number]) else 0)
+            text = str(a) if several else f"{a.kind.value}{a.micro_batch}"
             row.append(text + "!" * (a in marked))
         rows.append(row)
     cell = max((len(text) for row in rows for text in row), default=1)
@@ -155,31 +161,37 @@ def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120, tu
     return "\n\n".join(blocks)
 
 
+def clock(schedule: Schedule) -> list[list[int]]:
+    """The earliest tick of each action of each row, every action taking one tick."""
+    return _clock(schedule)[0]
+
+
 def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action | None]]:
-    """The earliest tick of each action; and for each stage that cannot go on, its next action and what that needs."""
+    """The earliest tick of each action of each row; and for each row that cannot go on, its next action and what that
+    needs."""
     ticks: list[list[int]] = [[] for _ in schedule]
     left = [deque(actions) for actions in schedule]
     ended: dict[Action, int] = {}  # the tick after each action
-    waiting: dict[Action, list[int]] = {}  # by the action waited for: the stages that wait
+    waiting: dict[Action, list[int]] = {}  # by the action waited for: the rows that wait
     ready = list(range(len(schedule)))
     while ready:
-        stage = ready.pop()
-        own = ticks[stage]
+        number = ready.pop()
+        own = ticks[number]
         tick = own[-1] + 1 if own else 0
-        while left[stage]:
-            action = left[stage][0]
-            needed = source(action, len(schedule))
+        while left[number]:
+            action = left[number][0]
+            needed = schedule.source(action)
             if needed is not None:
                 if needed not in ended:
-                    waiting.setdefault(needed, []).append(stage)
+                    waiting.setdefault(needed, []).append(number)
                     break
                 tick = max(tick, ended[needed])
-            left[stage].popleft()
+            left[number].popleft()
             own.append(tick)
             tick += 1
             ended.setdefault(action, tick)
             ready += waiting.pop(action, ())
-    return ticks, {actions[0]: source(actions[0], len(schedule)) for actions in left if actions}
+    return ticks, {actions[0]: schedule.source(actions[0]) for actions in left if actions}
 
 
 def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ValueError:

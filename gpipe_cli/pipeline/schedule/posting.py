@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
+from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
 
 
@@ -40,8 +40,8 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
     too: a layer may hand on what it has received, in the same memory. Raises ValueError if the schedule deadlocks.
     """
-    own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule[stage]]
-    receivers = {source(action, len(schedule)): action for action in own}
+    own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule.stages[stage]]
+    receivers = {schedule.source(action): action for action in own}
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)  # since when, and which
     held: dict[int, dict[Action, int]] = defaultdict(dict)  # by micro-batch: receivers, and their buffers
     left: set[tuple[int, int]] = set()  # stages and micro-batches of which nothing is kept
@@ -56,9 +56,9 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
                 left.add((action.stage, action.micro_batch))
                 of_this = held[action.micro_batch]
                 for done in [one for one in of_this if left.issuperset(_reached(one, owners))]:
-                    free[done.kind, done.stage].append((launched, of_this.pop(done)))
+                    free[done.kind.direction, done.stage].append((launched, of_this.pop(done)))
         elif (receiver := receivers.get(action)) is not None:
-            edge = (receiver.kind, receiver.stage)
+            edge = (receiver.kind.direction, receiver.stage)
             reused = bool(free[edge])
             since, buffer = free[edge].popleft() if reused else (0, made[edge])
             held[receiver.micro_batch][receiver] = buffer

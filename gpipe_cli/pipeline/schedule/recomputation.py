@@ -13,7 +13,8 @@ there is one too many, drop the one that ends last: it takes room for longest.
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, backward_follows_forward, build
+from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Schedule, backward_follows_forward
+from gpipe_cli.pipeline.schedule.simulator import Held
 
 
 class DoesNotFitError(ValueError):
@@ -30,53 +31,40 @@ class DoesNotFitError(ValueError):
 
 
 def fewest_recomputations(
-    name: str,
-    partitions: int,
-    micro_batches: int,
-    graph_bytes: Sequence[int],
-    input_bytes: Sequence[int],
-    limit_bytes: Sequence[int],
+    order: Schedule, sizes: Sequence[Held], limit_bytes: Sequence[int]
 ) -> tuple[frozenset[int], ...]:
     """For each stage, the fewest micro-batches to recompute such that its activations stay within a limit.
 
-    What :func:`build` takes as ``recompute``; ``peak_bytes`` of that schedule is at most ``limit_bytes``. A micro-batch
+    What :func:`with_recomputation` takes; ``peak_bytes`` of that schedule is at most ``limit_bytes``. A micro-batch
     whose backward directly follows its forward is never recomputed: nothing would be gained. Which ones are: under
     ``gpipe`` those that came first, under ``1f1b`` those that came last before the memory was full.
 
     Args:
-        name: of the schedule.
-        graph_bytes: per stage, all activations of one micro-batch, the input included.
-        input_bytes: per stage, what comes over the boundary for one micro-batch; not more than its graph.
+        order: without recomputations.
+        sizes: per stage, the bytes of one micro-batch in each way to hold it; an input is not more than its graph.
         limit_bytes: per stage, what there is room for.
 
-    Raises:
-        DoesNotFitError: names the stage that lacks most.
-        ValueError: an unknown name, fewer than one partition or micro-batch.
+    Raises DoesNotFitError, which names the stage that lacks most.
     """
-    assert len(graph_bytes) == len(input_bytes) == len(limit_bytes) == partitions, "one size per stage"
-    orders = build(name, partitions, micro_batches, "never")
-    sizes = zip(orders, graph_bytes, input_bytes, limit_bytes, strict=True)
-    found = [_on_stage(*of_stage) for of_stage in sizes]
+    found = [_on_stage(*of_stage) for of_stage in zip(order.stages, sizes, limit_bytes, strict=True)]
     missing, stage = max((missing, -stage) for stage, (_, missing) in enumerate(found))
     if missing > 0:
         raise DoesNotFitError(-stage, missing)
     return tuple(recomputed for recomputed, _ in found)
 
 
-def _on_stage(
-    actions: Sequence[Action], graph_bytes: int, input_bytes: int, limit_bytes: int
-) -> tuple[frozenset[int], int]:
+def _on_stage(actions: Sequence[Action], size: Held, limit_bytes: int) -> tuple[frozenset[int], int]:
     """The micro-batches to recompute, and how many bytes are missing even so (0 if it fits).
 
-    ``actions`` are F and B only. A recomputation holds what its backward holds, and is not looked at.
+    A recomputation holds what its backward holds, and is not looked at.
     """
-    assert 0 <= input_bytes <= graph_bytes, "a graph holds its input"
-    rest = graph_bytes - input_bytes
-    ends = {a.micro_batch: at for at, a in enumerate(actions) if a.kind is Kind.B}
+    assert 0 <= size.input <= size.graph, "a graph holds its input"
+    rest = size.graph - size.input
+    ends = {a.micro_batch: at for at, a in enumerate(actions) if a.kind in RETURNS}
     free = backward_follows_forward(actions)
     recomputed: set[int] = set()
     kept: list[tuple[int, int]] = []  # heap: those that may be dropped, the one that ends last on top
-    in_flight = graphs = 0  # micro-batches in flight; those of them that hold their graph
+    in_flight = graphs = weights = 0  # micro-batches between F and B or I; those with their graph; between I and W
     missing = 0  # bytes over the limit
     for at, a in enumerate(actions):
         m = a.micro_batch
@@ -85,16 +73,18 @@ def _on_stage(
             graphs += 1
             if m not in free:
                 heappush(kept, (-ends[m], m))
-        elif m in recomputed:
+        elif a.kind in RETURNS and m in recomputed:
             graphs += 1  # recomputed just now
-        held = in_flight * input_bytes + graphs * rest
+        held = in_flight * size.input + graphs * rest + weights * size.weights
+        held += size.gradients if a.kind is Kind.I else 0
         # Of those in `kept` that have ended none is on top while there is one that has not.
         while held > limit_bytes and kept and -kept[0][0] > at and rest > 0:
             recomputed.add(heappop(kept)[1])
             graphs -= 1
             held -= rest
         missing = max(missing, held - limit_bytes)
-        if a.kind is Kind.B:
+        if a.kind in RETURNS:
             in_flight -= 1
             graphs -= 1
+        weights += (a.kind is Kind.I) - (a.kind is Kind.W)
     return frozenset(recomputed), missing

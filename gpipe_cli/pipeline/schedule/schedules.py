@@ -1,8 +1,9 @@
 """The schedule of one training step as data (section 2.2 and Figure 2(c) of the paper).
 
 Everything that runs, predicts, checks or draws a step reads the value built here; none of it knows where the order
-came from. A schedule says, for each stage, which actions it performs and in which order. ``2F0`` is the forward of
-micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, without recomputation, on a unit clock:
+came from (`orders.py`, a search, a file). A schedule says which actions each device performs and in which order.
+``2F0`` is the forward of micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, without
+recomputation, on a unit clock:
 
     stage 0 | F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0
     stage 1 | .  F0 F1 F2 F3 .  .  B3 B2 B1 B0
@@ -10,15 +11,17 @@ micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, w
 
 Communication is not written down, it follows: an ``F`` receives from the stage before and sends to the one after, a
 ``B`` the other way round. Whether a forward keeps its activations follows too: it does unless there is an ``R``.
+
+A backward may be cut in two: ``I`` computes the gradients of the inputs, which the stage before waits for, and ``W``
+those of the weights, for which nobody waits until the step ends (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import StrEnum
-from functools import lru_cache
-from itertools import chain, pairwise
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
-SCHEDULES = ("gpipe", "1f1b")
 RECOMPUTE = ("always", "except_last", "never")
 
 
@@ -28,8 +31,18 @@ class Kind(StrEnum):
     F = "F"  # forward
     R = "R"  # recompute: the forward once more, to get its activations back
     B = "B"  # backward
+    I = "I"  # noqa: E741 (the part of a backward that the stage before waits for: gradients of inputs)
+    W = "W"  # the rest of it: gradients of weights
 
     __hash__ = str.__hash__  # actions are looked up by the hundred thousand, and an enum's own hash is slow
+
+    @property
+    def direction(self) -> "Kind":
+        """Which way results travel: F to the next stage, B to the one before."""
+        return Kind.B if self is Kind.I else self
+
+
+RETURNS = (Kind.B, Kind.I)  # what sends gradients back
 
 
 class Retain(StrEnum):
@@ -38,10 +51,11 @@ class Retain(StrEnum):
     NOTHING = "nothing"  # the backward is over, or none will come: evaluation
     INPUT = "input"  # only what came over the stage's boundary; the rest is recomputed
     GRAPH = "graph"  # every activation inside the stage
+    WEIGHTS = "weights"  # what the gradients of the weights are computed from
 
 
 class Action(NamedTuple):
-    """One forward, recomputation or backward of one micro-batch on one stage; ``str`` writes it ``2F0``."""
+    """One action of one micro-batch on one stage; ``str`` writes it ``2F0``."""
 
     kind: Kind
     stage: int
@@ -51,82 +65,120 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
 
-Schedule = tuple[tuple[Action, ...], ...]
-"""``schedule[k]`` is what stage k does, in order."""
+Row = tuple[Action, ...]
+
+
+class Schedule(tuple[Row, ...]):
+    """``schedule[r]`` is what one device does, in order: the actions of one stage, or of several. Rows may share a
+    device; which of them comes first there is then left to :func:`linearize`."""
+
+    @cached_property
+    def stages(self) -> tuple[Row, ...]:
+        """What each stage does, in order."""
+        found: list[list[Action]] = [[] for _ in range(1 + max(a.stage for row in self for a in row))]
+        for row in self:
+            for a in row:
+                found[a.stage].append(a)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The row of each stage."""
+        found = {a.stage: number for number, row in enumerate(self) for a in row}
+        return tuple(found[stage] for stage in range(len(self.stages)))
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """M."""
+        return 1 + max(a.micro_batch for row in self for a in row)
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there are backwards; there are none in evaluation."""
+        return any(a.kind is not Kind.F for row in self for a in row)
+
+    @cached_property
+    def _split(self) -> frozenset[Action]:
+        return frozenset(a for row in self for a in row if a.kind is Kind.I)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward is cut in two."""
+        return bool(self._split)
+
+    def source(self, action: Action) -> Action | None:
+        """The action of another stage whose result ``action`` waits for, if any. The only place that says so.
+
+        A forward waits for the stage before, a backward (``B`` or ``I``) for that of the stage after. A recomputation
+        waits for nothing outside its stage, which is why it may start before the gradient arrives (section 2.3), and
+        so does ``W``. Beyond that, a row's actions are performed in its order.
+        """
+        kind, stage, micro_batch = action
+        if kind is Kind.F and stage > 0:
+            return Action(kind, stage - 1, micro_batch)
+        if kind in RETURNS and stage < len(self.stages) - 1:
+            split = Action(Kind.I, stage + 1, micro_batch)
+            return split if split in self._split else Action(Kind.B, stage + 1, micro_batch)
+        return None
+
+    def first(self, micro_batches: int) -> "Schedule":
+        """The same order with only the first micro-batches, for a mini-batch that has no more."""
+        return Schedule(tuple(a for a in row if a.micro_batch < micro_batches) for row in self)
+
 
 Recompute = str | tuple[frozenset[int], ...]
 """A mode (one of ``RECOMPUTE``), or for each stage the micro-batches that it recomputes."""
 
 
-def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
-    """The training schedule called ``name``.
-
-    ``gpipe``: all forwards, then all backwards from the last micro-batch to the first, as Figure 2(c) draws them.
-
-    ``1f1b``: backward as soon as possible, so that stage k never has more than K - k micro-batches in flight.
-    Departs from the paper: the paper knows only ``gpipe``. This is the synchronous form of the order of PipeDream
-    (Harlap et al. 2018): the same step time on stages of equal cost (with ``always`` or ``never``), less memory.
-    Backward runs from micro-batch 0 to M - 1 on every stage, which fixes the order in which gradients are summed.
+def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
+    """The order, with an ``R`` directly before each backward that needs one: there it fills the wait for the gradient.
 
     ``recompute`` is ``always`` (what the paper describes), ``never`` or ``except_last``: a micro-batch keeps its
     activations exactly when its backward directly follows its forward on that stage, because then nothing would be
-    gained by dropping them. Or it is, for each stage, the set of micro-batches that are recomputed there.
+    gained by dropping them. Or it is, for each stage, the set of micro-batches that are recomputed there. An order
+    that has recomputations of its own stays as it is.
 
-    Raises:
-        ValueError: an unknown name or recomputation mode, fewer than one partition or micro-batch.
+    Raises ValueError for an unknown mode.
     """
-    assert isinstance(recompute, str) or len(recompute) == partitions, "one set of micro-batches per stage"
-    schedule = []
-    passes = (_passes(kind, partitions, micro_batches) for kind in (Kind.F, Kind.B))
-    for stage, (forwards, backwards) in enumerate(zip(*passes, strict=True)):
-        match name:
-            case "gpipe":
-                actions = forwards + backwards[::-1]
-            case "1f1b":
-                warm_up = min(partitions - 1 - stage, micro_batches)  # until the first gradient can have come back
-                pairs = zip(forwards[warm_up:], backwards, strict=False)
-                actions = [*forwards[:warm_up], *chain(*pairs), *backwards[micro_batches - warm_up :]]
-            case _:
-                raise ValueError(f"schedule={name}: unknown; use one of {', '.join(SCHEDULES)}")
-        recomputed = _recomputed(actions, recompute) if isinstance(recompute, str) else recompute[stage]
-        assert recomputed <= {a.micro_batch for a in actions}, "only what ran forward can be recomputed"
-        schedule.append(tuple(_with_recomputation(actions, recomputed)))
-    return tuple(schedule)
-
-
-@lru_cache
-def forward_only(partitions: int, micro_batches: int) -> Schedule:
-    """The forwards alone, for evaluation; nothing is kept."""
-    return tuple(map(tuple, _passes(Kind.F, partitions, micro_batches)))
+    if any(a.kind is Kind.R for row in order for a in row):
+        return order
+    if isinstance(recompute, str):
+        recomputed = [_recomputed(actions, recompute) for actions in order.stages]
+    else:
+        assert len(recompute) == len(order.stages), "one set of micro-batches per stage"
+        recomputed = [chosen & {a.micro_batch for a in of} for chosen, of in zip(recompute, order.stages, strict=True)]
+    return Schedule(tuple(_with_recomputation(row, recomputed)) for row in order)
 
 
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
     """The actions of one stage in order, with what it retains of the micro-batch after each, read off the schedule.
 
-    After a forward with neither ``B`` nor ``R`` nothing, with an ``R`` the input, with only a ``B`` the graph. After a
-    recomputation the graph, after a backward nothing.
+    After a forward with no backward nothing, with an ``R`` the input, else the graph. After a recomputation the graph,
+    after an ``I`` what its ``W`` needs, after a ``B`` or a ``W`` nothing.
     """
-    backward = {a.micro_batch for a in stage_actions if a.kind is Kind.B}
+    backward = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:
-        if a.kind is Kind.B or a.micro_batch not in backward:
+        if a.kind in (Kind.B, Kind.W) or a.micro_batch not in backward:
             yield a, Retain.NOTHING
+        elif a.kind is Kind.I:
+            yield a, Retain.WEIGHTS
         else:
             yield a, Retain.INPUT if a.kind is Kind.F and a.micro_batch in recomputed else Retain.GRAPH
 
 
 def in_flight(stage_actions: Sequence[Action]) -> int:
-    """The most micro-batches of one stage whose forward has begun and whose backward has not finished.
+    """The most micro-batches of one stage whose forward has begun and of which something is still kept for a backward.
 
     M for ``gpipe``, min(K - k, M) for ``1f1b``. A micro-batch without a backward leaves when its forward ends.
     """
-    returning = {a.micro_batch for a in stage_actions if a.kind is Kind.B}
     now = most = 0
+    returning = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
     for a in stage_actions:
         if a.kind is Kind.F:
             most = max(most, now + 1)
             now += a.micro_batch in returning
-        elif a.kind is Kind.B:
+        elif a.kind in (Kind.B, Kind.W):
             now -= 1
     return most
 
@@ -138,29 +190,22 @@ def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     ``1f1b``.
     """
     order = [a for a in stage_actions if a.kind is not Kind.R]
-    # In a list of only F and B, the F just before a B of the same micro-batch can only be its own forward.
-    return frozenset(b.micro_batch for a, b in pairwise(order) if a.micro_batch == b.micro_batch)
+    # In a list without R, the F just before a backward of the same micro-batch can only be its own forward.
+    return frozenset(
+        b.micro_batch for a, b in pairwise(order) if b.kind in RETURNS and a == (Kind.F, b.stage, b.micro_batch)
+    )
 
 
-def _passes(kind: Kind, partitions: int, micro_batches: int) -> list[list[Action]]:
-    """For each stage its forwards or its backwards, from micro-batch 0 to M - 1."""
-    for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
-        if value < 1:
-            raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
-    return [[Action(kind, k, m) for m in range(micro_batches)] for k in range(partitions)]
-
-
-def _with_recomputation(actions: Sequence[Action], recomputed: frozenset[int]) -> Iterator[Action]:
-    """An ``R`` directly before each ``B`` that needs one: there it fills the wait for the gradient."""
+def _with_recomputation(actions: Sequence[Action], recomputed: Sequence[Collection[int]]) -> Iterator[Action]:
     for a in actions:
-        if a.kind is Kind.B and a.micro_batch in recomputed:
+        if a.kind in RETURNS and a.micro_batch in recomputed[a.stage]:
             yield Action(Kind.R, a.stage, a.micro_batch)
         yield a
 
 
 def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:
-    """The micro-batches of a stage that a mode recomputes; ``actions`` are its F and B."""
-    everything = frozenset(a.micro_batch for a in actions)
+    """The micro-batches of a stage that a mode recomputes; ``actions`` have no R."""
+    everything = frozenset(a.micro_batch for a in actions if a.kind in RETURNS)
     match mode:
         case "always":
             return everything

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize_retained, source
+from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -29,8 +30,21 @@ class StageCost:
     forward_seconds: float  # a forward that keeps nothing but its input
     graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
     backward_seconds: float
+    inputs_seconds: float = 0.0  # the part of a backward that is an I
+    weights_seconds: float = 0.0  # the part that is a W
     update_seconds: float = 0.0  # once, after the last action of its device
     sum_seconds: float = 0.0  # once, from its last action on: until its gradients are those of all replicas
+
+    def seconds(self, kind: Kind, retain: Retain) -> float:
+        """Of an action after which the stage retains that of the micro-batch."""
+        match kind:
+            case Kind.B:
+                return self.backward_seconds
+            case Kind.I:
+                return self.inputs_seconds
+            case Kind.W:
+                return self.weights_seconds
+        return self.graph_seconds if retain is Retain.GRAPH else self.forward_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,62 +81,91 @@ def simulate(
             longer while n devices compute; the last value also counts for more of them. None if left out.
         turns: the number of each stage's device, from 0 on. Stages of one device take turns, in the order of
             :func:`linearize`, which a process keeps to even if the next action of another stage could start earlier.
-            Each stage has a device of its own if left out.
+            Each row has a device of its own if left out.
 
     Raises:
         ValueError: the schedule deadlocks.
     """
-    assert len(stages) == len(schedule), "one cost per stage"
-    assert not edges or len(edges) == len(schedule) - 1, "one cost per edge"
+    assert len(stages) == len(schedule.stages), "one cost per stage"
+    assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
-    assert not turns or len(turns) == len(schedule), "one device per stage"
-    run = _Run(schedule, stages, edges, slowdown, tuple(turns) or tuple(range(len(schedule))))
+    assert not turns or len(turns) == len(stages), "one device per stage"
+    run = _Run(schedule, stages, edges, slowdown, tuple(turns) or schedule.rows)
     run.perform()
-    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), tuple(turns))
+    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), _shared(run.turns))
 
 
-def live(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each stage, what it holds of its micro-batches in flight while each of its actions runs: how many with all
-    their activations, the input included, and how many with nothing but what came over the stage's boundary.
+def _shared(turns: Sequence[int]) -> tuple[int, ...]:
+    """As a timeline has it: nothing where each stage has a device of its own."""
+    return () if len(set(turns)) == len(turns) else tuple(turns)
+
+
+class Held(NamedTuple):
+    """Of a stage's micro-batches in flight, while one of its actions runs: how many are held in each way; or the bytes
+    of one micro-batch that is held so."""
+
+    graph: int  # with all their activations, the input included
+    input: int  # with nothing but what came over the stage's boundary
+    gradients: int = 0  # in an I, beside their graph with the gradients of outputs that their W needs
+    weights: int = 0  # between I and W: with what W needs, those gradients included
+
+
+def live(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
+    """For each stage, what it holds of its micro-batches in flight while each of its actions runs.
 
     No times are needed, as a stage keeps its order. A forward that keeps something holds it from its beginning, a
     recomputation turns an input into a graph when it begins, a backward frees it when it ends.
     """
-    return tuple(tuple(_live(actions)) for actions in schedule)
+    return tuple(tuple(_live(actions)) for actions in schedule.stages)
 
 
-def _live(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    graphs = inputs = 0
-    for action, retain in stage_retained(actions):
-        graphs += retain is Retain.GRAPH
-        inputs += (retain is Retain.INPUT) - (action.kind is Kind.R)
-        yield graphs, inputs
-        graphs -= action.kind is Kind.B
+def _live(actions: Sequence[Action]) -> Iterator[Held]:
+    counts = [0, 0, 0, 0]
+    for _, begin, end in _changes(actions):
+        for way, by in begin:
+            counts[way] += by
+        yield Held(*counts)
+        for way, by in end:
+            counts[way] += by
 
 
-def peak_bytes(
-    schedule: Schedule, graph_bytes: Sequence[Sequence[int]], input_bytes: Sequence[Sequence[int]]
-) -> tuple[int, ...]:
+def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int, ...]:
     """For each stage, the most bytes held for micro-batches in flight: the paper's O(N + L/K * N/M) (section 2.3).
+    `sizes` has, per stage and micro-batch, the bytes of each way to hold it."""
+    assert len(sizes) == len(schedule.stages), "sizes for each stage"
+    return tuple(max(bytes_held(actions, of_stage), default=0)
+                 for actions, of_stage in zip(schedule.stages, sizes, strict=True))  # fmt: skip
 
-    Args:
-        graph_bytes: per stage and micro-batch, all its activations, the input included.
-        input_bytes: per stage and micro-batch, what comes over the boundary.
-    """
-    assert len(graph_bytes) == len(input_bytes) == len(schedule), "sizes for each stage"
-    peaks = []
-    for actions, graphs, inputs in zip(schedule, graph_bytes, input_bytes, strict=True):
-        held = peak = 0
-        for action, retain in stage_retained(actions):
-            m = action.micro_batch
-            if action.kind is Kind.R:
-                held -= inputs[m]
-            held += graphs[m] if retain is Retain.GRAPH else inputs[m] if retain is Retain.INPUT else 0
-            peak = max(peak, held)
-            if action.kind is Kind.B:
-                held -= graphs[m]
-        peaks.append(peak)
-    return tuple(peaks)
+
+def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
+    """While each action of a stage runs, the bytes held for micro-batches in flight; `sizes` are those of each one."""
+    now = 0
+    for action, begin, end in _changes(stage_actions):
+        of_this = sizes[action.micro_batch]
+        now += sum(of_this[way] * by for way, by in begin)
+        yield now
+        now += sum(of_this[way] * by for way, by in end)
+
+
+_Change = tuple[tuple[int, int], ...]  # ways of `Held`, and one micro-batch more or less that is held so
+_GRAPH, _INPUT, _GRADIENTS, _WEIGHTS = range(4)
+
+
+def _changes(actions: Sequence[Action]) -> Iterator[tuple[Action, _Change, _Change]]:
+    """What changes when each action begins, and when it has ended."""
+    kept = {Retain.NOTHING: (), Retain.INPUT: ((_INPUT, 1),), Retain.GRAPH: ((_GRAPH, 1),)}
+    for action, retain in stage_retained(actions):
+        match action.kind:
+            case Kind.F:
+                yield action, kept[retain], ()
+            case Kind.R:
+                yield action, ((_INPUT, -1), (_GRAPH, 1)), ()
+            case Kind.B:
+                yield action, (), ((_GRAPH, -1),)
+            case Kind.I:
+                yield action, ((_GRADIENTS, 1),), ((_GRADIENTS, -1), (_GRAPH, -1), (_WEIGHTS, 1))
+            case Kind.W:
+                yield action, (), ((_WEIGHTS, -1),)
 
 
 class _Run:
@@ -142,9 +185,11 @@ class _Run:
         slowdown: Sequence[float],
         turns: Sequence[int],
     ) -> None:
-        self.spans: list[list[Span]] = [[] for _ in schedule]
-        self.events: list[list[Event]] = [[] for _ in schedule]
-        self._stages, self._edges, self._slowdown, self._turns = stages, edges, slowdown, turns
+        self.spans: list[list[Span]] = [[] for _ in stages]
+        self.events: list[list[Event]] = [[] for _ in stages]
+        self._stages, self._edges, self._slowdown, self.turns = stages, edges, slowdown, turns
+        self._schedule = schedule
+        self._of_stage = list(map(len, schedule.stages))  # actions that are left
         devices = 1 + max(turns)
         self._left: list[deque[tuple[Action, Retain]]] = [deque() for _ in range(devices)]  # the first may be running
         for action, retain in linearize_retained(schedule, turns):
@@ -186,14 +231,14 @@ class _Run:
         """Start what comes next on a device that is free, now or when it is woken up again."""
         if not self._left[device]:
             if (added_up := self._added_up[device]) > self._now:
-                self.events[self._turns.index(device)].append(Event(EventKind.TRANSFER, self._now, added_up, None))
+                self.events[self.turns.index(device)].append(Event(EventKind.TRANSFER, self._now, added_up, None))
                 heappush(self._arriving, (added_up, device))
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
         action, retain = self._left[device][0]
         cost = self._stages[action.stage]
-        needed, sent = source(action, len(self._stages)), None
+        needed, sent = self._schedule.source(action), None
         if needed is not None:
             if needed not in self._ended:
                 self._waiting[needed] = device
@@ -205,8 +250,7 @@ class _Run:
                 return
         if self._now > self._free[device]:
             self.events[action.stage] += gap(action, self._free[device], self._now, sent)
-        forward_seconds = cost.graph_seconds if retain is Retain.GRAPH else cost.forward_seconds
-        self._compute(device, cost.backward_seconds if action.kind is Kind.B else forward_seconds)
+        self._compute(device, cost.seconds(action.kind, retain))
 
     def _compute(self, device: int, seconds: float) -> None:
         self._started[device] = self._now
@@ -221,7 +265,8 @@ class _Run:
         action, _ = self._left[device].popleft()
         self.spans[action.stage].append(Span(action, start, self._now))
         self._ended[action] = self._now
-        if all(other.stage != action.stage for other, _ in self._left[device]):
+        self._of_stage[action.stage] -= 1
+        if not self._of_stage[action.stage]:
             self._added_up[device] = max(self._added_up[device], self._now) + self._stages[action.stage].sum_seconds
         self._begin(device)
         if action in self._waiting:
@@ -229,10 +274,10 @@ class _Run:
 
     def _arrival(self, action: Action, needed: Action, sent: float) -> float:
         """When what ``action`` waits for is there: a link moves one micro-batch after another."""
-        if not self._edges or self._turns[action.stage] == self._turns[needed.stage]:
+        if not self._edges or self.turns[action.stage] == self.turns[needed.stage]:
             return sent
         if action not in self._arrivals:
-            edge = (action.kind, action.stage)
+            edge = (action.kind.direction, action.stage)
             cost = self._edges[action.stage - 1 if action.kind is Kind.F else action.stage]
             seconds = cost.forward_seconds if action.kind is Kind.F else cost.backward_seconds
             self._link_free[edge] = self._arrivals[action] = max(sent, self._link_free.get(edge, 0.0)) + seconds

@@ -89,7 +89,7 @@ def memory_result(
     libraries: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
     """The entry ``memory`` of result.json: the bytes of each stage, or of several that share a device or a process on a
-    CPU, as they share the peak that is measured. The parts add up to it; ``stage`` is 1, `0-1`, or None for all.
+    CPU, as they share the peak that is measured. The parts add up to it; ``stage`` is 1, `0-1`, `0,2`, or None for all.
 
     ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
@@ -104,14 +104,21 @@ def memory_result(
             "activations": sum(counted[k] if counted else planned[k].activations_bytes for k in stages),
         }
         peak = peaks[stages[0]]
-        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else f"{stages[0]}-{stages[-1]}"
+        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else named(stages)
         result.append({"stage": stage, **parts, "other": peak - sum(parts.values()), "peak": peak})
     return result
 
 
-def stages_together(turns: Sequence[int]) -> list[range]:
+def stages_together(turns: Sequence[int]) -> list[tuple[int, ...]]:
     """The stages of each device."""
-    return [range(turns.index(device), turns.index(device) + turns.count(device)) for device in dict.fromkeys(turns)]
+    return [tuple(k for k, other in enumerate(turns) if other == device) for device in dict.fromkeys(turns)]
+
+
+def named(stages: Sequence[int]) -> str:
+    """`2`, `2-4` of neighbours, or `0,2`."""
+    if len(stages) > 1 and stages[-1] - stages[0] == len(stages) - 1:
+        return f"{stages[0]}-{stages[-1]}"
+    return ",".join(map(str, stages))
 
 
 def process_seconds() -> float:

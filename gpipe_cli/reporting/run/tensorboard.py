@@ -22,7 +22,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of, words_of
-from gpipe_cli.reporting.run.measurement import stages_together
+from gpipe_cli.reporting.run.measurement import named, stages_together
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import naming, write_whole
@@ -157,7 +157,7 @@ def _training(message: StepDone) -> dict[str, float | None]:
 def _memory(message: StepDone, turns: Sequence[int]) -> dict[str, float | None]:
     """Stages that share a device, or a process on a CPU, share one curve."""
     return {
-        f"memory/stage{f's_{k[0]}-{k[-1]}' if len(k) > 1 else f'_{k[0]}'}_gib": message.memory_bytes[k[0]] / GIB
+        f"memory/stage{'s' * (len(k) > 1)}_{named(k)}_gib": message.memory_bytes[k[0]] / GIB
         for k in stages_together(turns)
         if message.memory_bytes
     }

@@ -9,7 +9,8 @@ import torch
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, forward_only
+from gpipe_cli.pipeline.schedule.orders import forward_only
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 
 
 @dataclass

@@ -11,7 +11,8 @@ import torch
 from engine_runs import CPU, fork_server, neighbour
 
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
+from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 
 
 @pytest.fixture

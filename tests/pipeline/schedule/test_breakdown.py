@@ -7,7 +7,8 @@ from dataclasses import astuple
 import pytest
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, SCHEDULES, Action, Kind, build
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 

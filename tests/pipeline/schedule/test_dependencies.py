@@ -6,14 +6,8 @@ import random
 import pytest
 
 from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize, source
-from gpipe_cli.pipeline.schedule.schedules import (
-    RECOMPUTE,
-    SCHEDULES,
-    Action,
-    Kind,
-    Schedule,
-    build,
-)
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
 
 SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
 

@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize, source
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.posting import postings
-from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Action, Kind, Schedule, build, forward_only, in_flight
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight
 
 OWNERS = [(0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)]  # the last one: as in an interleaved schedule
 PASSES = [*((name, mode) for name in SCHEDULES for mode in ("always", "except_last", "never")), ("evaluation", "")]

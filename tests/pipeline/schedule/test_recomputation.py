@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from gpipe_cli.pipeline.schedule import simulator
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import SCHEDULES, Schedule, backward_follows_forward, build
+from gpipe_cli.pipeline.schedule.schedules import Schedule, backward_follows_forward
 
 SHAPES = list(itertools.product((1, 3), (1, 2, 3, 5)))
 

@@ -7,16 +7,8 @@ import textwrap
 import pytest
 
 from gpipe_cli.pipeline.schedule.dependencies import check, grid
-from gpipe_cli.pipeline.schedule.schedules import (
-    RECOMPUTE,
-    SCHEDULES,
-    Kind,
-    Retain,
-    build,
-    forward_only,
-    in_flight,
-    stage_retained,
-)
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Retain, in_flight, stage_retained
 
 SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
 

@@ -10,15 +10,8 @@ import pytest
 
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.schedules import (
-    RECOMPUTE,
-    SCHEDULES,
-    Action,
-    Kind,
-    Schedule,
-    build,
-    forward_only,
-)
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import (
     EdgeCost,
     StageCost,

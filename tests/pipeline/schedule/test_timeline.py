@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, build
+from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 

@@ -1,0 +1,72 @@
+"""Schedules as CSV files, in the format of torch.distributed.pipelining (`_load_csv` with `compute_only` in its
+schedules.py): a row per device, a cell per action in order, `0F0`, `1B0`, `1I0`, `1W0`; empty cells are idle ticks.
+
+Recomputations, `1R0`, are our own. A file that has any says all of them; of one that has none `recompute` decides.
+"""
+
+import csv
+import io
+import re
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
+
+from gpipe_cli.pipeline.schedule.dependencies import check, clock
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+
+FILE = ".csv"  # how the name of a schedule ends that is a file
+_CELL = re.compile(r"(\d{1,6})([FRBIW])(\d{1,6})")
+
+
+@lru_cache
+def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
+    """The schedule of so many partitions and micro-batches in a file.
+
+    Raises ValueError, which says what is wrong and where, but not in which file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {error}; gpipe plan write_schedule=FILE.csv writes one") from None
+    rows = []
+    for number, cells in enumerate(csv.reader(io.StringIO(text))):
+        row = []
+        for column, cell in enumerate(map(str.strip, cells)):
+            match = _CELL.fullmatch(cell)
+            if cell and match is None:
+                raise ValueError(
+                    f"row {number + 1}, cell {column + 1} is {cell[:40]!r}; a cell is empty, or a stage, one "
+                    "of F R B I W and a micro-batch: 0F0"
+                )
+            if match is not None:
+                row.append(Action(Kind(match[2]), int(match[1]), int(match[3])))
+        if row:
+            rows.append(tuple(row))
+    if not rows:
+        raise ValueError("has no action; gpipe plan write_schedule=FILE.csv writes some")
+    schedule = Schedule(rows)
+    for setting, has, given in (
+        ("partitions", 1 + max(action.stage for row in rows for action in row), partitions),
+        ("micro_batches", schedule.micro_batches, micro_batches),
+    ):
+        if has != given:
+            raise ValueError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
+    check(schedule)
+    if not schedule.trains:
+        raise ValueError("has no backward; add a B, or an I and a W, for every F")
+    return schedule
+
+
+def written(schedule: Schedule) -> str:
+    """The text of a file, with a column per tick of a clock on which every action takes one."""
+    ticks = clock(schedule)
+    columns = []
+    for row, at in zip(schedule, ticks, strict=True):
+        cells = [""] * (1 + max(at))
+        for action, tick in zip(row, at, strict=True):
+            cells[tick] = str(action)
+        columns.append(cells)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows(zip(*zip_longest(*columns, fillvalue=""), strict=True))
+    return text.getvalue()
