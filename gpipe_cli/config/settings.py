@@ -49,7 +49,8 @@ DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "auto")
+AUTO_SCHEDULE = "auto"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", AUTO_SCHEDULE)
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
 
@@ -136,7 +137,7 @@ class TrainConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule may cut a backward in two."""
-        return not self.compile and (self.schedule in ("zero_bubble", "auto") or self.schedule.endswith(".csv"))
+        return not self.compile and (self.schedule in ("zero_bubble", AUTO_SCHEDULE) or self.schedule.endswith(".csv"))
 
     def _check_schedule(self) -> None:
         """Raises ValueError for a schedule that is neither a name nor a file."""

@@ -10,7 +10,7 @@ from itertools import product
 from operator import itemgetter
 
 from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
-from gpipe_cli.config.settings import AUTO, TrainConfig
+from gpipe_cli.config.settings import AUTO, AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
@@ -66,7 +66,7 @@ def choose(
             plan = make_plan(config, profile, costs_of(config, profile), memory_limit(config))
         except TooLargeError as error:
             raise _refusal(config, profile, error, "") from None
-        return config, plan, _recomputation(config, profile, plan)
+        return config, plan, (*_orders(config, profile, plan), *_recomputation(config, profile, plan))
     setting = ", ".join(key for key in AUTO if key in auto)
     tried: list[Candidate] = []
     for one in _candidates(config, frozenset(auto), len(profile.costs), elsewhere):
@@ -90,12 +90,25 @@ def choose(
     best = next(candidate for seconds, candidate in steps if seconds <= fastest * _AS_GOOD)
     assert best.plan is not None
     comparison = Comparison(setting, "the shortest predicted step that fits", tuple(tried), best)
-    return best.config, best.plan, (comparison, *_recomputation(best.config, profile, best.plan))
+    further = (*_orders(best.config, profile, best.plan), *_recomputation(best.config, profile, best.plan))
+    return best.config, best.plan, (comparison, *further)
+
+
+def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
+    """What `schedule=auto` has compared, those that are made for the model and the fastest of those with a name."""
+    if not plan.compared:
+        return ()
+    candidates = {
+        name: Candidate(name, config, profile, other, "" if other else "does not fit")
+        for name, other in plan.compared.items()
+    }
+    chosen = candidates[plan.chosen_order]
+    return (Comparison("schedule", "the shortest predicted step that fits", tuple(candidates.values()), chosen),)
 
 
 def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
     """How `recompute=auto` compares with the modes that one could have given."""
-    if config.recompute != "auto":
+    if config.recompute != "auto" or config.schedule == AUTO_SCHEDULE:  # which has no modes to compare with
         return ()
     of_stages = ", ".join(map(str, plan.recomputed))
     chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)

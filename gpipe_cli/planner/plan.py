@@ -2,11 +2,11 @@
 (sections 2, 3). The run itself begins with the same plan: what was predicted is what is then measured.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.orders import order
@@ -14,6 +14,7 @@ from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balanc
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule
+from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
@@ -22,6 +23,8 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file
+
+_SHOWN = 3  # of the orders that schedule=auto makes and tries, beside those with a name
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Plan:
     breakdown: Breakdown
     memory: tuple[StageMemory, ...]
     imbalance: float  # slowest stage over the mean, less 1
+    chosen_order: str = ""  # of schedule=auto: which one it is
+    compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # with others; None: does not fit
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
@@ -78,7 +83,19 @@ def order_of(config: TrainConfig, devices: Devices) -> Schedule:
     """The order of a training step with all M micro-batches. Raises as `schedule_of_file`."""
     if config.schedule.endswith(FILE):
         return schedule_of_file(config)
-    return order(config.schedule, config.partitions, config.micro_batches, 1 + max(devices.rows))
+    name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: until there are costs
+    return order(name, config.partitions, config.micro_batches, 1 + max(devices.rows))
+
+
+def _stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
+    layers = costs.layers[first:end]
+    return StageCost(
+        sum(seconds.forward for seconds in layers),
+        sum(seconds.graph for seconds in layers),
+        sum(seconds.backward for seconds in layers),
+        update_seconds=sum(costs.updates[first:end]),
+        sum_seconds=sum(costs.sums[first:end]),
+    )
 
 
 def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:
@@ -108,47 +125,62 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     bounds = _bounds(balance)
+    stages = tuple(_stage_cost(costs, first, end) for first, end in bounds)
+    edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
+
+    def planned(ordered: Schedule, recompute: Recompute) -> Plan:
+        schedule = checked_schedule(ordered, micro_batches, recompute)
+        held = memory.stages(schedule, bounds)
+        if limit_bytes is not None:
+            missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
+            if missing_bytes > 0:
+                raise TooLargeError(stage, missing_bytes, limit_bytes)
+        turns = devices.turns
+        timeline = simulate(schedule, stages, edges, costs.slowdown, turns)
+        step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
+        step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(turns))
+        return Plan(
+            balance=tuple(balance),
+            recompute=recompute,
+            samples=sizes[0],
+            micro_batches=micro_batches,
+            costs=costs,
+            stages=stages,
+            order=ordered,
+            schedule=schedule,
+            recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
+            turns=turns,
+            timeline=timeline,
+            step_seconds=step_seconds,
+            breakdown=breakdown(timeline, micro_batches, step_seconds),
+            memory=held,
+            imbalance=imbalance(work, balance, **sends),
+        )
+
     recompute: Recompute = config.recompute
-    if config.recompute == "auto":
+    if config.schedule == AUTO_SCHEDULE:
+        room = None if limit_bytes is None else memory.room(bounds, limit_bytes)
+        split = config.splits_backward and any(stage.weights_seconds for stage in stages)
+        largest = memory.largest(bounds)
+        best, tried = find(
+            Problem(stages, edges, costs.slowdown, devices.turns, micro_batches, largest, room, recompute, split)
+        )
+        if best is not None:
+            compared = {one.name: planned(one.schedule, _recomputed(one.schedule)) if one.fits else None
+                        for one in tried if one is best or one.named or one in tried[:_SHOWN]}  # fmt: skip
+            chosen = compared[best.name]
+            assert chosen is not None
+            return replace(chosen, chosen_order=best.name, compared=compared)
+        # none fits: refused below, with what lacks least
+        return planned(ordered, "except_last" if recompute == "auto" else recompute)
+    if recompute == "auto":
         try:
             recompute = memory.fewest_recomputations(ordered.first(micro_batches), bounds, limit_bytes)
         except DoesNotFitError:
-            recompute = "except_last"  # over the limit with any: refused below
-    schedule = checked_schedule(ordered, micro_batches, recompute)
-    held = memory.stages(schedule, bounds)
-    if limit_bytes is not None:
-        missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
-        if missing_bytes > 0:
-            raise TooLargeError(stage, missing_bytes, limit_bytes)
-    stages = tuple(
-        StageCost(
-            sum(seconds.forward for seconds in costs.layers[first:end]),
-            sum(seconds.graph for seconds in costs.layers[first:end]),
-            sum(seconds.backward for seconds in costs.layers[first:end]),
-            update_seconds=sum(costs.updates[first:end]),
-            sum_seconds=sum(costs.sums[first:end]),
-        )
-        for first, end in bounds
-    )
-    edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
-    turns = devices.turns
-    timeline = simulate(schedule, stages, edges, costs.slowdown, turns)
-    step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
-    step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(turns))
-    return Plan(
-        balance=tuple(balance),
-        recompute=recompute,
-        samples=sizes[0],
-        micro_batches=micro_batches,
-        costs=costs,
-        stages=stages,
-        order=ordered,
-        schedule=schedule,
-        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
-        turns=turns,
-        timeline=timeline,
-        step_seconds=step_seconds,
-        breakdown=breakdown(timeline, micro_batches, step_seconds),
-        memory=held,
-        imbalance=imbalance(work, balance, **sends),
-    )
+            recompute = "except_last"  # over the limit with any: refused
+    return planned(ordered, recompute)
+
+
+def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
+    """Of each stage."""
+    return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)

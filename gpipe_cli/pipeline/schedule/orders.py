@@ -3,8 +3,8 @@
 With K = 4 stages, M = 6 micro-batches and F = I = W = 1, B = 2 on the clock, `1f1b` and `zero_bubble` (an idle tick is
 a dot; `gpipe plan` draws any of them):
 
-    stage 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 F4 B1 B1 F5 B2 B2 .  B3 B3 .  B4 B4 .  B5 B5
-    stage 0 | F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+    stage 1 | .  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3 .  B4 B4 .  B5 B5
+    stage 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,13 +101,15 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> list[list
 
 
 def _zero_bubble(stage: int, partitions: int, micro_batches: int) -> Iterator[Action]:
-    """1f1b's F and I; stage k holds back the W of k micro-batches, and has one in every later wait."""
+    """1f1b's F and I; stage k holds back the W of k micro-batches, and has one in every later wait. Stage 0 holds back
+    none: its backwards stay whole."""
+    forwards = _pass(Kind.F, stage, micro_batches)
+    backwards = _pass(Kind.I if stage else Kind.B, stage, micro_batches)
     held = 0  # the first micro-batch whose W is to come
-    for a in _in_turns(
-        _pass(Kind.F, stage, micro_batches), _pass(Kind.I, stage, micro_batches), partitions - 1 - stage
-    ):
+    for a in _in_turns(forwards, backwards, partitions - 1 - stage):
         yield a
         if a.kind is Kind.I and a.micro_batch >= stage:
             yield Action(Kind.W, stage, held)
             held += 1
-    yield from (Action(Kind.W, stage, m) for m in range(held, micro_batches))
+    if stage:
+        yield from (Action(Kind.W, stage, m) for m in range(held, micro_batches))

@@ -69,7 +69,7 @@ def plan_json(
     if recompute == "auto":
         recompute = f"auto ({sum(plan.recomputed)} of {partitions * plan.micro_batches} forwards)"
     devices = len(set(plan.turns)) * config.replicas
-    drawable = partitions <= GRID_STAGES and max(map(len, plan.schedule)) <= GRID_TICKS
+    drawable = partitions <= GRID_STAGES and max(map(len, plan.schedule.stages)) <= GRID_TICKS
     return {
         "kind": "predicted",
         "model_name": model_name(config),
@@ -79,7 +79,7 @@ def plan_json(
         "stages": stages,
         "micro_batches": plan.micro_batches,
         "replicas": config.replicas,
-        "schedule": config.schedule,
+        "schedule": config.schedule if not plan.chosen_order else f"{config.schedule} ({plan.chosen_order})",
         "recompute": recompute,
         "sample": words_of(config.task).sample,
         "step_samples": samples,

@@ -1,0 +1,306 @@
+"""`schedule=auto`: an order of the actions that is made for the costs of a model and for the memory of its devices.
+
+A device that is free takes what is most urgent of what it could do: a backward that a neighbour waits for, then a
+forward, then, if nothing else is there, a recomputation ahead of its gradient or the gradients of weights. What remains
+open are a few questions, on which the answer depends in no simple way: how many micro-batches may be in flight, whether
+backwards are cut in two, when gradients of weights are worth a wait. So every answer is tried and simulated, the orders
+that have a name too; the fastest that fits is taken. After Qi et al. 2023 (section 3), who place F, B and W so; that
+recomputations can fill bubbles is from Mario (PPoPP 2025).
+
+Backwards run from micro-batch 0 to M - 1 on every stage, so that gradients have the bits of `1f1b`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import product
+
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Retain, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, peak_bytes, simulate
+
+_AS_GOOD = 1.001  # of two orders as fast as each other the first, which is simpler
+_MOST_TRIED = 500_000  # actions in all: seconds
+
+
+@dataclass(frozen=True)
+class Tried:
+    """An order, and its step by the simulator, without what comes after the last update."""
+
+    name: str
+    seconds: float | None  # None: it does not fit
+    schedule: Schedule
+
+    @property
+    def fits(self) -> bool:
+        return self.seconds is not None
+
+    @property
+    def named(self) -> bool:
+        """Whether it is an order that is not made for the problem."""
+        return self.name.partition(",")[0] in SCHEDULES
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an order is made for. Sequences have an entry per stage."""
+
+    stages: Sequence[StageCost]
+    edges: Sequence[EdgeCost]  # one less
+    slowdown: Sequence[float]  # as in `simulate`
+    turns: Sequence[int]  # the device of each stage
+    micro_batches: int
+    sizes: Sequence[Held]  # bytes of the largest micro-batch
+    room: Sequence[int] | None  # for activations; None: there is no limit
+    recompute: Recompute  # a mode, or `auto`: as few as fit
+    split: bool  # whether a backward may be cut in two
+
+
+def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
+    """The fastest order that fits, if any does, and all that were tried, the fastest first."""
+    tried: list[Tried] = []
+    for name, candidate in _candidates(problem):
+        tried.append(_tried(problem, name, candidate))
+        if len(tried) * sum(map(len, candidate)) > _MOST_TRIED:
+            break
+    seconds = {one.name: math.inf if one.seconds is None else one.seconds for one in tried}
+    least = min(seconds.values())
+    best = next((one for one in tried if one.seconds is not None and one.seconds <= least * _AS_GOOD), None)
+    return best, tuple(sorted(tried, key=lambda one: seconds[one.name]))
+
+
+def _shape(problem: Problem) -> tuple[int, int]:
+    return len(problem.stages), problem.micro_batches
+
+
+def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+    partitions, micro_batches = _shape(problem)
+    devices = 1 + max(problem.turns)
+    yield "1f1b", order("1f1b", partitions, micro_batches)
+    if problem.split:
+        yield "zero_bubble", order("zero_bubble", partitions, micro_batches)
+    dealt_out = [stage % devices for stage in range(partitions)]
+    if 1 < devices < partitions and partitions % devices == 0 and list(problem.turns) == dealt_out:
+        yield "interleaved", order("interleaved", partitions, micro_batches, devices)
+    flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
+    for most, split in product(flights, (False, True) if problem.split else (False,)):
+        for patience in (0.0, 0.5, 1.0) if split else (0.0,):
+            in_flight = "as 1f1b" if not most else f"up to {most}"
+            way = f", W in waits of {patience:g} W" if split and patience else ", W in waits" if split else ""
+            yield f"greedy, {in_flight} in flight{way}", _joined(_Greedy(problem, most, split, patience).placed())
+
+
+def _joined(schedule: Schedule) -> Schedule:
+    """A W that directly follows its I is one B with it on the first stage, where no other waits for the I."""
+    rows = []
+    for row in schedule:
+        made: list[Action] = []
+        for a in row:
+            if a.kind is Kind.W and a.stage == 0 and made[-1] == (Kind.I, 0, a.micro_batch):
+                made[-1] = Action(Kind.B, 0, a.micro_batch)
+            else:
+                made.append(a)
+        rows.append(tuple(made))
+    return Schedule(rows)
+
+
+def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
+    """With recomputation, in the waits if that is faster and fits."""
+    recompute = problem.recompute
+    if recompute == "auto":
+        try:
+            found = () if problem.room is None else fewest_recomputations(candidate, problem.sizes, problem.room)
+        except DoesNotFitError:
+            return Tried(name, None, with_recomputation(candidate, "always"))
+        recompute = found or "never"
+    schedule = with_recomputation(candidate, recompute)
+    if not _fits(problem, schedule):
+        return Tried(name, None, schedule)
+    best = Tried(name, _seconds(problem, schedule), schedule)
+    if any(a.kind is Kind.R for row in schedule for a in row):
+        earlier = _in_waits(problem, schedule)
+        if _fits(problem, earlier) and (seconds := _seconds(problem, earlier)) < (best.seconds or 0.0):
+            return Tried(f"{name}, R in waits", seconds, earlier)
+    return best
+
+
+def _in_waits(problem: Problem, schedule: Schedule) -> Schedule:
+    """The same, but a recomputation begins where the device would else wait for what comes before its backward."""
+    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.turns)
+    starts = {span.action: span.start_seconds for spans in timeline.stages for span in spans}
+    rows = []
+    for row in schedule:
+        ahead = deque(a for a in row if a.kind is Kind.R)
+        taken: set[Action] = set()
+        begun: set[tuple[int, int]] = set()  # stages and micro-batches that have been forward
+        made: list[Action] = []
+        free = 0.0
+        for a in row:
+            if a in taken:
+                continue
+            wait = starts[a] - free
+            while ahead and (ahead[0] in taken or ahead[0] == a):
+                ahead.popleft()
+            while ahead and wait > 0 and (ahead[0].stage, ahead[0].micro_batch) in begun:
+                seconds = problem.stages[ahead[0].stage].graph_seconds
+                if seconds > 2 * wait:  # more would be lost than won
+                    break
+                made.append(ahead.popleft())
+                taken.add(made[-1])
+                wait -= seconds
+            made.append(a)
+            taken.add(a)
+            if a.kind is Kind.F:
+                begun.add((a.stage, a.micro_batch))
+            free = starts[a] + problem.stages[a.stage].seconds(a.kind, Retain.GRAPH)
+        rows.append(tuple(made))
+    return Schedule(rows)
+
+
+def _peaks(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
+    return peak_bytes(schedule, [[size] * problem.micro_batches for size in problem.sizes])
+
+
+def _fits(problem: Problem, schedule: Schedule) -> bool:
+    if problem.room is None:
+        return True
+    return all(peak <= room for peak, room in zip(_peaks(problem, schedule), problem.room, strict=True))
+
+
+def _seconds(problem: Problem, schedule: Schedule) -> float:
+    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.turns)
+    return max([timeline.end_seconds, *(e.end_seconds for events in timeline.events for e in events)])
+
+
+_NONE = Action(Kind.F, -1, -1)
+
+
+class _Greedy:
+    """Places one action after the other, as devices become free.
+
+    `most` micro-batches of a stage are in flight at once (0: as many as 1f1b has); if `split`, backwards are cut in
+    two, and a W begins while the device would wait at least the share `patience` of what the W takes.
+    """
+
+    def __init__(self, problem: Problem, most: int, split: bool, patience: float) -> None:
+        stages, devices = range(len(problem.stages)), range(1 + max(problem.turns))
+        self._problem, self._split, self._patience = problem, split, patience
+        per_device = len(stages) // len(devices)
+        self._most = [
+            most or min(problem.micro_batches, len(stages) - k + (per_device - 1) * len(devices)) for k in stages
+        ]
+        self._of_device = [[k for k in stages if problem.turns[k] == device] for device in devices]
+        self._rows: list[list[Action]] = [[] for _ in devices]
+        self._busy = [False for _ in devices]
+        self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.B, Kind.W)}  # micro-batch of each stage
+        self._there: dict[tuple[Kind, int, int], float] = {  # when what an F or a backward needs arrives
+            (Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)
+        }
+        self._link_free: dict[tuple[Kind, int], float] = {}
+        self._held = [0 for _ in stages]  # bytes
+        # heap: when, whether a device may begin (all that ends then comes first), the device, what it has ended
+        self._events: list[tuple[float, bool, int, Action]] = []
+
+    def placed(self) -> Schedule:
+        for device in range(len(self._rows)):
+            self._wake(0.0, device)
+        while self._events:
+            now, begins, device, action = heappop(self._events)
+            if begins:
+                if not self._busy[device]:
+                    self._begin(now, device)
+            else:
+                self._busy[device] = False
+                self._end(now, action)
+                self._wake(now, device)
+        return Schedule(map(tuple, self._rows))
+
+    def _wake(self, when: float, device: int) -> None:
+        heappush(self._events, (when, True, device, _NONE))
+
+    def _begin(self, now: float, device: int) -> None:
+        """The most urgent of what the device could do."""
+        stages, backward = self._of_device[device], Kind.I if self._split else Kind.B
+        ready = [k for k in reversed(stages) if self._is_there(now, Kind.B, k)]
+        if ready:
+            self._take(now, device, Action(backward, ready[0], self._next[Kind.B][ready[0]]))
+            return
+        ready = [k for k in reversed(stages) if self._is_there(now, Kind.F, k) and self._has_room(k)]
+        if ready:
+            self._take(now, device, Action(Kind.F, ready[0], self._next[Kind.F][ready[0]]))
+            return
+        held = [k for k in stages if self._next[Kind.W][k] < self._next[Kind.B][k]] if self._split else []
+        if not held:
+            return
+        of = max(held, key=lambda k: self._next[Kind.B][k] - self._next[Kind.W][k])
+        if self._awaited(now, stages) - now >= self._patience * self._problem.stages[of].weights_seconds:
+            self._take(now, device, Action(Kind.W, of, self._next[Kind.W][of]))
+
+    def _is_there(self, now: float, kind: Kind, stage: int) -> bool:
+        m = self._next[kind][stage]
+        return m < self._problem.micro_batches and self._there.get((kind, stage, m), math.inf) <= now
+
+    def _awaited(self, now: float, stages: Sequence[int]) -> float:
+        """When the next thing that a device could do arrives, as far as that is known."""
+        return min(
+            (
+                self._there.get((kind, k, self._next[kind][k]), math.inf)
+                for k in stages
+                for kind in (Kind.B, Kind.F)
+                if kind is Kind.B or self._has_room(k)
+            ),
+            default=math.inf,
+        )
+
+    def _has_room(self, stage: int) -> bool:
+        """For one more micro-batch in flight."""
+        begun, size, room = self._next[Kind.F][stage], self._problem.sizes[stage], self._problem.room
+        if begun >= self._problem.micro_batches:
+            return False
+        flying = begun - self._next[Kind.B][stage]
+        late = begun - self._next[Kind.W][stage] if self._split else 0
+        if flying >= self._most[stage] or late >= 2 * max(self._most):
+            return False
+        return room is None or begun == 0 or flying == 0 or self._held[stage] + size.graph <= room[stage]
+
+    def _take(self, now: float, device: int, action: Action) -> None:
+        kind, stage, _ = action
+        cost, size = self._problem.stages[stage], self._problem.sizes[stage]
+        self._rows[device].append(action)
+        self._busy[device] = True
+        self._next[Kind.B if kind is Kind.I else kind][stage] += 1
+        if kind is Kind.F:
+            recomputed = self._problem.recompute in ("always", "except_last")
+            self._held[stage] += size.input if recomputed else size.graph
+        heappush(self._events, (now + cost.seconds(kind, Retain.GRAPH), False, device, action))
+
+    def _end(self, now: float, ended: Action) -> None:
+        kind, stage, m = ended
+        size, last = self._problem.sizes[stage], len(self._problem.stages) - 1
+        recomputed = self._problem.recompute in ("always", "except_last")
+        if kind in (Kind.B, Kind.I):
+            self._held[stage] -= size.input if recomputed else size.graph
+            self._held[stage] += size.weights if kind is Kind.I else 0
+        elif kind is Kind.W:
+            self._held[stage] -= size.weights
+        if kind is Kind.F:
+            receiver, sent = (stage + 1, Kind.F) if stage < last else (stage, Kind.B)
+        elif kind in (Kind.B, Kind.I) and stage > 0:
+            receiver, sent = stage - 1, Kind.B
+        else:
+            return
+        arrival = self._arrival(now, sent, stage, receiver)
+        self._there[sent, receiver, m] = arrival
+        self._wake(arrival, self._problem.turns[receiver])
+
+    def _arrival(self, now: float, kind: Kind, sender: int, receiver: int) -> float:
+        turns, edges = self._problem.turns, self._problem.edges
+        if not edges or turns[sender] == turns[receiver]:
+            return now
+        cost = edges[min(sender, receiver)]
+        seconds = cost.forward_seconds if kind is Kind.F else cost.backward_seconds
+        self._link_free[kind, receiver] = max(now, self._link_free.get((kind, receiver), 0.0)) + seconds
+        return self._link_free[kind, receiver]
