@@ -22,10 +22,13 @@ class SavedBytes:
         self.peak_bytes = 0
         self._static: set[int] = set()
         self._held: dict[int, StorageBytes] = {}
+        # apart, as autograd frees memory while they come, which then may be theirs
+        self._gradients: dict[int, StorageBytes] = {}
 
     def begin_step(self, static: Iterable[torch.Tensor]) -> None:
         """Begin anew. `static` tensors are not counted: parameters, buffers, and what else outlives a micro-batch."""
         self._held.clear()
+        self._gradients.clear()
         self.peak_bytes = 0
         self._static = {storage_of(tensor) for tensor in static}
 
@@ -39,12 +42,21 @@ class SavedBytes:
 
     def hold(self, micro_batch: int, *tensors: torch.Tensor) -> None:
         """The stage itself keeps `tensors` of this micro-batch."""
-        self._held.setdefault(micro_batch, StorageBytes(self._static)).add(tensors)
-        self.peak_bytes = max(self.peak_bytes, sum(held.bytes for held in self._held.values()))
+        self._add(self._held, micro_batch, tensors)
+
+    def hold_gradient(self, micro_batch: int, gradient: torch.Tensor) -> None:
+        """The stage keeps a gradient, in the middle of the backward that computed it."""
+        self._add(self._gradients, micro_batch, (gradient,))
 
     def drop(self, micro_batch: int) -> None:
         """Its backward has ended."""
         self._held.pop(micro_batch, None)
+        self._gradients.pop(micro_batch, None)
+
+    def _add(self, counted: "dict[int, StorageBytes]", micro_batch: int, tensors: Iterable[torch.Tensor]) -> None:
+        counted.setdefault(micro_batch, StorageBytes(self._static)).add(tensors)
+        held = (*self._held.values(), *self._gradients.values())
+        self.peak_bytes = max(self.peak_bytes, sum(each.bytes for each in held))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import nn
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
+from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.precision import autocast
@@ -90,6 +91,7 @@ class Stage:
         self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
         self._objective: Objective | None = None
         self._saved: dict[int, _Saved] = {}
+        self._deferred: dict[int, list[DeferredWeight]] = {}
         self._saved_bytes: SavedBytes | None = None
         self._compiled = compiled
         norms = defer_batch_norms(module, self.statistics)
@@ -119,6 +121,7 @@ class Stage:
         and so does the place of a micro-batch among those of all replicas, of which this pipeline's begin at
         `first_micro_batch`."""
         assert not self._saved, "a step begins with nothing saved"
+        assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
         if self._saved_bytes is not None:
             self._saved_bytes.begin_step([*self.module.parameters(), *self.module.buffers()])
@@ -161,6 +164,40 @@ class Stage:
         """
         if not self.needs_backward:
             return (None,) * len(self._inputs)
+        saved, roots, given = self._begin_backward(micro_batch, gradients)
+        if roots:
+            torch.autograd.backward(roots, given)
+        if self._saved_bytes is not None:
+            self._saved_bytes.drop(micro_batch)
+        return tuple(tensor.grad for tensor in saved.inputs)
+
+    def backward_inputs(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """I: as B, but the gradients of weights that can wait do; what they need is kept until W."""
+        if not self.needs_backward:
+            return (None,) * len(self._inputs)
+        saved, roots, given = self._begin_backward(micro_batch, gradients)
+        counted = self._saved_bytes
+        keeps = (lambda gradient: None) if counted is None else partial(counted.hold_gradient, micro_batch)
+        deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
+        if counted is not None:
+            counted.drop(micro_batch)
+            counted.hold(micro_batch, *(kept for weight in deferred for kept in weight.kept))
+        return tuple(tensor.grad for tensor in saved.inputs)
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """W: parameters accumulate in `.grad` the gradients that waited."""
+        if not self.needs_backward:
+            return
+        backward_weights(self._deferred.pop(micro_batch))
+        if self._saved_bytes is not None:
+            self._saved_bytes.drop(micro_batch)
+
+    def _begin_backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[_Saved, list[torch.Tensor], list[torch.Tensor | None]]:
+        """What was saved, the outputs that the backward starts from, and their gradients."""
         saved = self._saved.pop(micro_batch)
         assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"
         if self._objective is not None:
@@ -170,11 +207,7 @@ class Stage:
             for output, gradient in zip(saved.outputs, gradients, strict=True)
             if output.requires_grad and (gradient is not None or self._objective is not None)
         ]
-        if roots:
-            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
-        if self._saved_bytes is not None:
-            self._saved_bytes.drop(micro_batch)
-        return tuple(tensor.grad for tensor in saved.inputs)
+        return saved, [output for output, _ in roots], [gradient for _, gradient in roots]
 
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
         """Have all layers compiled for micro-batches of `samples`: each runs forward and backward once, on zeros.
@@ -199,7 +232,8 @@ class Stage:
 
     def finish_step(self, of_replicas: OfReplicas = alone) -> None:
         """After the last action: batch norm commits once, with the moments `of_replicas`; nothing is left saved."""
-        assert not self._saved, f"stage {self.index} still holds micro-batches {sorted(self._saved)}"
+        left = sorted({*self._saved, *self._deferred})
+        assert not left, f"stage {self.index} still holds micro-batches {left}"
         if self.module.training:
             self.statistics.commit(of_replicas)
         self._objective = None

@@ -1,0 +1,199 @@
+"""The backward of a micro-batch in two halves: gradients of the inputs (I), and later those of weights (W).
+
+The stage before waits for the former only, so a schedule can do W where it would be idle. Departs from the paper, whose
+backward is one; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
+
+No layer is changed for it. What autograd has recorded is looked through for convolutions and products of matrices with
+a weight that nothing else uses. In I they compute the gradient of their input only; their input and the gradient of
+their output are kept. W computes from these what autograd would have, by the same calls, and hands it to autograd,
+which casts it, calls hooks and adds it to `.grad`: I and W give the bits of B. All else (batch norm, embeddings, tied
+or parametrized weights, compiled layers, functions of users) is done in I, by autograd as ever.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+
+_LEAF = "AccumulateGrad"
+_CHANGES_FORM = ("TBackward0", "ToCopyBackward0")  # between a weight and where it is used: transposed, cast
+_RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # and torch refuses it where only some gradients are wanted
+
+
+@dataclass(eq=False, slots=True)
+class DeferredWeight:
+    """A convolution or a product of matrices; the gradients of its weight and its bias are still to be computed."""
+
+    edges: Sequence[GradientEdge]  # where they go
+    compute: Compute  # them, from the two tensors that are kept
+    input: torch.Tensor
+    gradient: torch.Tensor | None = None  # of the output
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        return (self.input,) if self.gradient is None else (self.input, self.gradient)
+
+
+def backward_inputs(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    keeps: Callable[[torch.Tensor], None] = lambda gradient: None,
+    *,
+    retain_graph: bool = False,
+) -> list[DeferredWeight]:
+    """I: `torch.autograd.backward`, but for the weights that are returned, in the order in which it comes to them.
+
+    `keeps` is called with the gradient of each one's output, as soon as it is kept.
+    """
+    found, leaves = _look_through([get_gradient_edge(output).node for output in outputs])
+    if not found:
+        torch.autograd.backward(outputs, gradients, retain_graph)
+        return []
+    deferred: list[DeferredWeight] = []
+
+    def reached(weight: DeferredWeight, given: Sequence[torch.Tensor | None]) -> None:
+        if given[0] is not None:
+            weight.gradient = given[0]
+            deferred.append(weight)
+            keeps(given[0])
+
+    hooks = [node.register_prehook(partial(reached, weight)) for node, weight in found.items()]
+    # among them the nodes that were found: they are then run even where nothing wants the gradient of their input
+    wanted = [GradientEdge(node, 0) for node in (*leaves, *found)]
+    torch.autograd.backward(outputs, gradients, retain_graph, inputs=wanted)
+    for hook in hooks:
+        hook.remove()
+    return deferred
+
+
+def backward_weights(deferred: list[DeferredWeight]) -> None:
+    """W: add to the gradients of the weights. The list is empty afterwards, and nothing is kept any more."""
+    deferred.reverse()
+    while deferred:
+        weight = deferred.pop()
+        assert weight.gradient is not None
+        with torch.no_grad():
+            gradients = weight.compute(weight.input, weight.gradient)
+        torch.autograd.backward(weight.edges, gradients)
+
+
+def _look_through(roots: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
+    """The nodes of a graph whose weights can wait, and all leaves but these weights."""
+    uses, products, leaves = Counter(roots), list[Node](), list[Node]()
+    ahead = list(uses)
+    while ahead:
+        node = ahead.pop()
+        kind = type(node).__name__
+        if kind == _LEAF:
+            leaves.append(node)
+        elif kind in _PRODUCTS:
+            products.append(node)
+        elif kind == _RUNS_A_BACKWARD:
+            return {}, []
+        for following, _ in node.next_functions:
+            if following is not None:
+                if following not in uses:
+                    ahead.append(following)
+                uses[following] += 1
+    found, later = dict[Node, DeferredWeight](), set[Node]()
+    for node in products:
+        weights = [_weight_behind(following, uses) for following, _ in node.next_functions]
+        if (product := _PRODUCTS[type(node).__name__](node, weights)) is not None:
+            places, input, compute = product
+            edges: list[Any] = [node.next_functions[place] for place in places]
+            found[node] = DeferredWeight([GradientEdge(*edge) for edge in edges], compute, input)
+            later.update(leaf for place in places if (leaf := weights[place]) is not None)
+    return found, [leaf for leaf in leaves if leaf not in later]
+
+
+def _weight_behind(node: Node | None, uses: Counter[Node]) -> Node | None:
+    """The leaf of a parameter that is used here only, if the edge to `node` leads to one."""
+    while node is not None and uses[node] == 1:
+        kind = type(node).__name__
+        if kind == _LEAF:
+            return node if isinstance(node.variable, nn.Parameter) else None  # type: ignore[attr-defined]
+        node = node.next_functions[0][0] if kind in _CHANGES_FORM else None
+    return None
+
+
+_Product: TypeAlias = tuple[Sequence[int], torch.Tensor, Compute]
+"""Which of a node's edges can wait, its input, and how the gradients of these edges are computed."""
+
+
+def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:
+    """Of input, weight and bias. The gradients of the latter two come from one kernel, so both wait or none."""
+    bias = node.next_functions[2][0] is not None
+    if weights[1] is None or (bias and weights[2] is None):
+        return None
+    weight = node._saved_weight
+    compute = partial(
+        _convolution_weights,
+        # its numbers are not read, and with autocast they are a copy
+        partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device),
+        (
+            node._saved_bias_sym_sizes_opt,
+            node._saved_stride,
+            node._saved_padding,
+            node._saved_dilation,
+            node._saved_transposed,
+            node._saved_output_padding,
+            node._saved_groups,
+        ),
+        bias,
+    )
+    return (1, 2) if bias else (1,), node._saved_input.detach(), compute
+
+
+def _convolution_weights(
+    weight: Callable[[], torch.Tensor], settings: Sequence[Any], bias: bool, input: torch.Tensor, gradient: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    mask = (False, True, bias)
+    found = torch.ops.aten.convolution_backward(gradient, input, weight(), *settings, mask)
+    return found[1:] if bias else found[1:2]
+
+
+def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | None:
+    """Of a bias that is added, input and weight."""
+    if weights[2] is None or node._saved_alpha != 1 or node._saved_beta != 1:
+        return None
+    shape = None if weights[0] is None else node.next_functions[0][0]._input_metadata[0].shape
+    compute = partial(_product_weights, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides, shape)
+    return (2,) if shape is None else (2, 0), node._saved_mat1.detach(), compute
+
+
+def _product(node: Any, weights: Sequence[Node | None]) -> _Product | None:
+    """Of input and weight."""
+    if weights[1] is None:
+        return None
+    compute = partial(_product_weights, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides, None)
+    return (1,), node._saved_self.detach(), compute
+
+
+def _product_weights(
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    bias: Sequence[int] | None,
+    input: torch.Tensor,
+    gradient: torch.Tensor,
+) -> Sequence[torch.Tensor]:
+    """In the order of factors that torch takes for a weight that lies so in memory (`mm_mat2_grad` in
+    torch/csrc/autograd/FunctionsManual.cpp)."""
+    if strides[0] == 1 and strides[1] == sizes[0]:
+        weight = gradient.t().mm(input.conj()).t()
+    else:
+        weight = input.t().conj().mm(gradient)
+    return (weight,) if bias is None else (weight, gradient.sum_to_size(bias))
+
+
+_PRODUCTS: dict[str, Callable[[Any, Sequence[Node | None]], _Product | None]] = {
+    "ConvolutionBackward0": _convolution,
+    "AddmmBackward0": _product_and_sum,
+    "MmBackward0": _product,
+}
