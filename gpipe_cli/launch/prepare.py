@@ -50,6 +50,9 @@ def prepare(
         chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
     if config.compile:
         chosen.append(("planned", not_compiled(config)))
+    if config.schedule == "interleaved" and placement.of_pipeline == placement.partitions > 1:
+        use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
+        chosen.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
     notes = (*chosen, *_resumed_threads(config), *_turns(placement), *_uneven(config, placement))
     return Prepared(config, profile, plan, placement, comparisons, notes)
 

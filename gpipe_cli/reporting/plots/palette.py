@@ -1,4 +1,4 @@
-"""The colours of a timeline: the hue stands for the micro-batch, the lightness for forward, recompute and backward.
+"""The colours of a timeline: the hue stands for the micro-batch, the lightness for what is done.
 
 The hues go from blue over red to yellow: of two micro-batches the later one is always the more yellow one, which is the
 difference that the common kinds of colour blindness leave. Lightness is even over all hues, because the colours are
@@ -13,7 +13,7 @@ from gpipe_cli.reporting.plots.timeline_values import BarKind
 Colour = str  # `#1f77b4`
 
 FIRST_HUE, LAST_HUE = 262.0, 448.0  # degrees: blue; yellow, once around
-_LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13)}
+_LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13), "I": (0.6, 0.135), "W": (0.43, 0.1)}
 
 INK, PALE_INK, GRID = "#25262c", "#71737d", "#d5d6dc"
 IDLE, IDLE_LINE = "#f0f0f2", "#d0d0d6"  # and its hatching
@@ -23,6 +23,8 @@ WORDS = {
     "F": "forward",
     "R": "recompute",
     "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
     "waiting": "waiting",
     "transfer": "transfer",
     "update": "weight update",

@@ -81,7 +81,7 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row
         if bar.what not in (*ACTIONS, "update") or room < CHARACTER_INCHES * len(bar.name) * size / 8 + 0.04:
             continue
         middle = (bar.start_seconds + bar.end_seconds) / 2
-        ink = "white" if bar.what in ("B", "update") else INK
+        ink = "white" if bar.what in ("B", "I", "W", "update") else INK
         label = axes.text(middle, stage, bar.name, ha="center", va="center_baseline", fontsize=size, color=ink)
         if bar.what == "R":  # letters on hatching cannot be read
             face = palette.colour("R", bar.micro_batch, micro_batches)

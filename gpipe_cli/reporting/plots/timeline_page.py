@@ -45,7 +45,7 @@ text{font:12px system-ui,sans-serif;dominant-baseline:middle;text-anchor:middle;
 rect{stroke:var(--paper);stroke-width:.7}
 rect:hover{stroke:var(--ink);stroke-width:1.6}
 .idle{fill:url(#idle)}.waiting{fill:url(#waiting)}.transfer{fill:url(#transfer)}.update{fill:var(--update)}
-text.F,text.R{fill:#25262c}text.B{fill:#fff}
+text.F,text.R{fill:#25262c}text.B,text.I,text.W{fill:#fff}
 .legend{display:flex;flex-wrap:wrap;gap:6px 20px;margin:12px 0 0;align-items:center;font-size:13px}
 .legend span{display:inline-flex;gap:7px;align-items:center}
 .legend i{width:110px;height:14px;border-radius:2px}

@@ -12,10 +12,10 @@ from gpipe_cli.units import rounded
 if TYPE_CHECKING:  # it imports torch, which takes seconds: tables of runs do without
     from gpipe_cli.planner.plan import Plan
 
-BarKind = Literal["F", "R", "B", "waiting", "transfer", "update"]
+BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
 
-ACTIONS: tuple[BarKind, ...] = ("F", "R", "B")
+ACTIONS: tuple[BarKind, ...] = ("F", "R", "B", "I", "W")
 # The shares of a step's stage-time, in the order in which they are shown; together they are 1. The paper's overhead
 # breakdown (section 3.1 of the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
 BUSY = ("compute", "recompute", "update")
@@ -26,7 +26,7 @@ SHARES = (*BUSY, *IDLE)
 class Bar(NamedTuple):
     """What a stage did, or waited for, in one interval."""
 
-    what: BarKind  # forward, recompute, backward; or waiting for a neighbour, an exposed transfer, the weight update
+    what: BarKind  # an action; or waiting for a neighbour, an exposed transfer, the weight update
     micro_batch: int | None  # m; None where none is meant, as for the update
     start_seconds: float  # since the step began
     end_seconds: float
