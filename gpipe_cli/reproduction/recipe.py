@@ -22,18 +22,19 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, last_wins, with_users
+from gpipe_cli.reproduction.schedules import Schedules
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 from gpipe_cli.units import plural, size
 
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
-    "table1", "table2", "table3", "figure3", "breakdown", "imagenet", "transfer_cifar", "transfer_stanford_cars",
-    "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap", "multilingual_400m",
+    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "imagenet", "transfer_cifar",
+    "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap", "multilingual_400m",
     "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m", "batch_size_4m",
 )  # fmt: skip
 Scale = Literal["desk", "paper"]
-Experiment = LargestModel | Throughput | Breakdown | Classification | Translation | FineTuning | Consistency
+Experiment = LargestModel | Throughput | Breakdown | Schedules | Classification | Translation | FineTuning | Consistency
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Recipe:
     largest_model: LargestModel | None = None
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
+    schedules: Schedules | None = None
     classification: Classification | None = None
     translation: Translation | None = None
     fine_tuning: FineTuning | None = None
@@ -88,7 +90,7 @@ class Recipe:
     @property
     def experiment(self) -> Experiment:
         trained = self.classification, self.translation, self.fine_tuning, self.consistency
-        kinds = self.largest_model, self.throughput, self.breakdown, *trained
+        kinds = self.largest_model, self.throughput, self.breakdown, self.schedules, *trained
         (found,) = (kind for kind in kinds if kind is not None)
         return found
 
