@@ -105,15 +105,15 @@ def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> N
         kind, m = a.kind, a.micro_batch
         if m in seen[kind]:
             raise _fault(schedule, f"{a} is there twice; remove one", [a])
-        needed = {Kind.F: None, Kind.W: Kind.I}.get(kind, Kind.F)
-        if needed is not None and m not in seen[needed]:
-            first = Action(needed, stage, m)
-            raise _fault(schedule, f"{a} comes before {first}, which it needs; put {first} first", [a, first])
-        if kind is not Kind.W and (m in seen[Kind.B] or m in seen[Kind.I]):
+        if m in seen[Kind.B] or (kind is not Kind.W and m in seen[Kind.I]):
             if kind is Kind.R:
                 raise _fault(schedule, f"{a} comes after the backward it is for; put it before", [a])
             other = Action(Kind.I if m in seen[Kind.I] else Kind.B, stage, m)
             raise _fault(schedule, f"{a} and {other} are two backwards of one micro-batch; remove one", [a, other])
+        needed = {Kind.F: None, Kind.W: Kind.I}.get(kind, Kind.F)
+        if needed is not None and m not in seen[needed]:
+            first = Action(needed, stage, m)
+            raise _fault(schedule, f"{a} comes before {first}, which it needs; put {first} first", [a, first])
         seen[kind].add(m)
     for kind in (Kind.F, Kind.B, Kind.W) if schedule.trains else (Kind.F,):
         for m in range(schedule.micro_batches):
@@ -136,13 +136,12 @@ def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120, tu
         at = {action: n for n, tick in enumerate(_ticks(schedule, turns)) for action in tick}
         ticks = [[at[action] for action in actions] for actions in schedule]
     marked = set(mark)
-    absent = marked.difference(*schedule)
-    several = any(a.stage != number for number, row in enumerate(schedule) for a in row)  # stages in a row
+    homes = {a.stage: number for number, row in enumerate(schedule) for a in row}
+    absent = {homes.get(a.stage, a.stage) for a in marked.difference(*schedule)}  # the rows of what is missing
+    several = any(stage != number for stage, number in homes.items())  # stages in a row
     labels, rows = [], []
     for number, actions in enumerate(schedule):
-        pointed = any(a in marked for a in actions) or any(
-            a.stage in {number, *(other.stage for other in actions)} for a in absent
-        )
+        pointed = number in absent or any(a in marked for a in actions)
         what = "device" if several else "stage"
         labels.append(f"{what} {number:<{len(str(len(schedule) - 1))}} {'>' if pointed else '|'} ")
         row: list[str] = []

@@ -2,23 +2,16 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
+from schedule_runs import build, parse
 
-from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize, source
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
+from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
 
 SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
-
-
-def action(text: str) -> Action:
-    """``2F0`` back to an action (single digits)."""
-    return Action(Kind(text[1]), int(text[0]), int(text[2:]))
-
-
-def parse(text: str) -> Schedule:
-    return tuple(tuple(action(word) for word in line.split()) for line in text.strip().splitlines())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -26,14 +19,16 @@ def parse(text: str) -> Schedule:
 def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str, recompute: str) -> None:
     for partitions, micro_batches in SHAPES:
         schedule = build(name, partitions, micro_batches, recompute)
-        for turns in (range(partitions), [k // 2 for k in range(partitions)], [k % 2 for k in range(partitions)]):
+        # a device for each row; rows that share one; all of them on one
+        for turns in (schedule.rows, [row // 2 for row in schedule.rows], [0] * partitions):
             order = linearize(schedule, turns)
             done: set[Action] = set()
             for a in order:
-                assert source(a, partitions) in {None, *done}
+                assert schedule.source(a) in {None, *done}
                 done.add(a)
-            for stage, actions in enumerate(schedule):
-                assert tuple(a for a in order if a.stage == stage) == actions
+            for row in schedule:
+                stages = {a.stage for a in row}
+                assert tuple(a for a in order if a.stage in stages) == row
 
 
 def test_linearize_launches_breadth_first_over_devices_and_depth_first_on_each() -> None:
@@ -49,10 +44,23 @@ def test_linearize_launches_breadth_first_over_devices_and_depth_first_on_each()
     [
         ("0F0 0F1\n1F0", "1F1 is missing; add it to stage 1", "stage 0 | F0 F1\nstage 1 > .  F0"),
         ("0F0 0F0\n1F0", "0F0 is there twice", "stage 0 > F0! F0!\nstage 1 | .   F0"),
-        ("0F0 1F1\n1F0 0F1", "1F1 is in the list of stage 0", "stage 0 > F0   .    .    1F1!\nstage 1 | .    F0   0F1"),
+        (
+            "0F0 0F1\n1F0 0B0",
+            "0B0 is in row 1, and stage 0 in row 0; put all actions of a stage into one row",
+            "device 0 | 0F0  0F1\ndevice 1 > .    1F0  0B0!",
+        ),
         ("0B0 0F0", "0B0 comes before 0F0", "stage 0 > B0! F0!"),
         ("0F0 0B0 0R0", "0R0 comes after the backward it is for", "stage 0 > F0  B0  R0!"),
         ("0F0 0R0", "0B0 is missing", "stage 0 > F0 R0"),
+        ("0F0 0I0 0W0 0B0", "0B0 and 0I0 are two backwards of one micro-batch", "stage 0 > F0  I0! W0  B0!"),
+        ("0F0 0B0 0W0", "0W0 and 0B0 are two backwards of one micro-batch", "stage 0 > F0  B0! W0!"),
+        ("0F0 0W0 0I0", "0W0 comes before 0I0", "stage 0 > F0  W0! I0!"),
+        ("0F0 0I0", "0W0 is missing", "stage 0 > F0 I0"),
+        (
+            "0F0 1F0 0B0\n2F0 2B0",
+            "1B0 is missing; add it to stage 1",
+            "device 0 > 0F0 1F0 0B0\ndevice 1 | .   .   2F0 2B0",
+        ),
         (
             "0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0",
             "stage 1 sends after 1B1 when stage 0 receives for 0B0",
@@ -62,6 +70,11 @@ def test_linearize_launches_breadth_first_over_devices_and_depth_first_on_each()
             "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
             "deadlock (0B0 waits for 1B0; 1F1 waits for 0F1)",
             "stage 0 > F0  B0! F1  B1\nstage 1 > .   F0  F1! B0  B1",
+        ),
+        (
+            "0F0 2F0 0B0 2I0 2W0\n1F0 1B0",
+            "deadlock (0B0 waits for 1B0; 1B0 waits for 2I0)",
+            "device 0 > 0F0  .    2F0  0B0! 2I0  2W0\ndevice 1 > .    1F0  1B0!",
         ),
     ],
 )
@@ -74,37 +87,40 @@ def test_check_refuses_and_points(broken: str, message: str, picture: str) -> No
 
 
 def test_check_finds_any_single_damage() -> None:
-    """Leave one action out, put one in twice, or swap two neighbours of a stage: refused, or still the same step."""
+    """Leave one action out, put one in twice, or swap two neighbours of a row: refused, or still the same step."""
     random_ = random.Random(0)
-    for name, recompute in itertools.product(SCHEDULES, RECOMPUTE):
-        schedule = build(name, 3, 4, recompute)
-        for stage in range(3):
-            for i, gone in enumerate(schedule[stage]):
-                rest = schedule[stage][:i] + schedule[stage][i + 1 :]
+    for name, recompute, partitions in itertools.product(SCHEDULES, RECOMPUTE, (3, 4)):
+        schedule = build(name, partitions, 4, recompute)
+        for number, row in enumerate(schedule):
+
+            def damaged(actions: Sequence[Action], at: int = number, whole: Schedule = schedule) -> Schedule:
+                return Schedule((*whole[:at], tuple(actions), *whole[at + 1 :]))
+
+            for i, gone in enumerate(row):
+                rest = row[:i] + row[i + 1 :]
                 if gone.kind is not Kind.R:  # without an R the forward keeps its graph: another valid schedule
                     with pytest.raises(ValueError, match="schedule: "):
-                        check((*schedule[:stage], rest, *schedule[stage + 1 :]))
+                        check(damaged(rest))
                 where = random_.randrange(len(rest) + 1)
-                twice = (*schedule[stage][:where], gone, *schedule[stage][where:])
                 with pytest.raises(ValueError, match="schedule: "):
-                    check((*schedule[:stage], twice, *schedule[stage + 1 :]))
-            for i in range(len(schedule[stage]) - 1):
-                swapped = list(schedule[stage])
-                swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
-                damaged = (*schedule[:stage], tuple(swapped), *schedule[stage + 1 :])
+                    check(damaged((*row[:where], gone, *row[where:])))
+            for i in range(len(row) - 1):
+                swapped = [*row[:i], row[i + 1], row[i], *row[i + 2 :]]
                 try:
-                    check(damaged)
+                    check(damaged(swapped))
                 except ValueError:
                     continue
-                assert len(linearize(damaged)) == len(linearize(schedule))  # accepted, so it must run
-                assert swapped[i].kind is not swapped[i + 1].kind
+                # accepted, so it must run
+                assert sorted(linearize(damaged(swapped))) == sorted(linearize(schedule))
+                one, other = row[i : i + 2]
+                assert (one.kind, one.stage) != (other.kind, other.stage) or one.kind is Kind.W
 
 
 def test_empty_and_nonsense_are_refused() -> None:
     with pytest.raises(ValueError, match="the schedule is empty"):
-        check(())
+        check(Schedule())
     with pytest.raises(ValueError, match="count from 0"):
-        check(((Action(Kind.F, 0, 0), Action(Kind.F, 0, -1)),))
+        check(Schedule([(Action(Kind.F, 0, 0), Action(Kind.F, 0, -1))]))
     with pytest.raises(ValueError, match=r"deadlock \(0F0 waits for|deadlock \(1F0 waits for 0F0"):
         linearize(parse("0F1\n1F0"))
 
