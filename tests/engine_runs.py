@@ -38,7 +38,8 @@ from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
-from gpipe_cli.pipeline.schedule import schedules as schedule
+from gpipe_cli.pipeline.schedule.orders import build, forward_only
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -121,6 +122,7 @@ class Case:
     micro_batches: int = 4
     schedule: str = "gpipe"
     recompute: str = "never"
+    stages_per_process: int = 1  # where all processes can have as many
     samples: tuple[int, ...] = (10, 7)
     channels_last: bool = False
     balance: tuple[int, ...] | None = None
@@ -128,6 +130,15 @@ class Case:
     device: str = "cpu"
     bfloat16: bool = False
     compiled: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.partitions // (self.stages_per_process if self.partitions % self.stages_per_process == 0 else 1)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The process of each stage; a process has stages that are not neighbours."""
+        return tuple(stage % self.processes for stage in range(self.partitions))
 
 
 @dataclass
@@ -223,16 +234,16 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     if links is not None:
         boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
         transport = P2PTransport(
-            here[0], range(case.partitions), links, Boundaries(boundaries, boundaries), device=device,
+            case.owners[here[0]], case.owners, links, Boundaries(boundaries, boundaries), device=device,
             memory_format=memory_format, early=case.device == "cpu", timeout_seconds=60,
             connect_seconds=60,
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.count_saved(case.recompute != "never")
-    executor = Executor(stages, range(case.partitions), transport)
+    executor = Executor(stages, case.owners, transport)
     results: dict[str, torch.Tensor] = {}
 
-    def run(step: int, order: schedule.Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:
+    def run(step: int, order: Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:
         objective = CrossEntropy(targets.split(sizes), len(targets))
         inputs = (images.contiguous(memory_format=memory_format),) if 0 in stages else None
         executor.run(order, step, sizes, inputs, objective if case.partitions - 1 in stages else None)
@@ -240,7 +251,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
 
     for step, samples in enumerate(case.samples):
         sizes = micro_batch_sizes(samples, case.micro_batches)
-        order = schedule.build(case.schedule, case.partitions, len(sizes), case.recompute)
+        order = build(case.schedule, case.partitions, len(sizes), case.recompute, case.processes)
         results |= {f"loss {step} {m}": loss.cpu() for m, loss in run(step, order, sizes, *data(case, step))}
         for stage in stages.values():
             for name, parameter in stage.module.named_parameters():
@@ -254,25 +265,34 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         stage.set_training(False)
         results |= {f"final {name}": value.clone().cpu() for name, value in stage.module.state_dict().items()}
     sizes = micro_batch_sizes(case.samples[0], case.micro_batches)
-    order = schedule.forward_only(case.partitions, len(sizes))
+    order = forward_only(case.partitions, len(sizes))
     results |= {f"evaluated {m}": loss.cpu() for m, loss in run(99, order, sizes, *data(case, 0))}
     executor.settle()
     return results
 
 
 def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
-    """A process of the pool: stage `rank`, case after case."""
+    """A process of the pool: the stages of process `rank`, case after case."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
-    every = edge_links(rank, range(processes), CPU, datetime.timedelta(seconds=60))
+    # by processes: with a stage each, or as many as there are with two that take turns
+    every = {
+        used: edge_links(rank, [stage % used for stage in range(processes)], CPU, datetime.timedelta(seconds=60))
+        for used in range(2, processes + 1)
+    }
     while (case := connection.recv()) is not None:
-        links = {edge: link for edge, link in every.items() if link.peer < case.partitions}
+        here = [stage for stage, owner in enumerate(case.owners) if owner == rank]
+        links = {
+            (kind, receiver): link
+            for (kind, receiver), link in every.get(case.processes, {}).items()
+            if receiver + (kind is Kind.B) < case.partitions
+        }
         try:
             # as plain numbers: tensors would travel through shared memory and need their sender alive
             connection.send(
                 {
                     name: value.float().numpy() if value.is_floating_point() else value.numpy()
-                    for name, value in train(case, [rank], links).items()
+                    for name, value in train(case, here, links).items()
                 }
             )
         except Exception:
@@ -293,7 +313,7 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
             early=True, timeout_seconds=120, connect_seconds=120,
         )  # fmt: skip
         control = ControlGroup(rank, 2, dist.group.WORLD)
-        order = schedule.build("gpipe", 2, 2, "never")
+        order = build("gpipe", 2, 2, "never")
         if rank == 1:
             connection.recv()  # until the other one waits
             os._exit(9)
@@ -302,7 +322,7 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
             transport.launched()
         connection.send("waiting")
         for wait in (
-            lambda: transport.receive(schedule.Action(schedule.Kind.B, 0, 1)),
+            lambda: transport.receive(Action(Kind.B, 0, 1)),
             lambda: control.gather(torch.zeros(2))(),
             control.barrier,
             lambda: control.collect(1),
@@ -343,15 +363,15 @@ class Pool:
             self.processes.append(process)
 
     def run(self, case: Case) -> dict[str, torch.Tensor]:
-        used = self.connections[: case.partitions]
+        used = self.connections[: case.processes]
         for connection in used:
             connection.send(case)
         results: dict[str, torch.Tensor] = {}
         for rank, connection in enumerate(used):
             if not connection.poll(60):
-                raise TimeoutError(f"stage {rank} does not answer")
+                raise TimeoutError(f"process {rank} does not answer")
             answer = connection.recv()
-            assert isinstance(answer, dict), f"stage {rank}:\n{answer}"
+            assert isinstance(answer, dict), f"process {rank}:\n{answer}"
             results |= {name: torch.from_numpy(value) for name, value in answer.items()}
         return results
 

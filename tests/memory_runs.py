@@ -17,8 +17,8 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule import schedules as schedule
-from gpipe_cli.pipeline.schedule.simulator import peak_bytes
+from gpipe_cli.pipeline.schedule.schedules import Schedule
+from gpipe_cli.pipeline.schedule.simulator import Held, peak_bytes
 
 CLASSES, TOKENS, SIZE = 10, 12, 32
 
@@ -120,7 +120,7 @@ SAMPLES = {
 def held(
     sample: Sample,
     costs: Sequence[LayerCost],
-    order: schedule.Schedule,
+    order: Schedule,
     samples: int,
     micro_batches: int,
     balance: Sequence[int],
@@ -128,7 +128,7 @@ def held(
     """The most bytes that each stage holds in one training step: on real stages, one after the other in this process,
     and as predicted."""
     torch.manual_seed(0)
-    partitions, sizes = len(order), micro_batch_sizes(samples, micro_batches)
+    partitions, sizes = len(order.stages), micro_batch_sizes(samples, micro_batches)
     stages = build_stages(
         sample.model(),
         costs,
@@ -139,13 +139,12 @@ def held(
     )
     for stage in stages.values():
         stage.count_saved(True)
-    executor = Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
+    executor = Executor(stages, order.rows, LocalTransport([CPU] * partitions))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))
     predicted = peak_bytes(
         order,
-        [[memory.graph_bytes(first, end) for memory in memories] for first, end in spans],
-        [[memory.input_bytes(first, end) for memory in memories] for first, end in spans],
+        [[Held(memory.graph_bytes(*span), memory.input_bytes(*span)) for memory in memories] for span in spans],
     )
     return tuple(stage.peak_saved_bytes for stage in stages.values()), predicted

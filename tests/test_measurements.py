@@ -56,9 +56,9 @@ PROGRAMS = {
         r"amoebanet, partitions=2 .* ms, .* x  \(published: 41\.1 .*(\n.*)+ 1 samples +F .* ms eager",
     ),
     "link_order": (
-        ["--partitions=4", "--micro-batches=8"],
-        r"(\| [12] \| edge \| in order \| .* \| 0 of 24 \|  \|\n){28}(.*\n)+"
-        r"\| 1 \| direction \| in flight \| at once \| 1f1b never \| 4 of 24 \| K=4, M=5 \|",
+        ["--partitions=4", "--micro-batches=5"],
+        r"(\| [12] \| edge \| in order \| .* \| 0 of 1[05] \|  \|\n){46}(.*\n)+"
+        r"\| 1 \| direction \| in flight \| at once \| 1f1b never \| 1 of 15 \| K=4, M=5 \|",
     ),
     "random_kills": (
         ["--runs=1", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",

@@ -5,7 +5,7 @@ The rule: what a process gives to a process group runs one after another, and a 
 Groups: one for each edge and direction, as in a run; or one for forwards and one for backwards. Receives: posted in
 the order of `schedule/posting.py`, as in a run on GPUs; early, as on CPUs; or as many ahead as inputs are in flight.
 Launches: at once; or each when the device is idle, as the first use of a kernel does. One stage for each process, or
-two.
+two: neighbours, or for `interleaved` stages that are not.
 
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """
@@ -28,7 +28,6 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
-from gpipe_cli.pipeline.schedule.dependencies import source
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.posting import Posting
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Retain, Schedule, in_flight, stage_retained
@@ -160,6 +159,11 @@ class Stage:
         assert float(gradient) == micro_batch, "the gradient of another micro-batch"
         return (gradient.clone(),)
 
+    def backward_inputs(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+        return self.backward(micro_batch, gradients)
+
+    def backward_weights(self, micro_batch: int) -> None: ...
+
     def recompute(self, micro_batch: int) -> None: ...
 
     def begin_step(self, step: int, objective: object, first_micro_batch: int) -> None: ...
@@ -172,7 +176,7 @@ def in_flight_ahead(schedule: Schedule, owners: Sequence[int], process: int, *, 
     actions = schedule[process]
     found = []
     for kind in (Kind.F, Kind.B):
-        receives = [a for a in actions if a.kind is kind and source(a, len(schedule)) is not None]
+        receives = [a for a in actions if a.kind is kind and schedule.source(a) is not None]
         depth = in_flight(actions) + 1 if kind is Kind.F else 2
         ends = [at + 1 for at, (_, kept) in enumerate(stage_retained(actions)) if kept is Retain.NOTHING]
         after = [0] * depth + ends
@@ -182,8 +186,8 @@ def in_flight_ahead(schedule: Schedule, owners: Sequence[int], process: int, *, 
 
 def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, receives: Receives, idle: bool) -> bool:
     """Whether two steps of a schedule end; every process is a thread here. What arrives is checked."""
-    partitions, micro_batches = len(schedule), sum(action.kind is Kind.F for action in schedule[0])
-    device = Device(1 + owners[-1])
+    partitions, micro_batches = len(schedule.stages), schedule.micro_batches
+    device = Device(1 + max(owners))
     failed: list[BaseException] = []
 
     def links_of(process: int) -> dict[Edge, OrderedLink]:
@@ -223,7 +227,7 @@ def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, recei
             device.leave()
 
     before = patch.object(p2p_transport, "postings", in_flight_ahead) if receives == "in flight" else nullcontext()
-    threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + owners[-1])]
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + max(owners))]
     with before:
         for thread in threads:
             thread.start()
@@ -242,19 +246,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = list(product(range(2, options.partitions + 1), range(1, options.micro_batches + 1)))
     rows = []
     ways: tuple[tuple[Groups, Receives, int], ...] = (
-        ("edge", "in order", 1), ("edge", "in order", 2), ("edge", "early", 1), ("direction", "in flight", 1)
+        ("edge", "in order", 1), ("edge", "in order", 2), ("edge", "early", 1), ("edge", "early", 2),
+        ("direction", "in flight", 1),
     )  # fmt: skip
     for (groups, receives, each), idle in product(ways, (False, True)):
         for name, recompute in (*product(SCHEDULES, RECOMPUTE), ("evaluation", "")):
-            stuck = []
-            for k, m in sizes:
-                schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute)
-                owners = [stage // each for stage in range(k)]
+            if name == "interleaved" and each == 1:  # it is 1f1b
+                continue
+            if name == "zero_bubble" and receives == "in flight":  # it keeps more gradients than two
+                continue
+            stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
+            for k, m in shown:
+                schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute, k // each)
+                owners = schedule.rows if name == "interleaved" else [stage // each for stage in range(k)]
                 if not finishes(schedule, owners, groups, receives=receives, idle=idle):
                     stuck.append((k, m))
             how = str(each), groups, receives, "idle" if idle else "at once"
             first = "K={}, M={}".format(*stuck[0]) if stuck else ""
-            rows.append((*how, f"{name} {recompute}".strip(), f"{len(stuck)} of {len(sizes)}", first))
+            rows.append((*how, f"{name} {recompute}".strip(), f"{len(stuck)} of {len(shown)}", first))
     columns = ("stages of a process", "groups", "receives", "launches", "schedule", "deadlocks", "first")
     print(to_markdown(Table.of_rows("Links with NCCL's rule of order", map(Column, columns), rows)))
 

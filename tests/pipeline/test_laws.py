@@ -28,6 +28,7 @@ CASES = covering(
     partitions=(1, 2, 3, 4),
     micro_batches=(1, 3, 4, 8),  # of 10, 7 and 3 samples: even and uneven, and more than there are samples
     schedule=SCHEDULES,
+    stages_per_process=(1, 2),
     recompute=RECOMPUTE,
     channels_last=(False, True),
     frozen=tuple(FROZEN),
@@ -48,28 +49,36 @@ def whole(**settings: Any) -> dict[str, torch.Tensor]:
     return run_in_process(Case(**settings))
 
 
+def summed_as(schedule: str) -> str:
+    """The schedule that adds up gradients in the same order."""
+    return "gpipe" if schedule == "gpipe" else "1f1b"
+
+
 @pytest.mark.parametrize("settings", CASES, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     """Losses, gradients, weights, running statistics and evaluation are the same bits: with dropout, uneven
-    micro-batches, tensors handed over twice, layers that are not trained, and bytes counted or not."""
-    same = {name: settings[name] for name in ("micro_batches", "schedule", "channels_last", "bfloat16")}
+    micro-batches, tensors handed over twice, layers that are not trained, and bytes counted or not. Where backwards
+    run upwards they are those of 1f1b."""
+    same = {name: settings[name] for name in ("micro_batches", "channels_last", "bfloat16")}
     same |= {"frozen": FROZEN[settings["frozen"]], "samples": (10, 7, 3)}
-    case = Case(**same, partitions=settings["partitions"], recompute=settings["recompute"])
+    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
+    case = Case(**same, **ways)
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
-    assert_same_tensors(found, whole(**same))
+    assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_no_cut_matters(frozen: str) -> None:
     """Every cut of the six layers in two and in three, also where a whole stage has nothing to train; and what is
     frozen ends as it began, buffers too."""
-    ways = cycle(product(SCHEDULES, RECOMPUTE))
+    every = cycle(product(SCHEDULES, RECOMPUTE))
     for cuts in [*combinations(range(1, 6), 1), *combinations(range(1, 6), 2), (1, 2, 4)]:
         balance = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
-        schedule, recompute = next(ways)
-        same = {"schedule": schedule, "frozen": FROZEN[frozen]}
-        case = Case(**same, partitions=len(balance), balance=balance, recompute=recompute)
-        assert_same_tensors(run_in_process(case), whole(**same))
+        schedule, recompute = next(every)
+        ways = {"schedule": schedule, "recompute": recompute, "stages_per_process": 2}
+        case = Case(partitions=len(balance), balance=balance, frozen=FROZEN[frozen], **ways)
+        expected = whole(schedule=summed_as(schedule), frozen=FROZEN[frozen])
+        assert_same_tensors(run_in_process(case), expected)
     began = materialize(tricky_model(), 0, 6, run_seed=7, device=torch.device("cpu")).state_dict()
     names = (*FROZEN[frozen].modules, *FROZEN[frozen].parameters)
     for name, tensor in began.items():

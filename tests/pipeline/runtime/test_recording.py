@@ -15,7 +15,7 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule import schedules as schedule
+from gpipe_cli.pipeline.schedule.orders import build
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
 
@@ -29,7 +29,7 @@ def executor(partitions: int) -> Executor:
 
 
 def test_a_step_records_every_action_of_its_stages() -> None:
-    plan = schedule.build("1f1b", 3, 4, "except_last")
+    plan = build("1f1b", 3, 4, "except_last")
     runs = executor(3)
     before = time.perf_counter()
     recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), SumOfSquares())
@@ -49,7 +49,7 @@ def test_a_step_records_every_action_of_its_stages() -> None:
 
 def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer() -> None:
     """Stage 0 computes F0 from 0 to 10 and hands on until 11; stage 1 waits from 0 and has it at 13."""
-    plan = schedule.build("gpipe", 2, 1, "never")
+    plan = build("gpipe", 2, 1, "never")
     f0, b0, f1, b1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in (Kind.F, Kind.B))
     stage0 = [0, 0, 10, 11, 11, 32, 40, 40, 40, 40, 40, 42]
     stage1 = [0, 13, 20, 20, 20, 20, 30, 30, 30, 30, 30, 31]
@@ -70,7 +70,7 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
 
 def test_what_a_stage_waited_before_the_step_is_no_part_of_it() -> None:
     """Stage 1 has been done with the step before since 2, and waits; this one begins at 5, its first action at 6."""
-    plan = schedule.build("gpipe", 2, 1, "never")
+    plan = build("gpipe", 2, 1, "never")
     stage0 = [6.0, 6, 10, 11, 11, 32, 40, 40, 40, 40, 40, 42]
     stage1 = [2.0, 13, 20, 20, 20, 20, 30, 30, 30, 30, 30, 31]
     timeline = measured_timeline(plan, [stage0, stage1], began_seconds=5.0)
@@ -87,7 +87,7 @@ def test_a_core_that_others_want_too_is_shared() -> None:
     os.sched_setaffinity(0, {min(allowed)})  # what is started from here on may use no other
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        runs, plan = executor(1), schedule.build("gpipe", 1, 4, "never")
+        runs, plan = executor(1), build("gpipe", 1, 4, "never")
         steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), SumOfSquares()) for step in range(30))
         noticed = any(recording.without_core(0) > 0.2 for recording in steps)
     finally:

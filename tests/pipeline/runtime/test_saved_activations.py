@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_runs import covering
 from memory_runs import SAMPLES, held
+from schedule_runs import build
 from torch import nn
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
@@ -14,13 +15,12 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost, S
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule import schedules as schedule
-from gpipe_cli.pipeline.schedule.schedules import Retain
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Retain
 
 WAYS = covering(
-    partitions=(1, 2, 3),
-    kind=schedule.SCHEDULES,
-    recompute=schedule.RECOMPUTE,
+    partitions=(1, 3, 4),
+    schedule=("gpipe", "1f1b", "interleaved"),
+    recompute=RECOMPUTE,
     sizes=((8, 4), (7, 3)),  # samples and micro-batches: even, and of 3, 2 and 2 samples
 )
 
@@ -32,7 +32,7 @@ def test_what_stages_hold_is_what_was_predicted(name: str) -> None:
     costs = sample.costs()
     for way in WAYS:
         samples, micro_batches = way["sizes"]
-        order = schedule.build(way["kind"], way["partitions"], micro_batches, way["recompute"])
+        order = build(way["schedule"], way["partitions"], micro_batches, way["recompute"])
         balance = micro_batch_sizes(len(costs), way["partitions"])
         measured, predicted = held(sample, costs, order, samples, micro_batches, balance)
         assert measured == predicted, way
@@ -44,7 +44,7 @@ def test_every_cut_holds_what_was_predicted(name: str) -> None:
     """Of tensors that are passed on, handed over twice, or saved by several layers."""
     sample = SAMPLES[name]
     costs = sample.costs()
-    order = schedule.build("gpipe", 3, 2, "never")
+    order = build("gpipe", 3, 2, "never")
     for cuts in combinations(range(1, len(costs)), 2):
         balance = [b - a for a, b in pairwise((0, *cuts, len(costs)))]
         measured, predicted = held(sample, costs, order, 4, 2, balance)

@@ -5,10 +5,21 @@ import random
 import textwrap
 
 import pytest
+from schedule_runs import build, parse
 
+from gpipe_cli.pipeline.schedule import orders
 from gpipe_cli.pipeline.schedule.dependencies import check, grid
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Retain, in_flight, stage_retained
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
+from gpipe_cli.pipeline.schedule.schedules import (
+    RECOMPUTE,
+    RETURNS,
+    Kind,
+    Retain,
+    Schedule,
+    in_flight,
+    stage_retained,
+    with_recomputation,
+)
 
 SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
 
@@ -49,18 +60,52 @@ def test_one_forward_one_backward_drawn() -> None:
     assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
 
 
+def test_weights_wait_until_nothing_else_can_be_done() -> None:
+    assert grid(build("zero_bubble", 3, 4, "never")) == drawn("""
+        stage 0 | F0 F1 F2 .  .  B0 F3 B1 .  .  B2 .  B3
+        stage 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        stage 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """)
+    assert build("zero_bubble", 1, 3, "always") == build("1f1b", 1, 3, "always")
+    assert " ".join(map(str, build("zero_bubble", 2, 2, "always")[1])) == "1F0 1R0 1I0 1F1 1R1 1I1 1W0 1W1"
+
+
+def test_a_device_with_several_stages_drawn() -> None:
+    assert grid(build("interleaved", 4, 4, "never")) == drawn("""
+        device 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+        device 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+    """)
+
+
 def test_every_schedule_passes_its_own_check() -> None:
+    """Also without its last micro-batches, as for a mini-batch that has fewer."""
     for name, recompute, (partitions, micro_batches) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
         schedule = build(name, partitions, micro_batches, recompute)
         check(schedule)
-        assert len(schedule) == partitions
-        for actions in schedule:
-            backward = [a.micro_batch for a in actions if a.kind is Kind.B]
-            upwards = list(range(micro_batches))
-            assert backward == (upwards if name == "1f1b" else upwards[::-1])
-            for before, after in itertools.pairwise(actions):
-                if before.kind is Kind.R:  # an R stands directly before its B
-                    assert (after.kind, after.micro_batch) == (Kind.B, before.micro_batch)
+        assert (len(schedule.stages), schedule.micro_batches) == (partitions, micro_batches)
+        assert schedule.splits == (name == "zero_bubble" and partitions > 1)
+        upwards = list(range(micro_batches))
+        for stage, actions in enumerate(schedule.stages):
+            for kind in (Kind.I, Kind.W) if schedule.splits and stage > 0 else (Kind.B,):
+                back = [a.micro_batch for a in actions if a.kind is kind]
+                assert back == (upwards[::-1] if name == "gpipe" else upwards)
+        for row in schedule:  # an R stands directly before its backward, also among actions of other stages
+            for before, after in itertools.pairwise(row):
+                if before.kind is Kind.R:
+                    assert after.kind in RETURNS
+                    assert after[1:] == before[1:]
+        for fewer in upwards[1:]:
+            first = schedule.first(fewer)
+            check(first)
+            assert {a for row in first for a in row} == {a for row in schedule for a in row if a.micro_batch < fewer}
+
+
+def test_a_device_gets_stages_that_are_not_neighbours() -> None:
+    """And no number of them leads to a deadlock, with fewer micro-batches than devices, or any other number."""
+    for devices, each, micro_batches in itertools.product(range(1, 9), (2, 3), range(1, 33)):
+        order = orders.order("interleaved", devices * each, micro_batches, devices)
+        assert order.rows == tuple(stage % devices for stage in range(devices * each))
+        check(order)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -70,14 +115,16 @@ def test_a_mode_is_a_choice_of_micro_batches(name: str) -> None:
     for partitions, micro_batches in SHAPES:
         for mode in RECOMPUTE:
             schedule = build(name, partitions, micro_batches, mode)
-            chosen = tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule)
+            chosen = tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)
             assert build(name, partitions, micro_batches, chosen) == schedule
+            if mode == "always":  # an order that says itself what is recomputed
+                assert with_recomputation(schedule, "never") == schedule
         chosen = tuple(frozenset(m for m in range(micro_batches) if random_.random() < 0.5) for _ in range(partitions))
         schedule = build(name, partitions, micro_batches, chosen)
         check(schedule)
-        without = tuple(tuple(a for a in actions if a.kind is not Kind.R) for actions in schedule)
+        without = Schedule(tuple(a for a in row if a.kind is not Kind.R) for row in schedule)
         assert without == build(name, partitions, micro_batches, "never")
-        for actions, again in zip(schedule, chosen, strict=True):
+        for actions, again in zip(schedule.stages, chosen, strict=True):
             assert {a.micro_batch for a in actions if a.kind is Kind.R} == again
 
 
@@ -90,6 +137,16 @@ def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
         "1R0": Retain.GRAPH,
         "1B0": Retain.NOTHING,
     }
+    (split,) = parse("0F0 0F1 0I1 0R0 0I0 0W0 0W1")
+    assert [retain for _, retain in stage_retained(split)] == [
+        Retain.INPUT,
+        Retain.GRAPH,
+        Retain.WEIGHTS,
+        Retain.GRAPH,
+        Retain.WEIGHTS,
+        Retain.NOTHING,
+        Retain.NOTHING,
+    ]
     assert {retain for _, retain in stage_retained(forward_only(2, 2)[0])} == {Retain.NOTHING}
 
 
@@ -100,6 +157,8 @@ def test_in_flight() -> None:
                 assert in_flight(build("gpipe", partitions, micro_batches, recompute)[stage]) == micro_batches
                 one = build("1f1b", partitions, micro_batches, recompute)[stage]
                 assert in_flight(one) == min(partitions - stage, micro_batches)
+                split = build("zero_bubble", partitions, micro_batches, recompute)[stage]
+                assert in_flight(split) == min(partitions, micro_batches)  # as on the first stage of 1f1b
     assert in_flight(forward_only(2, 5)[0]) == 1
     assert in_flight(()) == 0
 
@@ -107,7 +166,7 @@ def test_in_flight() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b"),
+        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b, interleaved, zero_bubble"),
         (("gpipe", 2, 2, "sometimes"), "recompute=sometimes: unknown; use one of always, except_last, never"),
         (("gpipe", 0, 2, "never"), "partitions=0: must be at least 1"),
         (("1f1b", 2, 0, "never"), "micro_batches=0: must be at least 1"),

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from schedule_runs import build, parse
 
+from gpipe_cli.pipeline.schedule import orders
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import (
     EdgeCost,
+    Held,
     StageCost,
+    bytes_held,
     ideal_bubble,
     live,
+    peak_bytes,
     simulate,
 )
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
@@ -30,14 +35,32 @@ def equal(stages: int, forward: float, backward: float) -> list[StageCost]:
 
 
 def step(schedule: Schedule, forward: int, backward: int) -> float:
-    return simulate(schedule, equal(len(schedule), forward, backward)).step_seconds
+    return simulate(schedule, equal(len(schedule.stages), forward, backward)).step_seconds
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_step_without_recomputation(name: str) -> None:
     for (partitions, micro_batches), (f, b) in itertools.product(SHAPES, COSTS):
         schedule = build(name, partitions, micro_batches, "never")
         assert step(schedule, f, b) == (micro_batches + partitions - 1) * (f + b)
+
+
+def test_a_step_of_interleaved() -> None:
+    """v stages on each of P devices work M v (f + b), and fill and drain like one small stage: P - 1 of them. With
+    fewer than P micro-batches each further stage of a device waits for the P - M that are not there."""
+    for (devices, micro_batches), each, (f, b) in itertools.product(SHAPES, (2, 3), COSTS):
+        schedule = orders.order("interleaved", devices * each, micro_batches, devices)
+        waits = devices - 1 + (each - 1) * max(0, devices - micro_batches)
+        assert step(schedule, f, b) == (micro_batches * each + waits) * (f + b)
+
+
+def test_a_step_of_zero_bubble() -> None:
+    """3 M + K - 1 where F = I = W = 1, of which 1f1b with B = 2 takes 3 M + 3 (K - 1); K > M leaves less to fill
+    waits with."""
+    for k, m in SHAPES:
+        schedule = build("zero_bubble", k, m, "never")
+        expected = max(3 * m, 2 * m + k) + k - 1
+        assert simulate(schedule, [StageCost(1, 1, 2, 1, 1)] * k).step_seconds == expected
 
 
 @pytest.mark.parametrize(("recompute", "less"), [("always", 0), ("except_last", 1)])
@@ -49,7 +72,7 @@ def test_a_step_with_recomputation(recompute: str, less: int) -> None:
     """
     for (partitions, micro_batches), (f, b) in itertools.product(SHAPES, COSTS):
         expected = (micro_batches + partitions - 1) * (f + b) + (micro_batches - less) * f
-        for name in SCHEDULES if recompute == "always" else ("gpipe",):
+        for name in ("gpipe", "1f1b") if recompute == "always" else ("gpipe",):
             assert step(build(name, partitions, micro_batches, recompute), f, b) == expected
 
 
@@ -69,6 +92,10 @@ def tick_by_tick(
     links: dict[tuple[Kind, int], list[list[Any]]] = {}  # by receiver: what is needed, and how many ticks it takes
     arrived: set[Action] = set()
     now = 0.0
+
+    def waits(a: Action) -> bool:
+        return a.stage > 0 if a.kind is Kind.F else a.stage < len(stages) - 1 and a.kind in (Kind.B, Kind.I)
+
     while any(at < len(actions) for at, actions in zip(position, devices, strict=True)):
         for moving in links.values():
             while moving and moving[0][1] == 0:
@@ -77,15 +104,17 @@ def tick_by_tick(
             if left[device] is not None or position[device] == len(actions):
                 continue
             a = actions[position[device]]
-            k = a.stage
-            neighbour = {Kind.F: k - 1, Kind.B: k + 1}.get(a.kind, -1)
-            if 0 <= neighbour < len(schedule) and a not in arrived:
+            cost = stages[a.stage]
+            if waits(a) and a not in arrived:
                 continue
-            recomputed = Action(Kind.R, k, a.micro_batch) in schedule[k]
-            forward = stages[k].forward_seconds if recomputed else stages[k].graph_seconds
-            left[device] = {Kind.F: forward, Kind.R: stages[k].graph_seconds, Kind.B: stages[k].backward_seconds}[
-                a.kind
-            ]
+            recomputed = Action(Kind.R, a.stage, a.micro_batch) in order
+            left[device] = {
+                Kind.F: cost.forward_seconds if recomputed else cost.graph_seconds,
+                Kind.R: cost.graph_seconds,
+                Kind.B: cost.backward_seconds,
+                Kind.I: cost.inputs_seconds,
+                Kind.W: cost.weights_seconds,
+            }[a.kind]
             spans[a] = (now, math.inf)
         now += 1
         for moving in filter(None, links.values()):
@@ -96,18 +125,32 @@ def tick_by_tick(
                 a = devices[device][position[device]]
                 k = a.stage
                 spans[a] = (spans[a][0], now)
-                receiver = {Kind.F: k + 1, Kind.B: k - 1}.get(a.kind, -1)
-                if 0 <= receiver < len(schedule):
+                receiver = k + 1 if a.kind is Kind.F else k - 1
+                if a.kind in (Kind.F, Kind.B, Kind.I) and 0 <= receiver < len(stages):
                     edge = edges[min(k, receiver)]
                     seconds = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
-                    needed = Action(a.kind, receiver, a.micro_batch)
+                    kinds = (Kind.F,) if a.kind is Kind.F else (Kind.B, Kind.I)
+                    (needed,) = (b for b in order if b[1:] == (receiver, a.micro_batch) and b.kind in kinds)
                     if turns[receiver] == device:
                         arrived.add(needed)
                     else:
-                        links.setdefault((a.kind, receiver), []).append([needed, seconds])
+                        links.setdefault((kinds[0], receiver), []).append([needed, seconds])
                 position[device] += 1
                 left[device] = None
     return spans
+
+
+def some_whole(schedule: Schedule, random_: random.Random) -> Schedule:
+    """The schedule with some of its backwards in one piece, where their I is."""
+    whole = {a[1:] for row in schedule for a in row if a.kind is Kind.I and random_.random() < 0.5}
+    return Schedule(
+        tuple(
+            Action(Kind.B, a.stage, a.micro_batch) if a.kind is Kind.I and a[1:] in whole else a
+            for a in row
+            if a.kind is not Kind.W or a[1:] not in whole
+        )
+        for row in schedule
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -115,19 +158,21 @@ def tick_by_tick(
 def test_equals_a_simulation_in_ticks(name: str, recompute: str) -> None:
     random_ = random.Random(f"{name} {recompute}")
     for number in range(30):
-        k, m = random_.randint(1, 5), random_.randint(1, 8)
+        k, m = random_.randint(1, 6), random_.randint(1, 8)
         schedule = build(name, k, m, recompute)
-        stages = [StageCost(*(random_.randint(1, 9) for _ in range(3))) for _ in range(k)]
+        if schedule.splits and number % 2:
+            schedule = some_whole(schedule, random_)
+        stages = [StageCost(*(random_.randint(1, 9) for _ in range(5))) for _ in range(k)]
         edges = [EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for _ in range(k - 1)]
-        turns = [range(k), sorted(random_.randrange(2) for _ in range(k)), [stage % 2 for stage in range(k)]][
-            number % 3
-        ]
+        rows = range(len(schedule))
+        of_rows = [rows, sorted(random_.randrange(2) for _ in rows), [row % 2 for row in rows]][number % 3]
+        turns = [of_rows[row] for row in schedule.rows]
         timeline = simulate(schedule, stages, edges, turns=turns)
         simulated = {s.action: (s.start_seconds, s.end_seconds) for spans in timeline.stages for s in spans}
         assert simulated == tick_by_tick(schedule, stages, edges, turns)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_stages_of_one_device_take_as_long_as_one_large_stage(name: str) -> None:
     """n equal stages on each of D devices: (M + D - 1) n (f + b), so that `ideal_bubble` of D devices is reached. All
     stages on one device, whatever they cost: the sum of all actions, and the updates one after another."""
@@ -139,7 +184,8 @@ def test_stages_of_one_device_take_as_long_as_one_large_stage(name: str) -> None
         if name == "gpipe" or n * devices <= 4:  # 1f1b lets fewer micro-batches in than many large stages have
             assert found.step_seconds == (micro_batches + devices - 1) * n * (f + b)
             assert breakdown(found, micro_batches).bubble == pytest.approx(ideal_bubble(devices, micro_batches))
-        stages = [StageCost(*(random_.randint(1, 9) for _ in range(4))) for _ in range(n)]
+        numbers = [[random_.randint(1, 9) for _ in range(4)] for _ in range(n)]
+        stages = [StageCost(*costs, update_seconds=update) for *costs, update in numbers]
         schedule = build(name, n, micro_batches, "always")
         alone = simulate(schedule, stages, [EdgeCost(5, 5)] * (n - 1), turns=[0] * n)
         work = sum(cost.forward_seconds + cost.graph_seconds + cost.backward_seconds for cost in stages)
@@ -202,15 +248,13 @@ def test_waiting_and_exposed_transfers() -> None:
 
 
 def test_a_schedule_that_deadlocks_is_refused() -> None:
-    f, b = ([[Action(kind, k, m) for m in range(2)] for k in range(2)] for kind in (Kind.F, Kind.B))
-    schedule = ((f[0][0], b[0][0], f[0][1], b[0][1]), (f[1][0], f[1][1], b[1][0], b[1][1]))
     with pytest.raises(ValueError, match="deadlock"):
-        simulate(schedule, equal(2, 1, 1))
+        simulate(parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), equal(2, 1, 1))
 
 
 def peak_live(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """For each stage, the most graphs and the most inputs held, at whatever moments."""
-    return tuple((max(graphs for graphs, _ in stage), max(inputs for _, inputs in stage)) for stage in live(schedule))
+    return tuple((max(held.graph for held in stage), max(held.input for held in stage)) for stage in live(schedule))
 
 
 def test_peak_of_kept_micro_batches() -> None:
@@ -222,3 +266,38 @@ def test_peak_of_kept_micro_batches() -> None:
             assert (one, all_) == ((1, min(k - stage, m)), (1, m))
             assert peak_live(build("gpipe", k, m, "except_last"))[stage] == (1, m - 1)
     assert peak_live(forward_only(2, 4)) == ((0, 0), (0, 0))
+
+
+def replayed(actions: Sequence[Action], sizes: Sequence[Held]) -> list[tuple[Held, int]]:
+    """While each action of a stage runs, how many micro-batches it holds in each way, and their bytes: every
+    micro-batch is looked at again, each time."""
+    at = {a: number for number, a in enumerate(actions)}
+    never = len(actions)
+    found = []
+    for now, running in enumerate(actions):
+        counts, held = [0, 0, 0, 0], 0
+        for m, size in enumerate(sizes):
+            f, r, b, i, w = (at.get(running._replace(kind=kind, micro_batch=m), never) for kind in "FRBIW")
+            if min(b, i) == never:
+                continue
+            graph = (f if r == never else r) <= now <= min(b, i)
+            ways = graph, r != never and f <= now < r, now == i, i < now <= w and i != never
+            counts = [count + way for count, way in zip(counts, ways, strict=True)]
+            held += sum(of * way for of, way in zip(size, ways, strict=True))
+        found.append((Held(*counts), held))
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_held_while_each_action_runs(name: str) -> None:
+    """Of micro-batches that differ, for any choice of what is recomputed and of backwards that are cut in two."""
+    random_ = random.Random(name)
+    for k, m in itertools.product(range(1, 5), (1, 2, 5)):
+        chosen = tuple(frozenset(m for m in range(m) if random_.random() < 0.5) for _ in range(k))
+        schedule = some_whole(build(name, k, m, chosen), random_)
+        sizes = [[Held(*(random_.randint(0, 9) for _ in range(4))) for _ in range(m)] for _ in range(k)]
+        again = [replayed(actions, of) for actions, of in zip(schedule.stages, sizes, strict=True)]
+        assert live(schedule) == tuple(tuple(held for held, _ in stage) for stage in again)
+        assert peak_bytes(schedule, sizes) == tuple(max(of for _, of in stage) for stage in again)
+        for actions, of, stage in zip(schedule.stages, sizes, again, strict=True):
+            assert list(bytes_held(actions, of)) == [held for _, held in stage]
