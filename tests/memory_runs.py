@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from engine_runs import CPU, build_stages
@@ -17,7 +18,7 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.schedules import Schedule
+from gpipe_cli.pipeline.schedule.schedules import Retain, Schedule
 from gpipe_cli.pipeline.schedule.simulator import Held, peak_bytes
 
 CLASSES, TOKENS, SIZE = 10, 12, 32
@@ -51,7 +52,7 @@ class Sample:
         targets = self.data(samples)[-1] if self.lengths else torch.randint(CLASSES, (samples,))
         return CrossEntropy(targets, sizes, label_smoothing=0.1, auxiliary_weight=self.auxiliary_weight, device=CPU)
 
-    def costs(self) -> tuple[LayerCost, ...]:
+    def costs(self, splits: bool = False) -> tuple[LayerCost, ...]:
         return trace_layers(
             self.model(),
             self.inputs,
@@ -60,6 +61,7 @@ class Sample:
             loss=loss_of_shapes(0.1, self.auxiliary_weight),
             memory_format=self.memory_format,
             computed_in=self.computed_in,
+            splits=splits,
         )
 
 
@@ -94,6 +96,26 @@ def _flattening() -> nn.Sequential:
     )
 
 
+class _Block(nn.Module):
+    """Of a residual network, (N, C, H, W) -> the same shape."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.norms[0](self.first(x)).relu_()
+        return (self.norms[1](self.second(inside)) + x).relu_()
+
+
+def _residual() -> nn.Sequential:
+    stem = nn.Sequential(nn.Conv2d(3, 6, 7, stride=4), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        stem, _Block(6), _Block(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6, CLASSES)
+    )
+
+
 _IMAGES = as_boundary((torch.empty(1, 3, SIZE, SIZE),))
 _TEXT = (BoundaryTensor((0, 0), (1, 0), torch.int64, False, ((0, 1),)),)
 _PAIRS = tuple(
@@ -107,6 +129,7 @@ _translation = partial(
 
 SAMPLES = {
     "amoebanet": Sample(_amoebanet, _IMAGES, auxiliary_weight=0.4, channels_last=True),
+    "residual": Sample(_residual, _IMAGES, channels_last=True),
     "flattening": Sample(_flattening, _IMAGES),
     "flattening channels last": Sample(_flattening, _IMAGES, channels_last=True),
     "language model": Sample(partial(_language_model, attention_dropout=0.0), _TEXT, (TOKENS,)),
@@ -148,3 +171,37 @@ def held(
         [[Held(memory.graph_bytes(*span), memory.input_bytes(*span)) for memory in memories] for span in spans],
     )
     return tuple(stage.peak_saved_bytes for stage in stages.values()), predicted
+
+
+def held_between_halves(
+    sample: Sample, costs: Sequence[LayerCost], samples: int, balance: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Of each stage, the bytes that I adds to those of the graph, and those that are held when it has ended: on real
+    stages, and as predicted."""
+    torch.manual_seed(0)
+    stages = build_stages(
+        sample.model(),
+        costs,
+        balance,
+        here=range(len(balance)),
+        memory_format=sample.memory_format,
+        computed_in=sample.computed_in,
+    )
+    objective = sample.objective(samples, (samples,))
+    boundary: Any = sample.data(samples)
+    for k, stage in stages.items():
+        stage.count_saved(True)
+        stage.begin_step(0, objective if k == len(balance) - 1 else None)
+        boundary = tuple(tensor.detach().clone() for tensor in stage.forward(0, boundary, Retain.GRAPH))
+    memory = ActivationMemory(costs, sample.inputs, samples, sample.lengths)
+    measured, predicted = [], []
+    boundary = (None,)
+    for k, (first, end) in reversed(list(enumerate(pairwise([0, *accumulate(balance)])))):
+        given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
+        boundary = stages[k].backward_inputs(0, given)
+        added = stages[k].peak_saved_bytes - memory.graph_bytes(first, end)
+        measured.append((added, stages[k].saved_bytes))
+        predicted.append((memory.gradients_bytes(first, end), memory.weights_bytes(first, end)))
+        stages[k].backward_weights(0)
+        assert stages[k].saved_bytes == 0
+    return measured, predicted

@@ -51,9 +51,12 @@ class ModelProfile:
 
 
 def profile_model(
-    config: TrainConfig, model: nn.Sequential | None = None, lengths: tuple[int, ...] | None = None
+    config: TrainConfig,
+    model: nn.Sequential | None = None,
+    lengths: tuple[int, ...] | None = None,
 ) -> ModelProfile:
-    """Trace the model, for sentences of `lengths`, by default the greatest there may be.
+    """Trace the model, for sentences of `lengths`, by default the greatest there may be; the two halves of backwards,
+    too, where the schedule may have them.
 
     Raises ValueError, one line, for one that does not fit the data set, or itself.
     """
@@ -73,7 +76,7 @@ def profile_model(
     _check_outputs(config, evaluation[-1].outputs, lengths)
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
-    costs = trace(training=True, loss=loss)
+    costs = trace(training=True, loss=loss, splits=config.splits_backward)
     weights = tuple(_layer_weights(config, layer) for layer in model.children())
     return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared, _own_costs(model))
 

@@ -130,7 +130,8 @@ class MemoryModel:
 
 def _held(memory: ActivationMemory, span: tuple[int, int]) -> Held:
     """The bytes of a micro-batch of layers `span`."""
-    return Held(memory.graph_bytes(*span), memory.input_bytes(*span))
+    gradients, weights = memory.gradients_bytes(*span), memory.weights_bytes(*span)
+    return Held(memory.graph_bytes(*span), memory.input_bytes(*span), gradients, weights)
 
 
 def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:

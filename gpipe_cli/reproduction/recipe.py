@@ -30,8 +30,9 @@ from gpipe_cli.units import plural, size
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
     "table1", "table2", "table3", "figure3", "breakdown", "schedules", "imagenet", "transfer_cifar",
-    "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap", "multilingual_400m",
-    "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m", "batch_size_4m",
+    "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap",
+    "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
+    "batch_size_4m",
 )  # fmt: skip
 Scale = Literal["desk", "paper"]
 Experiment = LargestModel | Throughput | Breakdown | Schedules | Classification | Translation | FineTuning | Consistency

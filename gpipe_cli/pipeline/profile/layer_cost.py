@@ -7,6 +7,7 @@ and hold for micro-batches of any size.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from itertools import accumulate
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
@@ -67,9 +68,24 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """The backward of a layer in two halves. Their sum is more than the whole: a convolution reads the same twice.
+
+    What is kept from the first to the second: `kept_inputs` of its products and convolutions, described as in `Saved`,
+    and `kept_gradients` of their outputs. Positions of those are among the gradients of the layer's outputs, which come
+    in, followed by those of its inputs, which go out; `same_memory` is that of the latter.
+    """
+
+    inputs: Work = field(default_factory=Work)
+    weights: Work = field(default_factory=Work)
+    kept_inputs: Saved = field(default_factory=Saved)
+    kept_gradients: Saved = field(default_factory=Saved)
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """One layer. `trained` is how many of the parameters are; `saved` says what autograd keeps between forward and
-    backward."""
+    backward; `halves` are None where the backward is not split."""
 
     name: str
     parameters: int
@@ -78,6 +94,7 @@ class LayerCost:
     outputs: Boundary
     trained: int = 0
     saved: Saved = field(default_factory=Saved)
+    halves: Halves | None = None
 
     @property
     def flops(self) -> float:
@@ -108,8 +125,11 @@ class ActivationMemory:
 
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
         self._layers = len(costs)
+        self._samples, self._halves = samples, [cost.halves or Halves() for cost in costs]
+        self._kept_inputs, self._kept_gradients = cache(self._inputs_from), cache(self._gradients_to)
         boundaries = [inputs, *(cost.outputs for cost in costs)]
-        self._input_bytes = [sum(t.bytes(samples, lengths) for t in boundary) for boundary in boundaries]
+        self._tensor_bytes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
+        self._input_bytes = list(map(sum, self._tensor_bytes))
         self._has_gradient = [any(t.has_gradient for t in boundary) for boundary in boundaries]
         self._trained = [0, *accumulate(cost.trained for cost in costs)]
         # the tensors that cross each boundary, and for each layer the bytes that it is the first to save
@@ -154,6 +174,45 @@ class ActivationMemory:
                 if id(tensor) not in incoming and (tensor.first_saver is None or tensor.first_saver >= end):
                     charged += tensor.bytes
         return self._input_bytes[first] + charged
+
+    def weights_bytes(self, first: int, end: int) -> int:
+        """What the stage keeps of a micro-batch between the two halves of its backward: the inputs of products and
+        convolutions, and the gradients of their outputs.
+
+        Of a tensor that crosses a boundary of layers all counts, even if a product reads only a part.
+        """
+        if not self._has_backward(first, end):
+            return 0
+        return self._kept_inputs(first)[end - first] + self.gradients_bytes(first, end)
+
+    def gradients_bytes(self, first: int, end: int) -> int:
+        """The part of `weights_bytes` that the first half adds to what is there: gradients."""
+        return self._kept_gradients(end)[end - first] if self._has_backward(first, end) else 0
+
+    def _inputs_from(self, first: int) -> Sequence[int]:
+        """Kept by stages that begin with layer `first` and have 0, 1, ... layers."""
+        return self._walked(self._tensor_bytes[first:], [halves.kept_inputs for halves in self._halves[first:]])
+
+    def _gradients_to(self, end: int) -> Sequence[int]:
+        """Kept by stages that end before layer `end` and have 0, 1, ... layers: gradients go the other way."""
+        kept = [halves.kept_gradients for halves in self._halves[:end]]
+        return self._walked(self._tensor_bytes[end::-1], kept[::-1])
+
+    def _walked(self, boundaries: Sequence[Sequence[int]], kept: Sequence[Saved]) -> list[int]:
+        """What is kept in the first 0, 1, ... of the layers between `boundaries`, no tensor twice."""
+        current, total = [_Tensor(size) for size in boundaries[0]], [0]
+        for saved, made in zip(kept, boundaries[1:], strict=True):
+            tensors = list(current)
+            for size, other in zip(made, saved.same_memory or (None,) * len(made), strict=True):
+                tensors.append(_Tensor(size) if other is None else tensors[other])
+            found = saved.inside_bytes(self._samples)
+            for position in saved.tensors:
+                if tensors[position].first_saver is None:
+                    tensors[position].first_saver = len(total)
+                    found += tensors[position].bytes
+            total.append(total[-1] + found)
+            current = tensors[len(current) :]
+        return total
 
     def _has_backward(self, first: int, end: int) -> bool:
         """A stage with nothing to train in it or before it has no backward, and keeps nothing."""

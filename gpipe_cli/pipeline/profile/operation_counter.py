@@ -173,7 +173,13 @@ def _convolution_backward_flops(
 _aten = torch.ops.aten
 _VECTOR = 16  # numbers of 32 bits in a vector register of 512
 # the last one: where a tensor is, which tensors without memory are asked as if it were an operation
-_MOVES_NOTHING = (_aten.empty.memory_format, _aten.empty_like.default, torch.ops.prim.device.default)
+_MOVES_NOTHING = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty_strided.default,
+    torch.ops.prim.device.default,
+)
 _FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     _aten.convolution.default: _convolution_shapes,

@@ -6,6 +6,7 @@ without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropM
 any other size follows. Of layers that are equal and get equal inputs one is traced for all.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Operations, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import Halves, LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout, layout_strides
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
+from gpipe_cli.pipeline.runtime.deferred_weights import backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import traced_call
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, counting_saved, storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import (
+    ByteRange,
+    StorageBytes,
+    byte_range,
+    counting_saved,
+    storage_of,
+)
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 
@@ -47,6 +55,7 @@ def trace_layers(
     computed_in: torch.dtype | None = None,
     device: str = "cpu",
     fuses: Fuses = cpu_fuses,
+    splits: bool = False,
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
 
@@ -57,6 +66,7 @@ def trace_layers(
     model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
     The weights stay so: initial values would be drawn in another order. Layers compute with numbers of the type
     `computed_in` where autocast has it so on `device`, `cpu` or `cuda`; `fuses` says when attention is one kernel.
+    `splits`: the backward is traced in its two halves, too.
 
     Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not known,
     and ChangedInputError if in training it changes its input in place.
@@ -65,6 +75,7 @@ def trace_layers(
         device = "cpu"
     layers = _described(model.to(memory_format=memory_format), training)
     trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses)
+    trace_backward = partial(_trace_backward, halves_in=memory_format if splits else None)
     first = _TRACED_SIZES[0]
     with deferring(model):
         with _without_memory(model, device) if computed_in else nullcontext("meta") as where:
@@ -73,11 +84,11 @@ def trace_layers(
                 trace(where, first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))
             ]
             if where != "cuda":
-                backward, backward_of_large = map(_trace_backward, both)
+                backward, backward_of_large = map(trace_backward, both)
         if where == "cuda":  # a backward there wants a GPU, which may not be here: operations are those of a CPU
             with _without_memory(model, "cpu") as where:
                 both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
-                backward, backward_of_large = map(_trace_backward, both)
+                backward, backward_of_large = map(trace_backward, both)
     return tuple(
         _cost(layer, small[at], [large[at], *(runs[at] for runs in shorter)], lengths, backward[at],
               backward_of_large[at])
@@ -105,6 +116,7 @@ class _Layer:
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers
+    tied: Sequence[int]  # which of its parameters other layers have, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +126,17 @@ class _Backward:
     returning: tuple[bool, ...]  # these outputs
     wanted: tuple[bool, ...]  # the inputs that gradients go on to
     by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
+    halves: "_Halves | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Halves:
+    """Of one layer's backward; bytes are those of this run."""
+
+    inputs: Mapping[OperationKind, Operations]
+    weights: Mapping[OperationKind, Operations]
+    kept_inputs: Saved
+    kept_gradients: Saved
 
 
 @dataclass(eq=False)
@@ -121,6 +144,7 @@ class _Run:
     """One layer's forward on inputs of its own."""
 
     module: nn.Module
+    tied: Sequence[int]
     inputs: Tensors
     outputs: Tensors
     in_tuple: bool  # the outputs
@@ -166,9 +190,12 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
 def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
     set_training(model, training)
     kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
-    return [
-        _Layer(name, layer, kinds.setdefault(signature(layer), len(kinds))) for name, layer in model.named_children()
-    ]
+    owners = Counter(parameter for layer in model.children() for parameter in layer.parameters())
+    described = []
+    for name, layer in model.named_children():
+        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if owners[parameter] > 1)
+        described.append(_Layer(name, layer, kinds.setdefault((signature(layer), tied), len(kinds)), tied))
+    return described
 
 
 def _trace(
@@ -236,44 +263,53 @@ def _run(
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)
-    tensors = [*inputs, *outputs]
-    spans = [byte_range(tensor) for tensor in tensors]
-    same_memory = [  # of each output: the first tensor before it whose memory it is
-        next((i for i, other in enumerate(spans[:at]) if spans[at].meets(other)), None)
-        for at in range(len(inputs), len(spans))
-    ]
-    new = [*(True for _ in inputs), *(owner is None for owner in same_memory)]
-    kept = [i for i, span in enumerate(spans) if new[i] and saved.meets(span)]
-    across = StorageBytes()
-    across.add(tensors[i] for i in kept)
     if closed is not None:
         saved.add((closed,))  # a stage holds it until the backward
     return _Run(
         layer.module,
+        layer.tied,
         inputs,
         outputs,
         in_tuple=not isinstance(returned, torch.Tensor),
         loss=closed,
         by_kind=counter.by_kind,
-        saved=Saved(tuple(kept), max(0, saved.bytes - across.bytes), same_memory=tuple(same_memory)),
+        saved=_described_memory(saved, list(map(byte_range, (*inputs, *outputs))), len(inputs)),
     )
 
 
-def _trace_backward(runs: Sequence[_Run]) -> list[_Backward]:
-    """The backward of each layer, from the last one's outputs on: none where nothing was recorded or is trained."""
+def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> Saved:
+    """What is `kept`, with the tensors that come in and go out told apart: `spans` are their memory, of which the first
+    `given` come in; None: one that is not there, or new."""
+    same_memory = [  # of each that goes out: the first tensor before it whose memory it is
+        next((i for i, other in enumerate(spans[:at]) if span and other and span.meets(other)), None)
+        for at, span in enumerate(spans[given:], given)
+    ]
+    new = [*(True for _ in range(given)), *(owner is None for owner in same_memory)]
+    across = {i: span for i, span in enumerate(spans) if span and new[i] and kept.meets(span)}
+    crossing = StorageBytes()
+    crossing.add_ranges(across.values())
+    return Saved(tuple(across), max(0, kept.bytes - crossing.bytes), same_memory=tuple(same_memory))
+
+
+def _trace_backward(runs: Sequence[_Run], halves_in: torch.memory_format | None) -> list[_Backward]:
+    """The backward of each layer, from the last one's outputs on: none where nothing was recorded or is trained.
+
+    `halves_in`: of each the two halves, too, with images between layers in this format.
+    """
     returning = tuple(output.requires_grad for output in runs[-1].outputs)
     found = []
     for run in reversed(runs):
         if returning not in run.backwards:
-            run.backwards[returning] = _backward(run, returning)
+            run.backwards[returning] = _backward(run, returning, halves_in)
         found.append(run.backwards[returning])
         returning = found[-1].wanted
     return found[::-1]
 
 
-def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
+def _backward(run: _Run, returning: tuple[bool, ...], halves_in: torch.memory_format | None) -> _Backward:
     """Count one layer's backward; the graph stays, for another choice of outputs."""
-    roots = [output for output, wanted in zip(run.outputs, returning, strict=True) if wanted and output.requires_grad]
+    returned = [wanted and output.requires_grad for output, wanted in zip(run.outputs, returning, strict=True)]
+    roots = [output for output, wanted in zip(run.outputs, returned, strict=True) if wanted]
     gradients: list[torch.Tensor | None] = [torch.empty_like(output) for output in roots]
     if run.loss is not None and run.loss.requires_grad:
         roots, gradients = [run.loss], [None]
@@ -289,7 +325,53 @@ def _backward(run: _Run, returning: tuple[bool, ...]) -> _Backward:
     added = counter.by_kind[OperationKind.ELEMENTWISE]
     added.count += len(weights)
     added.bytes += 3 * sum(weight.nbytes for weight in weights)
-    return _Backward(returning, reached, counter.by_kind)
+    halves = None
+    if halves_in is not None:
+        given = iter(gradients)
+        of_outputs = [next(given) if wanted and run.loss is None else None for wanted in returned]
+        halves = _halves(run, roots, gradients, of_outputs, weights, halves_in)
+    return _Backward(returning, reached, counter.by_kind, halves)
+
+
+def _halves(
+    run: _Run,
+    roots: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    of_outputs: Sequence[torch.Tensor | None],
+    weights: Sequence[nn.Parameter],
+    memory_format: torch.memory_format,
+) -> _Halves:
+    """Count the two halves of a layer's backward, from the gradients `of_outputs`, None for one that has none."""
+    spans = [None if gradient is None else byte_range(gradient) for gradient in of_outputs]
+    of_inputs: dict[int, ByteRange] = {}
+    alive: list[Any] = []
+
+    def returns(position: int, gradient: torch.Tensor) -> None:
+        alive.append(gradient.untyped_storage())  # the gradient itself would be copied if it was held
+        if gradient.stride() == layout_strides(gradient.shape, memory_format):
+            of_inputs[position] = byte_range(gradient)  # else it is copied before the next layer gets it
+
+    hooks = [tensor.register_hook(partial(returns, at)) for at, tensor in enumerate(run.inputs) if tensor.requires_grad]
+    parameters = list(run.module.parameters())
+    tied = [parameters[at] for at in run.tied if parameters[at].requires_grad]
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)  # what the micro-batches before have left
+    with OperationCounter() as first:
+        deferred = backward_inputs(roots, gradients, tied=tied, retain_graph=True)
+    for hook in hooks:
+        hook.remove()
+    spans += [of_inputs.get(at) for at in range(len(run.inputs))]
+    own = {storage_of(tensor) for tensor in (*parameters, *run.module.buffers())}
+    inputs, kept = StorageBytes(own), StorageBytes(own)
+    inputs.add(weight.input for weight in deferred)
+    kept.add(weight.gradient for weight in deferred if weight.gradient is not None)
+    kept_inputs = _described_memory(inputs, list(map(byte_range, (*run.inputs, *run.outputs))), len(run.inputs))
+    kept_gradients = _described_memory(kept, spans, len(run.outputs))
+    with OperationCounter() as second:
+        backward_weights(deferred)
+    for tensor in (*run.inputs, *weights):
+        tensor.grad = None
+    return _Halves(first.by_kind, second.by_kind, kept_inputs, kept_gradients)
 
 
 def _cost(
@@ -301,9 +383,6 @@ def _cost(
     backward_of_large: _Backward,
 ) -> LayerCost:
     """From runs of the first size, of the second, and of the first with one of each length less."""
-    first, second = _TRACED_SIZES
-    saved = run.saved
-    per_sample_bytes = (others[0].saved.base_bytes - saved.base_bytes) // (second - first)
     outputs = [
         _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
         for position, tensor in enumerate(run.outputs)
@@ -316,7 +395,25 @@ def _cost(
         backward=_work(backward.by_kind, backward_of_large.by_kind),
         outputs=tuple(replace(described, in_tuple=run.in_tuple) for described in outputs),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        saved=replace(saved, base_bytes=saved.base_bytes - per_sample_bytes * first, per_sample_bytes=per_sample_bytes),
+        saved=_saved(run.saved, others[0].saved),
+        halves=_both_halves(backward.halves, backward_of_large.halves),
+    )
+
+
+def _saved(small: Saved, large: Saved) -> Saved:
+    first, second = _TRACED_SIZES
+    per_sample_bytes = (large.base_bytes - small.base_bytes) // (second - first)
+    return replace(small, base_bytes=small.base_bytes - per_sample_bytes * first, per_sample_bytes=per_sample_bytes)
+
+
+def _both_halves(small: _Halves | None, large: _Halves | None) -> Halves | None:
+    if small is None or large is None:
+        return None
+    return Halves(
+        _work(small.inputs, large.inputs),
+        _work(small.weights, large.weights),
+        _saved(small.kept_inputs, large.kept_inputs),
+        _saved(small.kept_gradients, large.kept_gradients),
     )
 
 

@@ -11,7 +11,7 @@ or parametrized weights, compiled layers, functions of users) is done in I, by a
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -46,13 +46,16 @@ def backward_inputs(
     gradients: Sequence[torch.Tensor | None],
     keeps: Callable[[torch.Tensor], None] = lambda gradient: None,
     *,
+    tied: Collection[torch.Tensor] = (),
     retain_graph: bool = False,
 ) -> list[DeferredWeight]:
     """I: `torch.autograd.backward`, but for the weights that are returned, in the order in which it comes to them.
 
-    `keeps` is called with the gradient of each one's output, as soon as it is kept.
+    `keeps` is called with the gradient of each one's output, as soon as it is kept. `tied` are weights that are used
+    elsewhere, too, than before `outputs`.
     """
-    found, leaves = _look_through([get_gradient_edge(output).node for output in outputs])
+    elsewhere = [get_gradient_edge(weight).node for weight in tied]
+    found, leaves = _look_through([get_gradient_edge(output).node for output in outputs], elsewhere)
     if not found:
         torch.autograd.backward(outputs, gradients, retain_graph)
         return []
@@ -84,10 +87,10 @@ def backward_weights(deferred: list[DeferredWeight]) -> None:
         torch.autograd.backward(weight.edges, gradients)
 
 
-def _look_through(roots: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
+def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
     """The nodes of a graph whose weights can wait, and all leaves but these weights."""
-    uses, products, leaves = Counter(roots), list[Node](), list[Node]()
-    ahead = list(uses)
+    uses, products, leaves = Counter((*roots, *elsewhere)), list[Node](), list[Node]()
+    ahead, seen = list(set(roots)), set(roots)
     while ahead:
         node = ahead.pop()
         kind = type(node).__name__
@@ -99,7 +102,8 @@ def _look_through(roots: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], li
             return {}, []
         for following, _ in node.next_functions:
             if following is not None:
-                if following not in uses:
+                if following not in seen:
+                    seen.add(following)
                     ahead.append(following)
                 uses[following] += 1
     found, later = dict[Node, DeferredWeight](), set[Node]()

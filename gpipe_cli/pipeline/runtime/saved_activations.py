@@ -25,6 +25,10 @@ class SavedBytes:
         # apart, as autograd frees memory while they come, which then may be theirs
         self._gradients: dict[int, StorageBytes] = {}
 
+    @property
+    def bytes(self) -> int:
+        return sum(held.bytes for held in (*self._held.values(), *self._gradients.values()))
+
     def begin_step(self, static: Iterable[torch.Tensor]) -> None:
         """Begin anew. `static` tensors are not counted: parameters, buffers, and what else outlives a micro-batch."""
         self._held.clear()
@@ -55,8 +59,7 @@ class SavedBytes:
 
     def _add(self, counted: "dict[int, StorageBytes]", micro_batch: int, tensors: Iterable[torch.Tensor]) -> None:
         counted.setdefault(micro_batch, StorageBytes(self._static)).add(tensors)
-        held = (*self._held.values(), *self._gradients.values())
-        self.peak_bytes = max(self.peak_bytes, sum(each.bytes for each in held))
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
 @contextmanager
@@ -109,8 +112,10 @@ class StorageBytes:
         self.bytes = 0
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            span = byte_range(tensor)
+        self.add_ranges(map(byte_range, tensors))
+
+    def add_ranges(self, spans: Iterable[ByteRange]) -> None:
+        for span in spans:
             if span.storage in self._without or not span.bytes:
                 continue
             if (known := self._ranges.get(span.storage)) is not None:

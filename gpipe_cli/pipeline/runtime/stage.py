@@ -116,6 +116,11 @@ class Stage:
         """The most bytes held at once for micro-batches in flight since the step began; 0 if they are not counted."""
         return 0 if self._saved_bytes is None else self._saved_bytes.peak_bytes
 
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes held now; 0 if they are not counted."""
+        return 0 if self._saved_bytes is None else self._saved_bytes.bytes
+
     def begin_step(self, step: int, objective: Objective | None, first_micro_batch: int = 0) -> None:
         """Before the first action of a mini-batch; `step` counts mini-batches over the whole run. It enters the seeds,
         and so does the place of a micro-batch among those of all replicas, of which this pipeline's begin at

@@ -44,6 +44,27 @@ def test_a_convolution(stride: int, groups: int) -> None:
     assert costs["second"].outputs[0].shape(5) == (5, 12, side, side)
 
 
+def test_the_halves_of_a_backward() -> None:
+    """The gradients of weights that wait, and the rest: of layers with weights of their own, and with tied ones."""
+    with torch.device("meta"):
+        layers = OrderedDict(
+            first=nn.Linear(20, 30), second=nn.Linear(30, 30), norm=nn.BatchNorm1d(30), tied=nn.Linear(30, 30)
+        )
+    layers["tied"].bias = layers["second"].bias
+    model = nn.Sequential(layers)
+    costs = trace_layers(model, as_boundary((torch.empty(1, 20),)), training=True, splits=True)
+    halves = [cost.halves for cost in costs]
+    assert [each and each.weights.flops for each in halves] == [2 * 20 * 30, 2 * 30 * 30, 0, 2 * 30 * 30]
+    assert [each and each.inputs.flops for each in halves] == [0, 2 * 30 * 30, 0, 2 * 30 * 30]
+    assert [each and each.kept_gradients.tensors for each in halves] == [(0,), (0,), (), (0,)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    counts = [[sum(each.count for each in work.by_kind.values()) for work in (half.inputs, half.weights)]
+              for half in halves if half is not None]  # fmt: skip
+    # a product, the sum of its bias's gradient, and to each weight what is added: the tied bias is done at once
+    assert counts == [[0, 4], [1 + 2, 2], [1 + 2, 0], [1 + 2, 2]]
+    assert trace((20,), first=nn.Linear(20, 30))["first"].halves is None
+
+
 def test_layers_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"layer second does not accept inputs of shape \(2, 5\)"):
         trace((4,), first=nn.Linear(4, 5), second=nn.Linear(6, 5))

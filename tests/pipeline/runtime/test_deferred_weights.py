@@ -258,30 +258,24 @@ def test_what_is_held_until_the_weights_have_their_gradients() -> None:
     made = stage_of(CASES["rows"], torch.contiguous_format, None)
     made.count_saved(True)
     made.begin_step(0, None)
-    held = made._saved_bytes
-    assert held is not None
-
-    def bytes_now() -> int:
-        return sum(each.bytes for each in (*held._held.values(), *held._gradients.values()))
-
     x, gradient = torch.randn(4, 8), torch.randn(4, 1)
     for m in (0, 1):
         made.forward(m, (x.clone(),), Retain.GRAPH)
     inputs = 4 * (4 * 8 + 4 * 8 + 4 * 24)  # of the three products: the second one's is what the activation left
     graph, gradients = inputs + 4 * 4 * 1, 4 * (4 * 8 + 4 * 24 + 4 * 1)
-    assert bytes_now() == made.peak_saved_bytes == 2 * graph
+    assert made.saved_bytes == made.peak_saved_bytes == 2 * graph
     made.backward_inputs(0, (gradient,))
     assert made.peak_saved_bytes == 2 * graph + gradients
-    assert bytes_now() == inputs + gradients + graph
+    assert made.saved_bytes == inputs + gradients + graph
     made.backward_inputs(1, (gradient,))
     made.backward_weights(0)
-    assert bytes_now() == inputs + gradients
+    assert made.saved_bytes == inputs + gradients
     assert made.peak_saved_bytes == max(2 * graph + gradients, inputs + graph + 2 * gradients)
     with pytest.raises(AssertionError, match=r"still holds micro-batches \[1\]"):
         made.finish_step()
     made.backward_weights(1)
     made.finish_step()
-    assert bytes_now() == 0
+    assert made.saved_bytes == 0
 
 
 class Marker:

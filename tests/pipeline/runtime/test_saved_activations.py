@@ -1,17 +1,19 @@
 """What real stages hold, and that it was known before."""
 
 from collections import OrderedDict
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 import torch
 from engine_runs import covering
-from memory_runs import SAMPLES, held
+from memory_runs import SAMPLES, held, held_between_halves
 from schedule_runs import build
 from torch import nn
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Halves, LayerCost, Saved, Work
+from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -49,6 +51,17 @@ def test_every_cut_holds_what_was_predicted(name: str) -> None:
         balance = [b - a for a, b in pairwise((0, *cuts, len(costs)))]
         measured, predicted = held(sample, costs, order, 4, 2, balance)
         assert measured == predicted, balance
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_between_the_halves_of_a_backward_stages_hold_what_was_predicted(name: str) -> None:
+    sample = SAMPLES[name]
+    costs = sample.costs(splits=True)
+    for samples, cuts in ((2, 0), (5, 1), (3, 2)):
+        for ends in combinations(range(1, len(costs)), cuts):
+            balance = [b - a for a, b in pairwise((0, *ends, len(costs)))]
+            measured, predicted = held_between_halves(sample, costs, samples, balance)
+            assert measured == predicted, balance
 
 
 def stage() -> Stage:
@@ -128,3 +141,44 @@ def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
     assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
     assert memory.input_bytes(0, 3) == 4 * 2
     assert memory.graph_bytes(1, 3) == 4 * 5 + 4 * 5 + 1 + 4 * 3
+
+
+def test_between_halves_a_tensor_counts_once_and_a_gradient_where_it_was_kept_first() -> None:
+    """Both layers multiply what the first one gets; the gradient that comes into the second one goes on to the first
+    as it is, and both keep it."""
+    passing = Halves(
+        kept_inputs=Saved((0,), 0, 2, (0,)), kept_gradients=Saved((0,), 1, 0, (0,)),
+    )  # fmt: skip
+    costs = [replace(layer((tensor(5),), Saved()), halves=passing) for _ in range(2)]
+    costs.append(layer((tensor(1),), Saved()))
+    memory = ActivationMemory(costs, (tensor(5),), 3)
+    whole = 3 * 4 * 5
+    assert memory.gradients_bytes(0, 1) == memory.gradients_bytes(1, 2) == whole + 1
+    assert memory.gradients_bytes(0, 2) == whole + 2
+    assert memory.weights_bytes(0, 2) == (whole + 2 * 3 * 2) + (whole + 2)
+    assert memory.weights_bytes(2, 3) == 0
+
+
+def test_a_gradient_that_is_kept_in_part_is_predicted_as_if_it_was_kept_whole() -> None:
+    """As a tensor that is read in part: more is never held."""
+
+    class Joins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv1d(4, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[..., :1], self.convolution(x)], dim=2)
+
+    inputs = (BoundaryTensor((0, 4, 3), (1, 0, 0), torch.float32, True),)
+    model = nn.Sequential(Joins(), nn.Tanh())
+    memory = ActivationMemory(trace_layers(model.to("meta"), inputs, training=True, splits=True), inputs, 2)
+    made = Stage(1, nn.Sequential(Joins()), first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
+    made.set_training(True)
+    made.count_saved(True)
+    made.begin_step(0, None)
+    made.forward(0, (torch.rand(2, 4, 3),), Retain.GRAPH)
+    made.backward_inputs(0, (torch.rand(2, 4, 4),))
+    kept = 4 * (2 * 4 * 3 + 2 * 4 * 4)
+    assert memory.weights_bytes(0, 1) == kept
+    assert made.saved_bytes == kept - 4, "all but the first number, which is the gradient of something else"
