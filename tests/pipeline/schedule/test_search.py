@@ -1,0 +1,105 @@
+"""The orders that `schedule=auto` makes: they can run, they fit, none that has a name is faster."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from gpipe_cli.pipeline.schedule.dependencies import check
+from gpipe_cli.pipeline.schedule.orders import order
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.search import Problem, find
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, peak_bytes, simulate
+
+TICK = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
+
+
+def problem(partitions: int, micro_batches: int, devices: int | None = None) -> Problem:
+    """Equal stages, free transfers, memory without a limit."""
+    turns = [k % (devices or partitions) for k in range(partitions)]
+    sizes = [Held(graph=5, input=1, gradients=1, weights=3)] * partitions
+    return Problem([TICK] * partitions, (), (), turns, micro_batches, sizes, None, "never", split=True)
+
+
+def uneven(seed: int) -> Problem:
+    """Stages, links and memory at random."""
+    at_random = random.Random(seed)
+    devices, each = at_random.choice([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (1, 3)])
+    micro_batches = at_random.randint(1, 9)
+    partitions = devices * each
+    stages = []
+    for _ in range(partitions):
+        forward, inputs, weights = (at_random.uniform(0.5, 2) for _ in range(3))
+        stages.append(StageCost(forward, forward * 1.05, (inputs + weights) * 0.97, inputs, weights, 0.1))
+    edges = [EdgeCost(at_random.uniform(0, 0.3), at_random.uniform(0, 0.3)) for _ in range(partitions - 1)]
+    room = None if at_random.random() < 0.3 else [at_random.randint(12, 40) for _ in range(partitions)]
+    turns = [k % devices for k in range(partitions)]
+    sizes = [Held(5, at_random.randint(0, 4), 1, at_random.randint(1, 4)) for _ in range(partitions)]
+    recompute = at_random.choice((*RECOMPUTE, "auto"))
+    slowdown = at_random.choice(((), (1.0, 1.2)))
+    return Problem(stages, edges, slowdown, turns, micro_batches, sizes, room, recompute, at_random.random() < 0.8)
+
+
+def ends(problem: Problem, schedule: Schedule) -> float:
+    """When the last update has ended."""
+    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.turns)
+    return max(event.end_seconds for events in timeline.events for event in events)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_found_runs_fits_and_has_the_order_of_1f1b(seed: int) -> None:
+    given = uneven(seed)
+    best, tried = find(given)
+    held = [[size] * given.micro_batches for size in given.sizes]
+    for one in tried:
+        check(one.schedule)
+        for actions in one.schedule.stages:
+            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W)):
+                assert [a.micro_batch for a in actions if a.kind in kinds] == list(range(given.micro_batches))
+            assert given.split or all(a.kind not in (Kind.I, Kind.W) for a in actions)
+        if one.fits:
+            assert one.seconds == pytest.approx(ends(given, one.schedule))
+            peaks = peak_bytes(one.schedule, held)
+            assert given.room is None or all(a <= b for a, b in zip(peaks, given.room, strict=True))
+    if best is None:
+        assert not any(one.fits for one in tried)
+        return
+    for name in ("1f1b", "zero_bubble") if given.split else ("1f1b",):
+        if given.room is None and given.recompute != "auto":
+            made = order(name, len(given.stages), given.micro_batches)
+            assert best.seconds is not None
+            assert best.seconds <= 1.001 * ends(given, with_recomputation(made, given.recompute))
+
+
+def test_equal_stages_get_what_is_known_to_be_best() -> None:
+    """Zero bubble's step with a stage on each device; with two it is beaten."""
+    for devices, micro_batches in ((2, 4), (4, 4), (4, 8), (8, 32)):
+        best, _ = find(problem(devices, micro_batches))
+        assert best is not None
+        assert best.seconds == 3 * micro_batches + devices - 1
+        twice, _ = find(problem(2 * devices, micro_batches, devices))
+        assert twice is not None
+        assert twice.seconds is not None
+        assert twice.seconds < 2 * best.seconds
+
+
+def test_recomputations_move_into_waits() -> None:
+    """1f1b recomputes directly before a backward; on 2 stages with 4 micro-batches a tick of waiting is left over
+    where a recomputation could have been."""
+    given = replace(problem(2, 4), recompute="except_last", split=False)
+    _, tried = find(given)
+    (moved,) = (one for one in tried if one.name == "1f1b, R in waits")
+    direct = simulate(with_recomputation(order("1f1b", 2, 4), "except_last"), given.stages)
+    assert (moved.seconds, direct.end_seconds) == (16, 17)
+
+
+def test_a_limit_changes_what_is_found() -> None:
+    """With room for two micro-batches between F and W nothing is held back for long; with none there is no order."""
+    free, _ = find(problem(4, 8))
+    tight, _ = find(replace(problem(4, 8), room=[20, 20, 20, 20]))
+    assert free is not None
+    assert tight is not None
+    assert free.seconds is not None
+    assert tight.seconds is not None
+    assert tight.seconds >= free.seconds
+    assert find(replace(problem(4, 8), room=[4, 4, 4, 4]))[0] is None
