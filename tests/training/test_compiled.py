@@ -10,6 +10,7 @@ import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.models.amoebanet import ScheduledDropPath
 from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
@@ -26,9 +27,16 @@ SETTINGS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+    """For this process and for workers, whose server is started anew. Torch would try each set of vector instructions
+    of the CPU in a Python of its own, which imports torch."""
+    from torch._inductor import config as inductor
+
+    with pytest.MonkeyPatch.context() as patch, inductor.patch("cpp.vec_isa_ok", True):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        fork_server.kill()
         yield
+        fork_server.kill()
 
 
 @needs_compiler
