@@ -5,8 +5,20 @@ import torch
 
 from gpipe_cli.launch import machine_timing as timing
 
+# The files that take longest, which begin first, so that at the end no core waits for one of them.
+LONGEST = (
+    "test_measurements", "test_train_loop", "test_failures", "test_text", "test_compiled", "test_torchrun",
+    "test_models", "test_machine_timing", "test_readme", "test_fine_tuning", "test_going_on", "test_bench",
+    "test_what_belongs_to_a_run", "test_unwritten", "test_sweep", "test_check_command", "test_writer",
+)  # fmt: skip
+
 # One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture(autouse=True)
