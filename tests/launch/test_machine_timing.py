@@ -33,12 +33,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)  # remembered whatever else the machine of the tests does
     monkeypatch.setattr(timing, "_LAYER_SECONDS", 0.1)
     monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "profile_model", profile_once)
     return tmp_path / "gpipe" / "costs"
 
 
 @pytest.fixture(autouse=True)
 def machine_is_not_timed() -> None:
     """Here it is timed."""
+
+
+# the layers that a machine is timed with are the same for most tests
+profile_once = cache_of(profile_model)
 
 
 def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
@@ -178,13 +183,12 @@ def rates_of(gpu: Gpu) -> Rates:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     """GPUs that there are not: only what workers on them would report is made up, by known rates."""
     here = [H100, H100]
-    once = cache_of(profile_model)
 
     def report(task: Any, placement: Placement, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
         config, placed, segments, samples, _, apart = task.args
         assert apart
         assert placed == placement
-        profile, gpu = once(config), data_sheet.gpu_of(placement.devices[0])
+        profile, gpu = profile_once(config), data_sheet.gpu_of(placement.devices[0])
         assert gpu is not None
         assert sum(map(len, segments.layer_names)) == len(profile.costs)
         forward = [rates_of(gpu).seconds(cost.forward, samples) + 1e-5 for cost in profile.costs]
@@ -197,7 +201,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     monkeypatch.setattr(timing, "driver_version", lambda: "600.1")
     monkeypatch.setattr(timing, "busy_share", lambda number: 0.0)
     monkeypatch.setattr(timing, "run_task", report)
-    monkeypatch.setattr(timing, "profile_model", once)
     return here
 
 
