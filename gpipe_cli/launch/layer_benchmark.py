@@ -48,12 +48,14 @@ def measure(
     samples: int,
     seconds: float,
     apart: bool,
+    splits: bool,
     process: WorkerProcess,
 ) -> None:
     """Time every layer for a micro-batch of `samples`, as one process of those that `placement` has.
 
     Process 0 reports what was measured (LayerTimes). `segments` cuts the model into parts that fit the device one after
     another; each is timed for about `seconds`. `apart`: no layer begins before the device is done with the one before.
+    `splits`: the two halves of the backward are timed, too.
     """
     control, groups = process.connect()
     own = placement.device_of(process.number)
@@ -65,7 +67,7 @@ def measure(
     set_up = 0.0
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, build_model(config), whole)
-        timer = _Timer(config, segments, stage, samples, seconds, apart=apart)
+        timer = _Timer(config, segments, stage, samples, seconds, apart=apart, splits=splits)
         if control.leads:
             alone += timer.passes()
         control.barrier()
@@ -86,9 +88,17 @@ class _Timer:
     """Runs one segment repeatedly, and reads the clock at every boundary between layers."""
 
     def __init__(
-        self, config: TrainConfig, placement: Placement, stage: Stage, samples: int, seconds: float, *, apart: bool
+        self,
+        config: TrainConfig,
+        placement: Placement,
+        stage: Stage,
+        samples: int,
+        seconds: float,
+        *,
+        apart: bool,
+        splits: bool,
     ) -> None:
-        self._config, self._stage, self._seconds, self._apart = config, stage, seconds, apart
+        self._config, self._stage, self._seconds, self._apart, self._splits = config, stage, seconds, apart, splits
         self._layers = list(stage.module.children())
         device = stage.device
         self._clock = Recorder({stage.index: device}).clocks[stage.index]
@@ -118,7 +128,11 @@ class _Timer:
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
+        self._weights: list[tuple[int, Any]] = []  # layers whose weights have got a gradient, and when
         for number, layer in enumerate(self._layers):
+            for weight in layer.parameters() if splits else ():
+                if weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(partial(self._weight_is_done, number))
             layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._mark()))
             layer.register_forward_hook(partial(self._await_gradient, number))
 
@@ -137,6 +151,9 @@ class _Timer:
             if tensor.requires_grad and not any(tensor is other for other in given):
                 tensor.register_hook(gradient_is_there)
 
+    def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
+        self._weights.append((number, self._mark()))
+
     def passes(self) -> Pass:
         """The median seconds of each layer over as many passes as there is time for."""
         for _ in range(_WARM_UP):
@@ -145,20 +162,13 @@ class _Timer:
         began = time.perf_counter()
         while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - began < self._seconds):
             taken.append(self._one_pass())
-        return [
-            (median(p[0] for p in layer), median(p[1] for p in layer), median(p[2] for p in layer))
-            for layer in zip(*taken, strict=True)
-        ]
+        return [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
 
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock
-        sizes, smoothing = [self._samples], self._config.label_smoothing
-        targets = None if self._targets is None else (self._targets, 0)
-        objective = objective_of(self._config, targets, sizes, smoothing, stage.device)
-        stage.begin_step(0, objective)
+        self._begin_step()
         clock.begin_step()
         reader = clock.reader()
-        self._backward.clear()
 
         def layers_of(work: Callable[[], Any]) -> list[float]:
             self._forward.clear()
@@ -172,17 +182,33 @@ class _Timer:
         if not stage.needs_backward:  # it is frozen, as is everything before it
             stage.finish_step()
             self._finishing.append(0.0)
-            return [(seconds, seconds, 0.0) for seconds in forward]
+            return [(seconds, seconds, *[0.0] * (3 if self._splits else 1)) for seconds in forward]
         graph = layers_of(lambda: stage.recompute(0))
-        begun = clock.now()
-        stage.backward(0, self._gradients)
+        columns = [forward, graph, self._backward_seconds(reader, stage.backward)]
         ended = clock.now()
         stage.finish_step()
         self._finishing.append(reader(clock.now()) - reader(ended))
-        return list(zip(forward, graph, self._backward_seconds(reader, begun, ended), strict=True))
+        if self._splits:
+            self._begin_step()
+            stage.forward(0, self._inputs, Retain.GRAPH)
+            columns.append(self._backward_seconds(reader, stage.backward_inputs))
+            columns.append(self._weights_seconds(reader))
+            stage.finish_step()
+        return list(zip(*columns, strict=True))
 
-    def _backward_seconds(self, reader: Callable[[Any], float], begun: Any, ended: Any) -> list[float]:
+    def _begin_step(self) -> None:
+        sizes, smoothing = [self._samples], self._config.label_smoothing
+        targets = None if self._targets is None else (self._targets, 0)
+        self._stage.begin_step(0, objective_of(self._config, targets, sizes, smoothing, self._stage.device))
+
+    def _backward_seconds(
+        self, reader: Callable[[Any], float], run: Callable[[int, Sequence[torch.Tensor | None]], object]
+    ) -> list[float]:
         """A layer's backward lasts from the gradient of its outputs to that of the outputs before it."""
+        self._backward.clear()
+        begun = self._clock.now()
+        run(0, self._gradients)
+        ended = self._clock.now()
         seconds, at = [], reader(begun)
         for number in reversed(range(len(self._layers))):
             # where nothing trained lies before it no gradient reaches its inputs: all that is left is this layer's
@@ -190,6 +216,17 @@ class _Timer:
             seconds.append(max(0.0, until - at))
             at = max(at, until)
         return seconds[::-1]
+
+    def _weights_seconds(self, reader: Callable[[Any], float]) -> list[float]:
+        """The gradients of weights are computed one after another; each lasts from the one before it."""
+        self._weights.clear()
+        begun = self._clock.now()
+        self._stage.backward_weights(0)
+        seconds, at = [0.0] * len(self._layers), reader(begun)
+        for number, mark in self._weights:
+            seconds[number] += reader(mark) - at
+            at = reader(mark)
+        return seconds
 
     def updates(self) -> list[float]:
         """The median seconds that the optimizer and the moving average take for each layer."""

@@ -240,7 +240,7 @@ def _measure(
     segments = make_placement(one, profile)
     found: list[object] = []
     for placed in _each_kind_first(placement):
-        task = partial(measure, config, placed, segments, samples, seconds, apart)
+        task = partial(measure, config, placed, segments, samples, seconds, apart, profile.splits)
         failure = run_task(task, placed, config.timeout_seconds, found.append)
         if failure is not None:
             raise ValueError(failure.text)
@@ -311,6 +311,7 @@ def _layer_facts(config: TrainConfig, profile: ModelProfile, samples: int) -> di
         "samples": samples,
         "lengths": profile.lengths,
         "layers": [[cost.name, cost.parameters, cost.forward.flops, cost.backward.flops] for cost in profile.costs],
+        **({"splits": True} if profile.splits else {}),
     }
 
 

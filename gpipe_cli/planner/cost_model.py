@@ -25,6 +25,8 @@ class LayerSeconds:
     forward: float  # that keeps nothing
     graph: float  # that keeps what the backward needs; a recomputation is one
     backward: float
+    inputs: float = 0.0  # of the half of a backward that the stage before waits for, and of the other: 0 where
+    weights: float = 0.0  # backwards are not split
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def costs_by_rates(
     updates = []
     for cost, weights in zip(profile.costs, profile.weights, strict=True):
         forward, graph = (each.seconds(cost.forward, samples) for each in (rates.forward, rates.graph))
-        layers.append(LayerSeconds(forward, graph, rates.backward.seconds(cost.backward, samples)))
+        works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
+        layers.append(LayerSeconds(forward, graph, *(rates.backward.seconds(work, samples) for work in works)))
         # weights, gradients and state are read, weights and state written
         moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
         update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
@@ -141,7 +144,9 @@ def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte:
     return tuple(edges)
 
 
-Pass = list[tuple[float, float, float]]  # of each layer: forward, forward that keeps its graph, backward
+# of each layer: forward, forward that keeps its graph, backward; and if that is split, its half for the inputs and that
+# for the weights
+Pass = list[tuple[float, ...]]
 
 
 @dataclass(frozen=True)

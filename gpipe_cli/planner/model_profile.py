@@ -49,6 +49,11 @@ class ModelProfile:
     shared: tuple[Shared, ...]
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
 
+    @property
+    def splits(self) -> bool:
+        """Whether the two halves of backwards were traced, too."""
+        return any(cost.halves is not None for cost in self.costs)
+
 
 def profile_model(
     config: TrainConfig,

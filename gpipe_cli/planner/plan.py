@@ -93,6 +93,8 @@ def _stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
         sum(seconds.forward for seconds in layers),
         sum(seconds.graph for seconds in layers),
         sum(seconds.backward for seconds in layers),
+        sum(seconds.inputs for seconds in layers),
+        sum(seconds.weights for seconds in layers),
         update_seconds=sum(costs.updates[first:end]),
         sum_seconds=sum(costs.sums[first:end]),
     )

@@ -84,6 +84,16 @@ def test_every_layer_is_timed_and_remembered_until_something_changes(cache: Path
     assert len(list(cache.iterdir())) == 2
 
 
+def test_both_halves_of_a_backward_are_timed_where_it_is_split(cache: Path) -> None:
+    config = configure(*TINY, "freeze=[stem]", "cost=measured", "executor=in_process")
+    split = replace(config, schedule="zero_bubble")
+    costs, lines = timed(split, profile_model(split))
+    assert [(s.inputs > 0, s.weights > 0) for s in costs.layers] == [(False, False)] + [(True, True)] * 6
+    whole, more = timed(config, profile_model(config))
+    assert len(lines) == len(more) == 1, "both are remembered apart"
+    assert all((s.inputs, s.weights) == (0.0, 0.0) for s in whole.layers)
+
+
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
@@ -185,8 +195,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     here = [H100, H100]
 
     def report(task: Any, placement: Placement, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
-        config, placed, segments, samples, _, apart = task.args
+        config, placed, segments, samples, _, apart, splits = task.args
         assert apart
+        assert not splits
         assert placed == placement
         profile, gpu = profile_once(config), data_sheet.gpu_of(placement.devices[0])
         assert gpu is not None

@@ -36,6 +36,7 @@ from gpipe_cli.planner.device_rates import (
     reached_tflops,
 )
 from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import make_plan
 
 
@@ -128,6 +129,24 @@ def test_measured_layers_slow_each_other_down_in_proportion() -> None:
     assert fewer.edges[0].forward_seconds == pytest.approx(0.5 + 0.75 * sent / 1e6)
     alone = measured_costs(traced(), 2, 1, replace(times, together=None, link=None))
     assert (alone.slowdown[:2], alone.edges[0]) == ((1.0, 2.0), EdgeCost(0.0, 0.0))
+
+
+def test_the_halves_of_backwards() -> None:
+    """By rates and as measured; 0 where they are not split."""
+    rates = rates_of_sheet(replace(load_hardware("h200"), operation_microseconds=0.0), threads=8)
+    profile = profile_model(configure(*EVEN, "schedule=zero_bubble"))
+    costs = costs_by_rates(profile, rates, 2, at_once=9, linked=True)
+    for cost, seconds in zip(profile.costs, costs.layers, strict=True):
+        assert cost.halves is not None
+        assert seconds.inputs == pytest.approx(rates.backward.seconds(cost.halves.inputs, 2))
+        assert seconds.weights == pytest.approx(rates.backward.seconds(cost.halves.weights, 2))
+        assert 0 < seconds.weights < seconds.backward < 1.5 * (seconds.inputs + seconds.weights)
+        assert cost.halves.inputs.flops + cost.halves.weights.flops == pytest.approx(cost.backward.flops)
+    whole = costs_by_rates(traced(), rates, 2, at_once=9, linked=True).layers
+    assert all((seconds.inputs, seconds.weights) == (0.0, 0.0) for seconds in whole)
+    count = len(profile.costs)
+    times = LayerTimes([(1.0, 2.0, 3.0, 2.5, 1.0)] * count, None, [0.1] * count, 0.25, None)
+    assert measured_costs(profile, 1.5, 1, times).layers[0] == LayerSeconds(0.75, 1.5, 2.25, 1.875, 0.75)
 
 
 def test_the_users_costs_of_layers_decide_the_cut() -> None:
