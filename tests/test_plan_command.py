@@ -77,17 +77,41 @@ def test_a_training_chooses_too_and_says_so(
         ("solve=max_model hardware.memory_gib=1 partitions=auto", "partitions=auto cannot be chosen at the same time"),
         ("solve=best", "solve=best: must be one of max_model"),
         ("-m partitions=1,2", "-m: plan has no sweeps"),
+        ("write_schedule=order.txt", "write_schedule=order.txt: a schedule is read by its ending; use"),
+        ("write_schedule=order.csv", "write_schedule=order.csv: it is there already; give another, or remove it"),
+        ("write_schedule=none/order.csv", "write_schedule=none/order.csv: there is no folder none; make it"),
+        ("schedule=none.csv", "schedule=none.csv: cannot be read"),
+        ("schedule=order.csv", "schedule=order.csv: 0B1 is missing; add it to stage 0; stage 0 > F0 F1 .  B0"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: str, line: str
 ) -> None:
-    assert command(monkeypatch, "plan", *PLAN, "partitions=2", *settings.split()) == 2
+    Path("order.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    assert command(monkeypatch, "plan", *PLAN, "partitions=2", "micro_batches=2", *settings.split()) == 2
+    assert Path("order.csv").read_text(encoding="utf-8").startswith("0F0,0F1,0B0\n")
     captured = capsys.readouterr()
     assert captured.err.startswith("gpipe plan: ")
     assert line in captured.err
     assert captured.err.count("\n") == 1
     assert not list(Path(".").glob("outputs/*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [("schedule=zero_bubble partitions=2", 2), ("schedule=1f1b partitions=4 stages_per_process=2", 2)],
+)
+def test_a_plan_of_the_schedule_that_was_written_is_the_same(
+    settings: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row for each device."""
+    written = plan(monkeypatch, *PLAN, *settings.split(), "write_schedule=order.csv")
+    assert written["files"]["schedule_file"] == "order.csv"
+    assert Path("order.csv").read_text(encoding="utf-8").count("\n") == rows
+    planned = [setting for setting in settings.split() if setting.startswith("partitions")]
+    read = plan(monkeypatch, *PLAN, *planned, "schedule=order.csv")
+    assert read["step_seconds"] == written["step_seconds"]
+    assert [stage["memory"] for stage in read["stages"]] == [stage["memory"] for stage in written["stages"]]
 
 
 @pytest.mark.parametrize("key", ["tflops", "link_gb_per_second"])

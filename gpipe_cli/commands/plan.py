@@ -1,7 +1,9 @@
 """`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
+import os
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, own, read, training
 from gpipe_cli.commands.folders import run_folder
@@ -10,6 +12,7 @@ from gpipe_cli.config.settings import PlanSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.system.interrupts import interruptible_import
 
 
@@ -29,10 +32,23 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("partition.balance", config.partition.balance, why)
     if settings.solve is not None and auto:
         raise ValueError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
+    file = None if settings.write_schedule is None else _new_file(settings.write_schedule)
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures":
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.launch.plan_run import plan
 
-        return plan(config, auto, settings.solve, folder)
+        return plan(config, auto, settings.solve, folder, file)
+
+
+def _new_file(name: str) -> Path:
+    """Where the schedule goes. Raises ValueError for a place that is taken, or is none."""
+    file = Path(name)
+    if not name.endswith(FILE):
+        raise RefusedError("write_schedule", name, f"a schedule is read by its ending; use write_schedule={name}{FILE}")
+    if not file.parent.is_dir():
+        raise RefusedError("write_schedule", name, f"there is no folder {file.parent}; make it, or give another")
+    if os.path.lexists(file):
+        raise RefusedError("write_schedule", name, "it is there already; give another, or remove it")
+    return file

@@ -297,6 +297,7 @@ class PlanSettings:
     """What `conf/plan.yaml` adds to the settings of a training."""
 
     solve: Literal["max_model"] | None
+    write_schedule: str | None  # a new file
 
 
 # What `sbatch` may not be told twice, and which setting says it.

@@ -11,6 +11,7 @@ from rich.console import Console
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.launch.machine_timing import step_costs, times_machine
 from gpipe_cli.launch.prepare import not_compiled, prepare
+from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
@@ -25,8 +26,8 @@ PICTURE, TRACE = "timeline.png", "timeline_trace.json"
 SETTINGS = "settings.yaml"  # not config.yaml: this is no run
 
 
-def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path) -> int:
-    """Plan `config`, show it, and write it into `folder`. Returns the exit code.
+def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path, file: Path | None) -> int:
+    """Plan `config`, show it, and write it into `folder`, its schedule into `file` too. Returns the exit code.
 
     Raises ValueError, one line, for what cannot be planned or does not fit.
     """
@@ -43,9 +44,12 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
         if config.compile:
             log(f"planned {not_compiled(config)}")
         files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+        files |= {} if file is None else {"schedule_file": str(file)}
         written = plan_json(config, profile, made, comparisons, files)
         title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
         try:
+            if file is not None:
+                write_whole(file, csv_of(made.schedule, place(config).rows))
             write_whole(folder / SETTINGS, to_yaml(config))
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
             write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))

@@ -199,4 +199,6 @@ def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ValueEr
 
 
 def _fault(schedule: Schedule, what: str, mark: Collection[Action]) -> ValueError:
-    return ValueError(f"schedule: {what}\n{grid(schedule, mark)}")
+    blocks = grid(schedule, mark).split("\n\n")
+    shown = [block for block in blocks if "!" in block] or blocks[-1:]  # what is missing may be anywhere
+    return ValueError("\n\n".join([f"schedule: {what}\n{shown[0]}", *shown[1:]]))

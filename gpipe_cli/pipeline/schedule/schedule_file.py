@@ -7,11 +7,12 @@ Recomputations, `1R0`, are our own. A file that has any says all of them; of one
 import csv
 import io
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
-from gpipe_cli.pipeline.schedule.dependencies import check, clock
+from gpipe_cli.pipeline.schedule.dependencies import check, clock, linearize
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 FILE = ".csv"  # how the name of a schedule ends that is a file
@@ -29,13 +30,14 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {error}; gpipe plan write_schedule=FILE.csv writes one") from None
     rows = []
-    for number, cells in enumerate(csv.reader(io.StringIO(text))):
+    lines = csv.reader(io.StringIO(text))
+    for cells in lines:
         row = []
-        for column, cell in enumerate(map(str.strip, cells)):
+        for column, cell in enumerate(map(str.strip, cells), start=1):
             match = _CELL.fullmatch(cell)
             if cell and match is None:
                 raise ValueError(
-                    f"row {number + 1}, cell {column + 1} is {cell[:40]!r}; a cell is empty, or a stage, one "
+                    f"line {lines.line_num}, cell {column} is {cell[:40]!r}; a cell is empty, or a stage, one "
                     "of F R B I W and a micro-batch: 0F0"
                 )
             if match is not None:
@@ -51,17 +53,25 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     ):
         if has != given:
             raise ValueError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
-    check(schedule)
+    try:
+        check(schedule)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("schedule: ")) from None
     if not schedule.trains:
         raise ValueError("has no backward; add a B, or an I and a W, for every F")
     return schedule
 
 
-def written(schedule: Schedule) -> str:
-    """The text of a file, with a column per tick of a clock on which every action takes one."""
-    ticks = clock(schedule)
+def csv_of(schedule: Schedule, rows: Sequence[int] = ()) -> str:
+    """The text of a file, with a column per tick of a clock on which every action takes one; `rows` are those of the
+    stages, where rows of the schedule share a device."""
+    if rows:
+        of_devices: list[list[Action]] = [[] for _ in range(1 + max(rows))]
+        for action in linearize(schedule, rows):
+            of_devices[rows[action.stage]].append(action)
+        schedule = Schedule(map(tuple, of_devices))
     columns = []
-    for row, at in zip(schedule, ticks, strict=True):
+    for row, at in zip(schedule, clock(schedule), strict=True):
         cells = [""] * (1 + max(at))
         for action, tick in zip(row, at, strict=True):
             cells[tick] = str(action)
