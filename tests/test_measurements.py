@@ -29,7 +29,7 @@ NOISE = [
     *SMALL, "model.filters=4", "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4",
     "batch_size=4", "micro_batches=2", "data_workers=0",
 ]  # fmt: skip
-PEERS = ["gpipe-never", "plain-1", *(["torchgpipe-never"] if importlib.util.find_spec("torchgpipe") else [])]
+PEERS = ["Schedule1F1B-channels_last", *(["torchgpipe"] if importlib.util.find_spec("torchgpipe") else [])]
 # What makes it small, and the rows of its table.
 PROGRAMS = {
     "all_cuts": (["--rounds=1", "--steps=1", "--cuts=1", *NOISE], r"(\[\d,\d\] +\d+\.\d{3}  .*\n){2}the chosen cut is"),
@@ -42,9 +42,9 @@ PROGRAMS = {
         r"step without recording .* ms(.*\n)+with / without(.*\n)+looks at clocks(.*\n)+timeline",
     ),
     "side_by_side": (
-        ["--rounds=1", "--steps=1", "--normal-cells=3", "--filters=4", "--image-size=16", "--batch-size=4",
-         "--micro-batches=2", "--only", *PEERS],
-        r"\| plain-1 (.|\n)*\| gpipe-never (.|\n)*\| gpipe-never \| plain-1 +\| 2 \| +\d",
+        [*NOISE, "cost=figures", "dataset=synthetic_images", "optimizer=sgd", "--rounds=1", "--steps=1",
+         "--micro-batches=2", "--only", "bench-1f1b-channels_last", *PEERS],
+        r"\| Schedule1F1B-channels_last \| bench-1f1b-channels_last +\| 2 \| +\d",
     ),
     "simulated_table2": (["--cells=1", *SMALL, "model.filters=4", "partition.balance=null"], r"2   1 +1\.00 +1\.00 "),
     "gpu_acceptance": (

@@ -1,370 +1,368 @@
-"""This engine and its peers at the same settings, side by side in one run, on CPU cores.
+"""`gpipe bench` and its peers at the same settings, side by side in one run, on CPU cores.
 
-AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K=2, two cores, one thread per process: the settings at which the
-field was once measured for this repository. No table of the paper, which compares GPipe with itself. Samples/s belong
-to one machine on one day; only ratios of one run count.
+AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K = 2, two cores, one thread for each process. No table of the
+paper, which compares GPipe with itself. Samples/s belong to one machine on one day; only ratios of one run count.
 
-All contestants train the same model from the same initial weights on the same fixed random batch; a step is forward,
-backward and the step of timm's RMSpropTF. Dropout is off, so that losses and gradients must agree: the program fails
-if they do not.
+All train the same model from the same initial weights on the same mini-batches, which they load themselves, with the
+same optimizer and learning rates. A step is loading, forward, backward and update. The program fails where losses or
+norms of gradients of two with the same M differ.
 
-* plain-1, plain-2: the `nn.Sequential` as it is, the whole batch at once, with one and with two threads.
-* torchgpipe-*: version 0.0.7 with `devices=["cpu", "cpu"]`, deferred batch norm off (its default), `except_last` (its
+* plain-*: the `nn.Sequential` as it is, the whole mini-batch at once, with one and with two threads.
+* torchgpipe*: version 0.0.7 with `devices=["cpu", "cpu"]`, deferred batch norm off (its default), `except_last` (its
   default) and `never`. It is written for GPUs: it has one worker thread per *device*, and here both partitions are on
-  the same one, so that they take turns and one core is idle. `torchgpipe-except_last-2` therefore has two threads for
-  each operation, as plain-2 has. To be installed by hand, without the torch of 2020 it would ask for:
+  the same one, so that they take turns and one core is idle. `torchgpipe-2` therefore has two threads for each
+  operation, as plain-2 has. To be installed by hand, without the torch of 2020 it would ask for:
   pip install --no-deps torchgpipe==0.0.7
-* ScheduleGPipe: `torch.distributed.pipelining` with a `PipelineStage` per process over Gloo, our cut, no recomputation
-  (it has none). Its loss is a sum divided by the batch size, so that it need not rescale gradients.
-* gpipe-*: `gpipe_cli.pipeline`, one process per stage over Gloo; gpipe-K1: one partition in one process.
+* ScheduleGPipe*, Schedule1F1B*: `torch.distributed.pipelining` with a `PipelineStage` per process over Gloo, our cut,
+  no recomputation (it has none). Its loss is a sum divided by the batch size, so that it need not rescale gradients.
+  It sends contiguous tensors only, so that with channels_last layers images are converted at both ends of a boundary.
+* bench-*: the command `gpipe bench`, in processes of its own. bench-default has the pipeline of `gpipe train`'s
+  defaults, the others `recompute=never`. What has no counterpart elsewhere is switched off by settings: ema_decay=0,
+  label_smoothing=0, model.dropout=0. Its metrics (loss, top-1, top-5, norms of gradients), its recording of every
+  action and its clearing of old gradients are part of its steps.
 
 What helps everyone is given to everyone: the model's fast 1x1 convolutions (`models/operations.py`), and that glibc
-keeps freed memory, which `gpipe train` asks it for (`launch/worker.py`). With `--allocator shipped` only gpipe-* do
-the latter, as each program comes.
+keeps freed memory, which gpipe asks it for (`launch/worker.py`).
 
-Rounds are interleaved, A B C A B C ..., each contestant with new processes every time, so that a slow minute of the
-machine hits all. Ratios are taken within a round; reported is their median, with the least and the greatest.
+Rounds are in turns, A B C A B C ..., each with new processes every time, so that a slow minute of the machine hits all.
+Ratios are taken within a round; reported is their median, with the least and the greatest.
 
-Usage: python recipes/measurements/side_by_side.py                      5 rounds of 5 minutes on two idle cores, 3 GB
-       python recipes/measurements/side_by_side.py --micro-batches 4 --only ScheduleGPipe gpipe-never --rounds 9
+Usage: python recipes/measurements/side_by_side.py [--micro-batches 4 8] [--rounds 5] [setting=value ...]
+       on two idle cores 8 minutes a round, 3 GB
+       python recipes/measurements/side_by_side.py --only ScheduleGPipe bench-gpipe --micro-batches 4 --rounds 9
 """
 
 import argparse
-import datetime
 import importlib.metadata
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
-import resource
-import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from itertools import accumulate, product
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from itertools import islice, pairwise, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra import compose, initialize_config_module
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from runs import AMOEBANET, command_line
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from gpipe_cli.assembly.loss import CrossEntropy
-from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
-from gpipe_cli.config.groups import RMSPropConfig
-from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.distributed.process_groups import edge_links
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, open_data
+from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of, learning_rate, set_learning_rate
+from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.launch.worker import keep_freed_memory
-from gpipe_cli.models.amoebanet import amoebanet
-from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, as_boundary, as_value
-from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.boundary import as_value
 from gpipe_cli.pipeline.runtime.randomness import materialize
-from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
-from gpipe_cli.pipeline.schedule import schedules
-from gpipe_cli.pipeline.schedule.partitioner import check_balance, partition
-from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.pipeline.runtime.saved_activations import ByteRange, byte_range, storage_of
+from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.system.forked_call import Fork
+from gpipe_cli.training.data_feed import Reading, mini_batches
 
 CPU = torch.device("cpu")
-CLASSES, SEED, LEARNING_RATE, WARM_UP, TIMEOUT_SECONDS = 10, 0, 1e-4, 2, 600
-OPTIMIZER = RMSPropConfig(name="rmsprop", decay=0.9, momentum=0.9, epsilon=1.0, weight_decay=4e-5)
+WARM_UP, TIMEOUT_SECONDS = 3, 900
+# Of all. The cut is that of hardware=cpu, and every peer is given it; costs are measured for the prediction alone.
+SETTINGS = [
+    *AMOEBANET[:-1], "hardware=cpu", "threads=1", "ema_decay=0", "label_smoothing=0", "model.dropout=0",
+    "cost=measured_anew",
+]  # fmt: skip
+# A ratio of speeds is at least what is aimed at; one of memory at most.
+Ratio = tuple[str, str, int, list[float], float, bool]  # against, ours, M, of each round, aim, whether it is a speed
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who trains, and how. `micro_batches` is 1 for plain PyTorch, which knows none."""
+    """Who trains, and how."""
 
     name: str
-    recompute: str = "never"
+    engine: str  # plain, torchgpipe, the name of a schedule of torch's, or bench
+    micro_batches: int = 1
     partitions: int = 2
     threads: int = 1
-    channels_last: bool = False
-    micro_batches: int = 1
-
-    @property
-    def engine(self) -> str:
-        return self.name.split("-")[0]
+    layout: str = "contiguous"
+    recompute: str = "never"
+    schedule: str = ""  # of bench
 
     @property
     def processes(self) -> int:
-        return 1 if self.engine == "torchgpipe" else self.partitions
+        return self.partitions if self.engine.startswith("Schedule") else 1
 
     @property
-    def memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
+    def settings(self) -> list[str]:
+        """What the planner, or `gpipe bench`, is told of it."""
+        given = [f"partitions={self.partitions}", f"micro_batches={self.micro_batches}", f"recompute={self.recompute}"]
+        return [*given, f"memory_format={self.layout}", *([f"schedule={self.schedule}"] if self.schedule else [])]
 
     def __str__(self) -> str:
         return f"{self.name}, M={self.micro_batches}"
 
 
-PLAIN = (Contestant("plain-1", partitions=1), Contestant("plain-2", partitions=1, threads=2))
-PIPELINES = (
-    Contestant("torchgpipe-except_last", "except_last"),
-    Contestant("torchgpipe-except_last-2", "except_last", threads=2),
-    Contestant("torchgpipe-never"),
-    Contestant("ScheduleGPipe"),
-    Contestant("gpipe-never"),
-    Contestant("gpipe-except_last", "except_last"),
-    Contestant("gpipe-never-channels_last", channels_last=True),
-    Contestant("gpipe-except_last-channels_last", "except_last", channels_last=True),
-    Contestant("gpipe-K1", partitions=1),
-)
-# ours, the peer, and the least ratio aimed at; the last two compare what each does unless told otherwise
-RATIOS = (
-    ("gpipe-never", "ScheduleGPipe", 1.0),
-    ("gpipe-except_last", "torchgpipe-except_last", 1.3),
-    ("gpipe-never", "torchgpipe-never", 1.0),
-    ("gpipe-never", "plain-1", 1.0),
-    ("gpipe-never", "plain-2", 1.0),
-    ("gpipe-except_last", "torchgpipe-except_last-2", None),
-    ("gpipe-K1", "plain-1", None),
-    ("gpipe-except_last-channels_last", "torchgpipe-except_last", None),
-    ("gpipe-never-channels_last", "ScheduleGPipe", None),
-)
+def contestants(micro_batches: Sequence[int], schedules: Sequence[str]) -> list[Contestant]:
+    layouts = (("", "contiguous"), ("-channels_last", "channels_last"))
+    found = [
+        Contestant(f"plain-{threads}{suffix}", "plain", 1, 1, threads, layout)
+        for threads, (suffix, layout) in product((1, 2), layouts)
+    ]
+    found.append(Contestant("bench-K1", "bench", 1, 1, 1, "channels_last", "never"))
+    for m in micro_batches:
+        found += [
+            Contestant("torchgpipe", "torchgpipe", m, recompute="except_last"),
+            Contestant("torchgpipe-2", "torchgpipe", m, threads=2, recompute="except_last"),
+            Contestant("torchgpipe-never", "torchgpipe", m),
+        ]
+        for theirs, ours in (("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "1f1b")):
+            for suffix, layout in layouts:
+                found.append(Contestant(theirs + suffix, theirs, m, layout=layout))
+                found.append(Contestant(f"bench-{ours}{suffix}", "bench", m, layout=layout, schedule=ours))
+        found += [
+            Contestant(f"bench-{other}-channels_last", "bench", m, layout="channels_last", schedule=other)
+            for other in schedules
+            if other not in ("gpipe", "1f1b")
+        ]
+        found.append(Contestant("bench-default", "bench", m, layout="auto", recompute="except_last"))
+    return found
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The same for all contestants. `balances` and `boundaries` by number of partitions."""
-
-    normal_cells: int
-    filters: int
-    image_size: int
-    batch_size: int
-    steps: int
-    allocator: str
-    balances: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    boundaries: dict[int, tuple[Boundary, ...]] = field(default_factory=dict)
-
-    def model(self) -> nn.Sequential:
-        """On the meta device; without dropout, which every engine seeds in its own way."""
-        with torch.device("meta"):
-            return amoebanet(
-                variant="d", normal_cells=self.normal_cells, filters=self.filters, image_size=self.image_size,
-                num_classes=CLASSES, auxiliary_head=False, batch_norm_momentum=0.1, dropout=0.0,
-            )  # fmt: skip
-
-    def part(self, contestant: Contestant, process: int) -> nn.Sequential:
-        """The real layers that live in this process: all of them if there is only one."""
-        sizes = self.balances[contestant.processes]
-        module = materialize(self.model(), sum(sizes[:process]), sizes[process], run_seed=SEED, device=CPU)
-        return module.to(memory_format=contestant.memory_format).train()
-
-    def data(self, contestant: Contestant) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (N, 3, S, S) and classes (N,)."""
-        generator = torch.Generator().manual_seed(SEED)
-        images = torch.randn(self.batch_size, 3, self.image_size, self.image_size, generator=generator)
-        targets = torch.randint(CLASSES, (self.batch_size,), generator=generator)
-        return images.contiguous(memory_format=contestant.memory_format), targets
+# --- what a peer does, in a fork of this program
 
 
-# --- the engines: each returns its layers and a step: forward and backward, which returns the loss where it is known
+@dataclass
+class Measured:
+    """One contestant in one round."""
 
-Step = Callable[[], float | None]
+    ends: list[float]  # of the steps, by the monotonic clock
+    losses: list[float]  # of the warm-up steps
+    norms: list[float]  # of the gradients of this process, in the warm-up steps
+    saved_bytes: list[int]  # the most at once of each partition, where it was counted
+    step_seconds: float = 0.0
+    predicted_seconds: float = 0.0  # of bench: with costs measured anew
 
 
-def in_one_process(contestant: Contestant, settings: Settings) -> tuple[nn.Module, Step]:
-    """Plain PyTorch and torchgpipe."""
-    model: nn.Module = settings.part(contestant, 0)
-    if contestant.engine == "torchgpipe":
-        from torchgpipe import GPipe
+def config_of(settings: Sequence[str]) -> TrainConfig:
+    """Of settings that are given twice the later ones count."""
+    given = {setting.partition("=")[0]: setting for setting in settings}
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        return from_tree(TrainConfig, compose("train", list(given.values())))
 
-        model = GPipe(
-            model, balance=list(settings.balances[contestant.partitions]), devices=["cpu"] * contestant.partitions,
-            chunks=contestant.micro_batches, checkpoint=contestant.recompute,
-        )  # fmt: skip
-    images, targets = settings.data(contestant)
 
-    def step() -> float:
-        loss = F.cross_entropy(model(images), targets)
+def balance_of(settings: Sequence[str]) -> list[int]:
+    """The layers of each partition, as gpipe cuts."""
+    return [len(names) for names in make_placement(config_of(settings)).layer_names]
+
+
+def measure(who: Contestant, settings: Sequence[str], steps: int, meeting: str, process: int) -> Measured:
+    config = config_of(settings)
+    torch.set_num_threads(who.threads)
+    keep_freed_memory()
+    if who.processes > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        limit = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group("gloo", f"file://{meeting}", limit, who.processes, process)
+    balance, whole = config.partition.balance, build_model(config)
+    assert balance is not None
+    first, last = process == 0, process == who.processes - 1
+    start, layers = (0, len(whole)) if who.processes == 1 else (sum(balance[:process]), balance[process])
+    part = materialize(whole, start, layers, run_seed=config.seed, device=CPU)
+    part = part.to(memory_format=MEMORY_FORMATS[who.layout]).train()
+    made = {"plain": plain, "torchgpipe": torchgpipe}.get(who.engine, torch_schedule)
+    module, loss_of = made(who, part, balance, process)
+    optimizer = build_optimizer(config.optimizer, dict(module.named_parameters()))
+    assert optimizer is not None
+    assert config.batch_size is not None
+
+    # the data and its order are those of gpipe, and so is who loads what: nothing but the layers differs
+    split, _ = open_data(config)
+    batches = mini_batches(config, split.catalogue, training=True)
+    loaded = LoadedBatches(split, batches, 0, 0, WARM_UP + steps + 1, workers=0) if first else None
+    reading = Reading(split, batches, loaded)
+    done = Measured([], [], [], [])
+    stream = batches.stream(0, 0, WARM_UP + steps + 1)
+    for number, (epoch, position) in enumerate(islice(stream, WARM_UP + steps + (who.engine == "torchgpipe"))):
+        if number == WARM_UP + steps:
+            done.saved_bytes = count_saved(module)
+        given, targets = reading.inputs(), reading.targets(epoch, position) if last else None
+        images = None if given is None else given[0].contiguous(memory_format=MEMORY_FORMATS[who.layout])
+        loss = loss_of(images, None if targets is None else targets[0])
+        if number < WARM_UP:
+            done.losses.append(math.nan if loss is None else loss)
+            norms = torch._foreach_norm(gradients_of(module.parameters()))
+            done.norms.append(float(torch.stack(list(norms)).norm()))
+        rate = learning_rate(config.learning_rate, number, batches.steps_per_epoch, config.batch_size)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done.ends.append(time.perf_counter())
+    done.ends = done.ends[WARM_UP - 1 : WARM_UP + steps]
+    if who.processes > 1:
+        dist.barrier()  # what the last step sent has arrived before this process ends
+    return done
+
+
+LossOf = Callable[[torch.Tensor | None, torch.Tensor | None], float | None]  # of images and targets, where they are
+
+
+def plain(who: Contestant, module: nn.Module, balance: Sequence[int], process: int) -> tuple[nn.Module, LossOf]:
+    def loss_of(images: torch.Tensor | None, targets: torch.Tensor | None) -> float:
+        assert targets is not None
+        loss = F.cross_entropy(module(images), targets)
         loss.backward()
         return loss.item()
 
-    return model, step
+    return module, loss_of
+
+
+def torchgpipe(
+    who: Contestant, module: nn.Sequential, balance: Sequence[int], process: int
+) -> tuple[nn.Module, LossOf]:
+    from torchgpipe import GPipe
+
+    devices = ["cpu"] * who.partitions
+    pipeline = GPipe(module, list(balance), devices=devices, chunks=who.micro_batches, checkpoint=who.recompute)
+    return plain(who, pipeline, balance, process)
+
+
+class Converted(torch.autograd.Function):
+    """The tensor in one layout, and its gradient in another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, layout: torch.memory_format, back: torch.memory_format) -> torch.Tensor:
+        ctx.back = back
+        return tensor.contiguous(memory_format=layout)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].contiguous(memory_format=ctx.back), None, None
 
 
 class Positional(nn.Module):
-    """torch's stages pass tensors as separate arguments; our layers take one tensor or one tuple."""
+    """torch's stages pass tensors as separate arguments, and contiguous ones only, as are their gradients; our layers
+    take one tensor or one tuple, of any layout."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Module, layout: torch.memory_format, last: bool) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.layout, self.last = layers, layout, last
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.layers(as_value(tensors))
+        sent = torch.contiguous_format
+        outputs = self.layers(as_value(tuple(Converted.apply(tensor, self.layout, sent) for tensor in tensors)))
+        return outputs if self.last else tuple(Converted.apply(tensor, sent, self.layout) for tensor in outputs)
 
 
-def schedule_gpipe(contestant: Contestant, settings: Settings, process: int) -> tuple[nn.Module, Step]:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+def torch_schedule(
+    who: Contestant, module: nn.Module, balance: Sequence[int], process: int
+) -> tuple[nn.Module, LossOf]:
+    from torch.distributed import pipelining
 
-    module = settings.part(contestant, process)
-    images, targets = settings.data(contestant)
-    stage = PipelineStage(Positional(module), process, contestant.partitions, CPU)
+    last = process == who.partitions - 1
+    stage = pipelining.PipelineStage(Positional(module, MEMORY_FORMATS[who.layout], last), process, who.partitions, CPU)
+    samples = 0
 
-    def loss_of(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits, classes, reduction="sum") / settings.batch_size
+    def sum_of(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, classes, reduction="sum") / samples
 
-    runner = ScheduleGPipe(stage, contestant.micro_batches, loss_fn=loss_of, scale_grads=False)
+    runner = getattr(pipelining, who.engine)(stage, who.micro_batches, loss_fn=sum_of, scale_grads=False)
 
-    def step() -> float | None:
+    def loss_of(images: torch.Tensor | None, targets: torch.Tensor | None) -> float | None:
+        nonlocal samples
         losses: list[torch.Tensor] = []
-        inputs = (images,) if process == 0 else ()
-        if process < contestant.partitions - 1:
+        inputs = () if images is None else (images,)
+        if targets is None:
             runner.step(*inputs)
             return None
+        samples = len(targets)
         runner.step(*inputs, target=targets, losses=losses)
         return float(sum(loss.item() for loss in losses))
 
-    return module, step
+    return module, loss_of
 
 
-def ours(contestant: Contestant, settings: Settings, process: int) -> tuple[nn.Module, Step]:
-    """As `training/engine.py` and `training/step.py` put it together."""
-    partitions, memory_format = contestant.partitions, contestant.memory_format
-    boundaries = settings.boundaries[partitions]
-    module = settings.part(contestant, process)
-    transport: Transport = LocalTransport([CPU])
-    if partitions > 1:
-        links = edge_links(process, range(partitions), CPU, timedelta(seconds=TIMEOUT_SECONDS))
-        transport = P2PTransport(
-            process, range(partitions), links, Boundaries(boundaries, boundaries), device=CPU,
-            memory_format=memory_format, early=True, timeout_seconds=TIMEOUT_SECONDS,
-            connect_seconds=TIMEOUT_SECONDS,
-        )  # fmt: skip
-    stage = Stage(
-        process, module, first_layer=sum(settings.balances[partitions][:process]),
-        inputs=boundaries[process - 1] if process else (), device=CPU, run_seed=SEED, memory_format=memory_format,
-    )  # fmt: skip
-    executor = Executor({process: stage}, range(partitions), transport)
-    schedule = schedules.build("gpipe", partitions, contestant.micro_batches, contestant.recompute)
-    sizes = micro_batch_sizes(settings.batch_size, contestant.micro_batches)
-    images, targets = settings.data(contestant)
-    numbers = iter(range(10**9))
+def count_saved(module: nn.Module) -> list[int]:
+    """What torchgpipe keeps for backwards, as gpipe counts it: the memory behind what autograd saves, once, while any
+    of it is held. Returns the most bytes of each partition so far, which change while it trains.
 
-    def step() -> float | None:
-        objective = None
-        if process == partitions - 1:
-            objective = CrossEntropy(targets, sizes, label_smoothing=0.0, auxiliary_weight=0.0)
-        executor.run(schedule, next(numbers), sizes, (images,) if process == 0 else None, objective)
-        return None if objective is None else objective.totals().means[0]
+    Each thread that runs layers gets hooks when it does, and keeps them: what is saved after a partition has run, in
+    place of its activations, is its input.
+    """
+    here = threading.local()
+    partitions = list(module.partitions)  # type: ignore[arg-type]
+    static = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    held: list[Counter[ByteRange]] = [Counter() for _ in partitions]
+    now, most = [0] * len(partitions), [0] * len(partitions)
 
-    return module, step
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.partition, self.span = tensor.detach(), here.partition, byte_range(tensor)
+            held[self.partition][self.span] += 1
+            if held[self.partition][self.span] == 1 and self.span.storage not in static:
+                now[self.partition] += self.span.bytes
+                most[self.partition] = max(most[self.partition], now[self.partition])
+
+        def __del__(self) -> None:
+            held[self.partition][self.span] -= 1
+            if not held[self.partition][self.span] and self.span.storage not in static:
+                now[self.partition] -= self.span.bytes
+
+    def enter(partition: int, *given: object) -> None:
+        here.partition = partition
+        if not hasattr(here, "hooks"):
+            here.hooks = saved_tensors_hooks(Kept, lambda kept: kept.tensor)
+            here.hooks.__enter__()
+
+    for k, layers in enumerate(partitions):
+        layers.register_forward_pre_hook(partial(enter, k))
+    return most
 
 
 # --- a round
 
 
-@dataclass
-class Measured:
-    """What one process of one contestant reports of one round."""
-
-    seconds: float
-    losses: list[float]
-    gradient_squares: list[float]  # of the warm-up steps: the sum over this process's parameters
-    memory_bytes: int
-
-
-def compete(contestant: Contestant, settings: Settings, process: int, meeting: str, connection: Connection) -> None:
-    """All that one process of one contestant does in one round."""
-    try:
-        connection.send(measure(contestant, settings, process, meeting))
-    except Exception as error:
-        connection.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    connection.close()
-    os._exit(0)  # threads of a process group or a worker pool may never end
-
-
-def measure(contestant: Contestant, settings: Settings, process: int, meeting: str) -> Measured:
-    torch.set_num_threads(contestant.threads)
-    if settings.allocator == "same" or contestant.engine == "gpipe":
-        keep_freed_memory()
-    if contestant.processes > 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
-        limit = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=process, world_size=contestant.processes, timeout=limit
-        )
-    match contestant.engine:
-        case "gpipe":
-            module, step = ours(contestant, settings, process)
-        case "ScheduleGPipe":
-            module, step = schedule_gpipe(contestant, settings, process)
-        case _:
-            module, step = in_one_process(contestant, settings)
-    optimizer = build_optimizer(OPTIMIZER, dict(module.named_parameters()))
-    assert optimizer is not None
-    set_learning_rate(optimizer, LEARNING_RATE)
-
-    def train() -> float | None:
-        loss = step()
-        if len(squares) < WARM_UP:
-            gradients = [p.grad.double() for p in module.parameters() if p.grad is not None]
-            squares.append(float(sum(gradient.square().sum() for gradient in gradients)))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    squares: list[float] = []
-    losses = [train() for _ in range(WARM_UP)]
-    if contestant.processes > 1:
-        dist.barrier()
-    start = time.perf_counter()
-    losses += [train() for _ in range(settings.steps)]
-    seconds = time.perf_counter() - start
-    if contestant.processes > 1:
-        dist.barrier()  # what the last step sent has arrived before this process ends
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Measured(seconds, [loss for loss in losses if loss is not None], squares, memory)
-
-
-def hold(contestant: Contestant, settings: Settings) -> list[Measured]:
-    """One round of one contestant, in processes that end with it. Raises RuntimeError with what went wrong there."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "gpipe_cli.launch.worker"])
-    workers, connections = [], list[Connection]()
-    answers: dict[int, Measured] = {}
+def hold(who: Contestant, settings: Sequence[str], steps: int) -> Measured:
+    """One contestant in one round, in processes that end with it. Raises RuntimeError with what went wrong there."""
     with tempfile.TemporaryDirectory(prefix="side_by_side_") as folder:
-        try:
-            for process in range(contestant.processes):
-                here, there = context.Pipe()
-                arguments = (contestant, settings, process, f"{folder}/meeting", there)
-                workers.append(context.Process(target=compete, args=arguments, daemon=True))
-                workers[-1].start()
-                there.close()
-                connections.append(here)
-            while len(answers) < len(connections):
-                silent = [connection for number, connection in enumerate(connections) if number not in answers]
-                ready = [
-                    connection for connection in wait(silent, TIMEOUT_SECONDS) if isinstance(connection, Connection)
-                ]
-                if not ready:
-                    raise RuntimeError(f"no answer in {TIMEOUT_SECONDS} seconds")
-                for connection in ready:
-                    answer = connection.recv()
-                    if isinstance(answer, str):
-                        raise RuntimeError(answer)
-                    answers[connections.index(connection)] = answer
-        except EOFError as error:
-            raise RuntimeError("a process was killed; is there enough memory?") from error
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
-    return [answers[process] for process in range(contestant.processes)]
+        if who.engine == "bench":
+            return hold_bench(who, settings, steps, Path(folder))
+        work = partial(measure, who, settings, steps, f"{folder}/meeting")
+        forks = [Fork(partial(work, process)) for process in range(who.processes)]
+        parts = [fork.wait() for fork in forks]
+    if codes := [code for _, code in parts if code]:
+        raise RuntimeError(f"ended with code {codes[0]}")
+    done = [part for part, _ in parts if part is not None]
+    ends = [max(of_step) for of_step in zip(*(part.ends for part in done), strict=True)]
+    norms = [math.hypot(*of_step) for of_step in zip(*(part.norms for part in done), strict=True)]
+    seconds = median(later - earlier for earlier, later in pairwise(ends))
+    return replace(done[-1], ends=ends, norms=norms, step_seconds=seconds)
+
+
+def hold_bench(who: Contestant, settings: Sequence[str], steps: int, folder: Path) -> Measured:
+    measured = [f"steps={steps}", f"warm_up_steps={WARM_UP}", f"run_folder={folder / 'run'}"]
+    command = [sys.executable, "-m", "gpipe_cli", "bench", *settings, *measured]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    if run.returncode:
+        raise RuntimeError(f"{who} ended with code {run.returncode}: {(run.stdout + run.stderr).strip()[-2000:]}")
+    result, curves = read_result(folder / "run"), read_curves(folder / "run")
+    losses, norms = (list(curves[tag].values[:WARM_UP]) for tag in ("train/loss", "gradient_norm"))
+    predicted = result["prediction"]["step_seconds"]
+    return Measured([], losses, norms, result["activation_bytes"], result["step_seconds"], predicted)
 
 
 @dataclass
@@ -372,98 +370,110 @@ class Row:
     """One contestant over all rounds; a round that failed has no speed."""
 
     contestant: Contestant
-    rounds: list[float | None] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
-    memory_bytes: int = 0
+    settings: list[str]
+    rounds: list[Measured | None] = field(default_factory=list)
     failure: str = ""
 
-    def hold(self, settings: Settings) -> None:
-        if self.failure:
-            return
+    def hold(self, steps: int) -> None:
         try:
-            measured = hold(self.contestant, settings)
-        except RuntimeError as error:
+            self.rounds.append(hold(self.contestant, self.settings, steps))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
             self.failure = str(error)
             self.rounds.append(None)
-            return
-        seconds = max(one.seconds for one in measured)
-        self.rounds.append(settings.steps * settings.batch_size / seconds)
-        self.losses = measured[-1].losses
-        squares = zip(*(one.gradient_squares for one in measured), strict=True)
-        self.gradient_norms = [math.sqrt(sum(parts)) for parts in squares]
-        self.memory_bytes = max(self.memory_bytes, *(one.memory_bytes for one in measured))
 
     @property
-    def speeds(self) -> list[float]:
-        return [speed for speed in self.rounds if speed is not None]
+    def done(self) -> list[Measured]:
+        return [one for one in self.rounds if one is not None]
+
+    @property
+    def seconds(self) -> float:
+        return median(one.step_seconds for one in self.done) if self.done else math.inf
 
 
 # --- what came out
 
 
-def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The ratios of `RATIOS`, round by round, wherever both sides ran."""
-    found = []
-    for (name, peer_name, target), one, other in product(RATIOS, rows, rows):
-        mine, peer = one.contestant, other.contestant
-        same_m = peer.engine == "plain" or peer.micro_batches == mine.micro_batches
-        if (mine.name, peer.name) == (name, peer_name) and same_m:
-            ratios = [a / b for a, b in zip(one.rounds, other.rounds, strict=False) if a and b]
-            if ratios:
-                row = {"ours": name, "peer": peer_name, "micro_batches": mine.micro_batches, "target": target}
-                found.append(row | {"median": statistics.median(ratios), "rounds": ratios})
-    return found
+def compare(rows: Sequence[Row]) -> Iterator[Ratio]:
+    """The ratios aimed at, round by round, wherever both sides ran: of speeds, ours to the peer's, but for the peak
+    activations; and of a simulated step to the measured one."""
+    by_name = {(row.contestant.name, row.contestant.micro_batches): row for row in rows}
+
+    def ratios(ours: Row, peer: Row, of: Callable[[Measured, Measured], float]) -> list[float]:
+        return [of(a, b) for a, b in zip(ours.rounds, peer.rounds, strict=True) if a is not None and b is not None]
+
+    def speed(ours: Measured, peer: Measured) -> float:
+        return peer.step_seconds / ours.step_seconds
+
+    def memory(ours: Measured, peer: Measured) -> float:
+        return max(a / b for a, b in zip(ours.saved_bytes, peer.saved_bytes, strict=True))
+
+    pipelines = [row for row in rows if row.contestant.engine == "bench" and row.contestant.partitions > 1 and row.done]
+    if pipelines and (whole := by_name.get(("plain-2-channels_last", 1))):
+        best = min(pipelines, key=lambda row: row.seconds).contestant
+        row = by_name[best.name, best.micro_batches]
+        yield whole.contestant.name, best.name, best.micro_batches, ratios(row, whole, speed), 1.0, True
+    aims = [(f"Schedule{theirs}{layout}", f"bench-{ours}{layout}", speed, 1.1, True)
+            for theirs, ours in (("GPipe", "gpipe"), ("1F1B", "1f1b"))
+            for layout in ("", "-channels_last")]  # fmt: skip
+    aims.append(("torchgpipe", "bench-default", speed, 2.5, True))
+    aims.append(("plain-1-channels_last", "bench-K1", speed, 0.98, True))
+    aims.append(("torchgpipe", "bench-default", memory, 1.0, False))
+    for (peer, ours, of, aim, fast), m in product(aims, sorted({row.contestant.micro_batches for row in rows})):
+        if (peer, m) in by_name and (ours, m) in by_name:
+            named = peer if fast else f"{peer}, peak activations"
+            yield named, ours, m, ratios(by_name[ours, m], by_name[peer, m], of), aim, fast
+    for row in pipelines:
+        who, predicted = row.contestant, [one.predicted_seconds / one.step_seconds for one in row.done]
+        yield "itself, simulated", who.name, who.micro_batches, predicted, 0.95, True
 
 
 def disagreements(rows: Sequence[Row], tolerance: float = 5e-3) -> list[str]:
     """Contestants with the same M must do the same work: the losses and gradient norms of the warm-up agree.
 
     The second step shows that the optimizers stepped alike and that old gradients were cleared. It is compared within a
-    memory format only: the other one sums in another order (in float64 the gradients agree to 4e-14), and a network
-    that has just begun to learn soon makes per cents of that.
+    memory format only: the other one sums in another order (in float64 the gradients agree to 4e-14), and a
+    network that has just begun to learn soon makes per cents of that.
     """
-    first: dict[int, Row] = {}
-    same_format: dict[tuple[int, bool], Row] = {}
+    first: dict[tuple[int, str], Row] = {}
     wrong = []
-    for row in (row for row in rows if row.losses):
+    for row in (row for row in rows if row.done):
         who = row.contestant
-        for other, steps in (
-            (first.setdefault(who.micro_batches, row), 1),
-            (same_format.setdefault((who.micro_batches, who.channels_last), row), WARM_UP),
-        ):
-            mine = (*row.losses[:steps], *row.gradient_norms[:steps])
-            theirs = (*other.losses[:steps], *other.gradient_norms[:steps])
+        layout = "channels_last" if who.layout == "auto" else who.layout
+        for group, steps in (("", 1), (layout, 2)):
+            other = first.setdefault((who.micro_batches, group), row)
+            mine, theirs = ([*of.done[0].losses[:steps], *of.done[0].norms[:steps]] for of in (row, other))
             if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True)):
                 wrong.append(f"losses and gradient norms of {who}: {mine}, of {other.contestant.name}: {theirs}")
     return wrong
 
 
-def show(console: Console, rows: Sequence[Row], ratios: Sequence[dict[str, Any]]) -> None:
+def show(console: Console, rows: Sequence[Row], samples: int, found: Sequence[Ratio]) -> None:
     speeds = Table("contestant", "M", "recompute", "layout", "processes x threads", box=box.MARKDOWN)
-    for column in ("samples/s, median", "least", "greatest", "memory of a process"):
+    for column in ("samples/s, median", "least", "greatest", "peak activations, MiB"):
         speeds.add_column(column, justify="right")
     for row in rows:
         who = row.contestant
-        layout = "channels last" if who.channels_last else "contiguous"
-        cells = [who.name, str(who.micro_batches), who.recompute, layout, f"{who.processes} x {who.threads}"]
-        if row.failure:
-            cells.append("failed")
-        elif row.speeds:
-            cells += [f"{f(row.speeds):.2f}" for f in (statistics.median, min, max)]
-            cells.append(f"{row.memory_bytes / 2**20:,.0f} MiB")
+        processes = who.partitions if who.engine == "bench" else who.processes
+        cells = [who.name, str(who.micro_batches), who.recompute, who.layout, f"{processes} x {who.threads}"]
+        if row.done:
+            each = [samples / one.step_seconds for one in row.done]
+            cells += [f"{of(each):.2f}" for of in (median, min, max)]
+            cells.append(" ".join(f"{most / 2**20:.1f}" for most in row.done[0].saved_bytes))
         speeds.add_row(*cells)
     console.print(speeds)
     for row in rows:
         if row.failure:
             console.print(f"{row.contestant}: {row.failure}", style="red", markup=False)
-    if ratios:
-        table = Table("ours", "peer", "M", "ours / peer, median", "least", "greatest", "aim", box=box.MARKDOWN)
-        for ratio in ratios:
-            numbers = (f"{n:.3f}" for n in (ratio["median"], min(ratio["rounds"]), max(ratio["rounds"])))
-            aim = "" if ratio["target"] is None else f">= {ratio['target']}"
-            table.add_row(ratio["ours"], ratio["peer"], str(ratio["micro_batches"]), *numbers, aim)
-        console.print(table)
+    table = Table("against", "ours", "M", "ratio, median", "least", "greatest", "aim", "holds", box=box.MARKDOWN)
+    for against, ours, m, ratios, aim, fast in found:
+        if ratios:
+            middle = median(ratios)
+            numbers = (f"{number:.3f}" for number in (middle, min(ratios), max(ratios)))
+            holds = middle >= aim if fast else middle <= aim
+            table.add_row(
+                against, ours, str(m), *numbers, f"at {'least' if fast else 'most'} {aim}", "yes" if holds else "no"
+            )
+    console.print(table)
 
 
 # --- the command line
@@ -476,82 +486,55 @@ def positive(text: str) -> int:
     return number
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=positive, default=5, help="how often every contestant runs (5)")
     parser.add_argument("--steps", type=positive, default=8, help=f"measured steps a round, after {WARM_UP} others (8)")
     parser.add_argument("--micro-batches", type=positive, nargs="+", default=[4, 8], metavar="M", help="(4 8)")
-    names = [contestant.name for contestant in (*PLAIN, *PIPELINES)]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
-    parser.add_argument("--allocator", choices=["same", "shipped"], default="same",
-                        help="same: all keep freed memory | shipped: only gpipe-* do, as they come")  # fmt: skip
-    parser.add_argument("--balance", type=positive, nargs=2, metavar="LAYERS",
-                        help="the cut for K=2 (the best by the figures of hardware=cpu)")  # fmt: skip
-    for option, default in (("normal-cells", 6), ("filters", 64), ("image-size", 128), ("batch-size", 32)):
-        parser.add_argument(f"--{option}", type=positive, default=default, help=f"({default})")
+    parser.add_argument("--schedules", nargs="+", default=[], metavar="NAME", help="others than gpipe and 1f1b")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these contestants (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    options = parser.parse_args(arguments)
-    if options.batch_size < max(options.micro_batches):
-        parser.error(f"--micro-batches {max(options.micro_batches)}: at most the batch size, {options.batch_size}")
-    return options
-
-
-def prepare(options: argparse.Namespace) -> Settings:
-    """Traces the model once, for all processes. Raises ValueError for a cut that does not fit."""
-    settings = Settings(
-        options.normal_cells, options.filters, options.image_size, options.batch_size, options.steps, options.allocator
-    )
-    image = torch.empty(1, 3, options.image_size, options.image_size, device="meta")
-    layers = trace_layers(settings.model(), as_boundary((image,)), training=True)
-    # As gpipe cuts by default: seconds from FLOPs, and from bytes moved, those of the weights among them.
-    rates, samples = rates_of_sheet(load_hardware("cpu"), threads=1), options.batch_size / options.micro_batches[0]
-    seconds = [
-        rates.graph.seconds(one.forward, samples) + rates.backward.seconds(one.backward, samples) for one in layers
-    ]
-    balance = tuple(options.balance or partition(seconds, 2))
-    check_balance(balance, len(layers), 2)
-    inner = tuple(layers[end - 1].outputs for end in list(accumulate(balance))[:-1])
-    return replace(settings, balances={1: (len(layers),), 2: balance}, boundaries={1: (), 2: inner})
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    console = Console(width=160)
-    rows = [
-        Row(replace(contestant, micro_batches=m))
-        for m, group in [(1, PLAIN), *((m, PIPELINES) for m in options.micro_batches)]
-        for contestant in group
-        if contestant.name in options.only
-    ]
-    with_peer = any(row.contestant.engine == "torchgpipe" for row in rows)
-    try:
-        if with_peer and importlib.util.find_spec("torchgpipe") is None:
-            remedy = "pip install --no-deps torchgpipe==0.0.7, or choose others with --only"
-            raise ValueError(f"torchgpipe is not installed; {remedy}")
-        settings = prepare(options)
-    except ValueError as error:
-        print(f"side_by_side.py: {error}", file=sys.stderr)
+    options = parser.parse_intermixed_args(arguments)
+    base = [*SETTINGS, *options.settings]
+    every = contestants(options.micro_batches, options.schedules)
+    if unknown := set(options.only or ()) - {who.name for who in every}:
+        parser.error(f"--only {' '.join(unknown)}: choose from {', '.join(dict.fromkeys(who.name for who in every))}")
+    chosen = [who for who in every if options.only is None or who.name in options.only]
+    with_torchgpipe = any(who.engine == "torchgpipe" for who in chosen)
+    if with_torchgpipe and importlib.util.find_spec("torchgpipe") is None:
+        remedy = "pip install --no-deps torchgpipe==0.0.7, or choose others with --only"
+        print(f"side_by_side.py: torchgpipe is not installed; {remedy}", file=sys.stderr)
         return 2
-    machine = {**hardware((), 1), **versions(), "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0]}
-    if with_peer:
+    cuts: dict[tuple[int, int], str] = {}
+    rows = []
+    for who in chosen:
+        key = who.partitions, who.micro_batches
+        if key not in cuts:  # in a fork: who has run a backward cannot be forked
+            balance, code = Fork(partial(balance_of, [*base, *who.settings[:2]])).wait()
+            if balance is None:
+                return code
+            cuts[key] = f"partition.balance={balance}".replace(" ", "")
+        rows.append(Row(who, [*base, *who.settings, cuts[key]]))
+    console = Console(width=160)
+    machine = {**hardware((), 1), **versions()}
+    if with_torchgpipe:
         machine["torchgpipe"] = importlib.metadata.version("torchgpipe")
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    console.print(
-        f"AmoebaNet-D ({settings.normal_cells}, {settings.filters}), {settings.image_size} pixels, batch "
-        f"{settings.batch_size}, cut {settings.balances[2]}, allocator {settings.allocator}, "
-        f"{options.rounds} rounds of {settings.steps} steps"
-    )
-    with console.status("") as status:
-        for number, row in product(range(options.rounds), rows):
-            status.update(f"round {number + 1}: {row.contestant}")
-            row.hold(settings)
-    ratios, wrong = compare(rows), disagreements(rows)
-    show(console, rows, ratios)
+    console.print(f"{options.rounds} rounds of {options.steps} steps; {', '.join(sorted(set(cuts.values())))}")
+    loads = []
+    for _ in range(options.rounds):
+        loads.append(os.getloadavg()[0])
+        for row in rows:
+            row.hold(options.steps)
+    samples = config_of(base).batch_size
+    assert samples is not None
+    found, wrong = list(compare(rows)), disagreements(rows)
+    show(console, rows, samples, found)
+    console.print(f"load of the machine before each round: {' '.join(f'{load:.2f}' for load in loads)}")
     for line in wrong:
         console.print(f"not the same work: {line}", style="red")
     if options.json:
-        shown = {key: value for key, value in asdict(settings).items() if key != "boundaries"}
-        measured = {"machine": machine, "settings": shown, "rows": [asdict(row) for row in rows], "ratios": ratios}
+        measured = {"machine": machine, "loads": loads, "rows": [asdict(row) for row in rows], "ratios": found}
         options.json.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return 1 if wrong or any(row.failure for row in rows) else 0
 
