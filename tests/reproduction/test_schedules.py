@@ -1,0 +1,58 @@
+"""Schedules side by side: planned for 2, 4 and 8 devices, measured on those that are here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipe_runs import TINY, answering, column, real_runner
+
+from gpipe_cli.reporting.plots.timeline_values import SHARES
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.schedules import Schedules
+
+SHARED = {**dict.fromkeys(SHARES, 0.0), "compute": 0.9, "bubble": 0.1}
+
+
+def told(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """zero_bubble is twice as fast as the others; each stage holds a MiB."""
+    stages = int(settings["partitions"])
+    schedules = settings["schedule"].split(",")
+    seconds = {name: 1.0 if name == "zero_bubble" else 2.0 for name in schedules}
+    if command == "plan":
+        each = int(settings.get("stages_per_process", 1))
+        held = [{"process": k // each, "memory": {"activations_bytes": 2**20}} for k in range(stages)]
+        (name,) = schedules
+        return "plan.json", {
+            "stages": held, "micro_batches": 8, "step_seconds": seconds[name], "breakdown": SHARED,
+            "schedule": "auto (1f1b)" if name == "auto" else name, "hardware": {"source": "hardware=cpu figures"},
+        }  # fmt: skip
+    rows = [
+        {"settings": {"schedule": name}, "samples_per_second": 1 / seconds[name], "breakdown": SHARED,
+         "activation_bytes": [2**20] * stages, "kind": "measured"}
+        for name in schedules
+    ]  # fmt: skip
+    return "bench.json", {"rows": rows}
+
+
+def test_every_schedule_has_a_row_for_each_number_of_devices(tmp_path: Path) -> None:
+    found = Schedules((2, 4)).reproduce(answering(tmp_path, told))
+    two, four = found.tables
+    assert column(two, "K") == ["2"] * 4 + ["4"] * 5
+    assert column(two, "speed", "simulated") == column(two, "speed", "measured") == [
+        "1.00", "1.00", "2.00", "1.00", "1.00", "1.00", "1.00", "2.00", "1.00",
+    ]  # fmt: skip
+    assert column(two, "activations", "measured") == ["1.0 MiB"] * 4 + ["2.0 MiB"] * 5
+    # 3 (M + P - 1) ticks of gpipe over 3 M + P - 1 of zero bubble
+    assert column(four, "unit clock", "simulated")[:4] == ["1.00", "1.00", f"{33 / 27:.2f}", "-"]
+    assert ("auto", "4 devices of 2 stages: 1f1b") in found.notes
+
+
+def test_the_recipe_plans_and_measures(tmp_path: Path) -> None:
+    """One schedule of each: a plan and a measurement in this process, by the recipe's own configuration."""
+    recipe = load("schedules")
+    assert recipe.schedules == Schedules((2, 4, 8))
+    runner = real_runner("schedules", tmp_path, *TINY, "model.normal_cells=3", "steps=1", "warm_up_steps=0", "rounds=1",
+                         "dataset.train_samples=32", "micro_batches=2")  # fmt: skip
+    assert runner.plan("plan", "partitions=2", "schedule=zero_bubble")["step_seconds"] > 0
+    rows = runner.bench("bench", "schedule=auto", "partitions=2")["rows"]
+    assert [row["samples_per_second"] > 0 for row in rows] == [True]
