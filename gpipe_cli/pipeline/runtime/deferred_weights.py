@@ -10,8 +10,7 @@ which casts it, calls hooks and adds it to `.grad`: I and W give the bits of B. 
 or parametrized weights, compiled layers, functions of users) is done in I, by autograd as ever.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -89,35 +88,36 @@ def backward_weights(deferred: list[DeferredWeight]) -> None:
 
 def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
     """The nodes of a graph whose weights can wait, and all leaves but these weights."""
-    uses, products, leaves = Counter((*roots, *elsewhere)), list[Node](), list[Node]()
-    ahead, seen = list(set(roots)), set(roots)
+    uses, products, leaves = dict.fromkeys(roots, 1), list[tuple[Node, Any]](), list[Node]()
+    ahead = list(uses)
     while ahead:
         node = ahead.pop()
-        kind = type(node).__name__
+        kind, edges = type(node).__name__, node.next_functions
         if kind == _LEAF:
             leaves.append(node)
         elif kind in _PRODUCTS:
-            products.append(node)
+            products.append((node, edges))
         elif kind == _RUNS_A_BACKWARD:
             return {}, []
-        for following, _ in node.next_functions:
+        for following, _ in edges:
             if following is not None:
-                if following not in seen:
-                    seen.add(following)
+                before = uses.get(following, 0)
+                uses[following] = before + 1
+                if not before:
                     ahead.append(following)
-                uses[following] += 1
+    for node in elsewhere:
+        uses[node] = uses.get(node, 0) + 1
     found, later = dict[Node, DeferredWeight](), set[Node]()
-    for node in products:
-        weights = [_weight_behind(following, uses) for following, _ in node.next_functions]
+    for node, edges in products:
+        weights = [_weight_behind(edge[0], uses) for edge in edges]
         if (product := _PRODUCTS[type(node).__name__](node, weights)) is not None:
             places, input, compute = product
-            edges: list[Any] = [node.next_functions[place] for place in places]
-            found[node] = DeferredWeight([GradientEdge(*edge) for edge in edges], compute, input)
+            found[node] = DeferredWeight([GradientEdge(*edges[place]) for place in places], compute, input)
             later.update(leaf for place in places if (leaf := weights[place]) is not None)
     return found, [leaf for leaf in leaves if leaf not in later]
 
 
-def _weight_behind(node: Node | None, uses: Counter[Node]) -> Node | None:
+def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
     """The leaf of a parameter that is used here only, if the edge to `node` leads to one."""
     while node is not None and uses[node] == 1:
         kind = type(node).__name__
