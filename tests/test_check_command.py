@@ -45,14 +45,16 @@ def test_the_default_network_is_identical_in_every_way(
     shown = capsys.readouterr().out
     found = found_by_check()
     assert found["identical"]
-    assert found["verdict"].startswith("identical: partitions, recomputation and executors change nothing (19 variants")
+    assert found["verdict"].startswith("identical: partitions, recomputation and executors change nothing (25 variants")
     ways = {(row["partitions"], row["schedule"], row["recompute"], row["executor"]) for row in found["rows"]}
     modes = ("always", "except_last", "never")
     executors = [(1, "in_process"), (2, "in_process"), (2, "distributed")]
     pipelines = {(k, s, mode, e) for k, e in executors for s in ("gpipe", "1f1b") for mode in modes}
+    further = {(2, "interleaved", "in_process"), (2, "zero_bubble", "in_process"), (2, "zero_bubble", "distributed")}
+    pipelines |= {(k, s, mode, e) for k, s, e in further for mode in ("never", "always")}
     assert ways == pipelines | {(1, "gpipe", "never", "pytorch")}
     assert len(rows(found, verdict="reference")) == 1
-    assert len(rows(found, verdict="identical")) == 17
+    assert len(rows(found, verdict="identical")) == 23
     # not only to each other: the model as it is, in plain PyTorch, has the same outputs and gradients
     assert [row["verdict"] for row in rows(found, executor="pytorch")] == ["identical"]
     (other_order,) = rows(found, verdict="within tolerance")
@@ -63,6 +65,7 @@ def test_the_default_network_is_identical_in_every_way(
     assert "batch norm normalizes each micro-batch" in whole["text"]
     assert found["loss"] > 0
     assert "identical (8 of 8)" in shown
+    assert "zero_bubble" in shown
     lines = shown.splitlines()
     assert max(len(line) for line in lines[: lines.index("", 6) + 1]) <= 80
     assert lines[-1] == found["verdict"]
@@ -72,7 +75,7 @@ def test_the_default_network_is_identical_in_every_way(
     ("settings", "identical", "verdict", "words"),
     [
         # another order of sums, no more
-        (["model.dropout=0", "model.attention_dropout=0", IN_PROCESS], 2 * 3 * 2 - 2 + 1, "within tolerance", ""),
+        (["model.dropout=0", "model.attention_dropout=0", IN_PROCESS], 2 * 3 * 2 - 2 + 4 + 1, "within tolerance", ""),
         (
             ["model.dropout=0", "model.attention_dropout=0", "precision=bfloat16", "partitions=1"],
             5,
@@ -93,6 +96,15 @@ def test_text_with_padding_is_checked_and_cut_into_other_micro_batches(
     assert words in whole["text"]
 
 
+def test_a_schedule_of_a_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose gradients are summed in an order that is neither gpipe's nor 1f1b's."""
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0F1,0F2,0B0,0B2,0B1\n1F0,1F1,1F2,1B0,1B2,1B1\n", encoding="utf-8")
+    assert command(monkeypatch, "check", *TEXT, IN_PROCESS, f"schedule={file}") == 0
+    (row,) = rows(found_by_check(), schedule=str(file))
+    assert (row["verdict"], row["recompute"], 0 < row["difference"] < 1e-5) == ("within tolerance", "except_last", True)
+
+
 IN_PLACE = "layer 1 changes its input in place"
 
 
@@ -100,18 +112,18 @@ IN_PLACE = "layer 1 changes its input in place"
     ("model", "settings", "left_out", "verdict", "words"),
     [
         # it halves what it is given, unseen by torch: a recomputation begins with a half
-        ("halves_unseen", [IN_PROCESS, "partition.balance=[1,4]"], 0, "differs: 3 of 13 variants; first in layer 1",
+        ("halves_unseen", [IN_PROCESS, "partition.balance=[1,4]"], 0, "differs: 5 of 17 variants; first in layer 1",
          f"layer 1 gives other values when micro-batch 0 is recomputed; {IN_PLACE}"),
         ("draws_elsewhere", [IN_PROCESS, "model.arguments={source:numpy}"], 0,
-         "differs: 13 of 13 variants; first in layer 1", "layer 1 draws from numpy.random"),
+         "differs: 17 of 17 variants; first in layer 1", "layer 1 draws from numpy.random"),
         # nothing differs at this cut, and at another it would
         ("halves_unseen", [IN_PROCESS, "partition.balance=[3,2]"], 0, f"refused: {IN_PLACE}", IN_PLACE),
         # as shapes show it; or the first variant does, which the others cannot be compared with then
         ("works_in_place", [], 0, "fails: 6 of 6 variants; first in layer 1", IN_PLACE),
-        ("hides_in_place", ["partition.balance=[1,4]"], 18, "fails: 2 of 2 variants; first in layer 1", IN_PLACE),
-        ("wants_no_values", [], 18, "fails: 2 of 2 variants; first in layer 1",
+        ("hides_in_place", ["partition.balance=[1,4]"], 24, "fails: 2 of 2 variants; first in layer 1", IN_PLACE),
+        ("wants_no_values", [], 24, "fails: 2 of 2 variants; first in layer 1",
          "layer 1 raises RuntimeError: no values; please"),
-        ("is_lonely", ["partition.balance=[1,4]"], 5, "fails: 1 of 14 variants; first in layer 1",
+        ("is_lonely", ["partition.balance=[1,4]"], 7, "fails: 1 of 18 variants; first in layer 1",
          "layer 1 raises RuntimeError: not alone"),
         ("shares", [IN_PROCESS, "partition.balance=[2,3]"], 0, "fails: 6 of 13 variants",
          "layers 1 and 2 share parameter weight"),

@@ -6,11 +6,12 @@ side: which variants there are, who runs them, and what their rows mean together
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError
@@ -31,6 +33,8 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
+
+_FEWER: tuple[verify.Mode, ...] = ("never", "always")  # of schedules that run for one number of partitions only
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -79,6 +83,21 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     return 0 if report.identical else 1
 
 
+def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
+    """Into so many; a cut that was given is for K."""
+    if partitions == config.partitions:
+        return config
+    return replace(config, partitions=partitions, partition=PartitionConfig(None))
+
+
+def _of_schedules(placements: Iterable[Placement]) -> dict[tuple[int, str], Placement]:
+    """With the orders of both references, which no placement depends on."""
+    return {
+        (one.partitions, name): replace(one, order=order(name, one.partitions, one.order.micro_batches))
+        for one, name in product(placements, verify.REFERENCES)
+    }
+
+
 class _Checked:
     """The variants, and what is known of them so far."""
 
@@ -87,9 +106,9 @@ class _Checked:
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.references: dict[str, verify.ReferenceDone] = {}  # by schedule
-        # The variants, with their placements by partitions, that the same processes run one after another; what others
+        # The variants, with their placements, that the same processes run one after another; what others
         # are compared with comes first.
-        self.runs: list[tuple[dict[int, Placement], list[verify.Variant]]] = []
+        self.runs: list[tuple[dict[tuple[int, str], Placement], list[verify.Variant]]] = []
         self._findings: list[Finding] = []
         self._watched: verify.LayersWatched | None = None
         self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
@@ -107,10 +126,9 @@ class _Checked:
     def _place(self, profile: ModelProfile) -> None:
         """Every number of partitions, the greatest first: what is wrong with it is bad input."""
         apart: dict[int, Placement] = {}  # each stage in a process of its own
-        for partitions in range(self._config.partitions, 0, -1):
-            config = self._config
-            if partitions < config.partitions:  # a cut that was given is for K
-                config = replace(config, partitions=partitions, partition=PartitionConfig(None))
+        usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None)
+        for partitions in range(usual.partitions, 0, -1):
+            config = _cut(usual, partitions)
             try:
                 self._together[partitions] = make_placement(replace(config, executor="in_process"), profile)
             except SeparatedError as error:
@@ -123,30 +141,61 @@ class _Checked:
                 else:
                     text = f"executor=distributed: {plural(partitions, 'stage')} would be in one process"
                     self._add(self._ways(partitions, "distributed"), "left out", text)
-        whole = self._config.micro_batches
+        whole = usual.micro_batches
         together = [
             verify.Variant(partitions, whole, schedule, mode, "in_process")
-            for schedule, mode in product(verify.SCHEDULES, verify.MODES)
+            for schedule, mode in product(verify.REFERENCES, verify.MODES)
             for partitions in sorted(self._together)
         ]
-        if not self._config.compile:  # compiled code has other last digits, which batch norm amplifies
+        if not usual.compile:  # compiled code has other last digits, which batch norm amplifies
             together.insert(1, together[0]._replace(executor="pytorch"))
         if whole > 1:
             together.append(together[0]._replace(micro_batches=1))
-        self.runs.append((self._together, together))
-        self.runs += [({k: apart[k]}, self._ways(k, "distributed")) for k in sorted(apart)]
+        self.runs.append((_of_schedules(self._together.values()), together))
+        self.runs += [(_of_schedules([apart[k]]), self._ways(k, "distributed")) for k in sorted(apart)]
+        for config, modes in self._further(usual):
+            if config.partitions in self._together:
+                self._place_further(config, modes, profile)
         for k in sorted(self._together) if self._replicas > 1 else ():
-            one = self._config
-            cut = one.partition if k == one.partitions else PartitionConfig(None)
-            several = replace(
-                one, partitions=k, partition=cut, replicas=self._replicas, micro_batches=whole // self._replicas
-            )
-            self.runs.append(({k: make_placement(several, profile)}, self._ways(k, "replicas")))
+            several = replace(_cut(usual, k), replicas=self._replicas, micro_batches=whole // self._replicas)
+            self.runs.append((_of_schedules([make_placement(several, profile)]), self._ways(k, "replicas")))
+
+    def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[verify.Mode, ...]]]:
+        """With other schedules, and what is recomputed in each: those with a name for as many partitions as they can
+        have, and the one that was given if it has none."""
+        config = self._config
+        if config.partitions == 1:
+            return
+        if not config.compile:
+            yield replace(usual, schedule="zero_bubble"), _FEWER
+        each = max(2, config.stages_per_process or 2)
+        if partitions := config.partitions - config.partitions % each:
+            interleaved = replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each)
+            yield interleaved, _FEWER
+        if config.schedule not in SCHEDULES and self._replicas == 1:  # of a file, M is that of one pipeline
+            mode = next(mode for mode in verify.MODES if mode == config.recompute)
+            yield config, (mode,)
+
+    def _place_further(self, config: TrainConfig, modes: Sequence[verify.Mode], profile: ModelProfile) -> None:
+        """In one process, and in several, if these have other stages than those that run already."""
+        key = config.partitions, config.schedule
+        executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
+        for executor in executors[:1] if config.executor == "in_process" else executors:
+            placement = make_placement(replace(config, executor=executor), profile)
+            if executor == "distributed" and not placement.distributed:
+                continue
+            variants = [verify.Variant(key[0], config.micro_batches, key[1], mode, executor) for mode in modes]
+            same = (run for run in self.runs if next(iter(run[0].values())).owners == placement.owners)
+            placements, there = self.runs[0] if executor == "in_process" else next(same, ({}, []))
+            if not there:
+                self.runs.append((placements, there))
+            placements[key] = placement
+            there += variants
 
     def _ways(self, partitions: int, executor: verify.Executor) -> list[verify.Variant]:
-        """Every schedule and recomputation."""
+        """Every recomputation, in both orders of sums."""
         whole = self._config.micro_batches
-        return [verify.Variant(partitions, whole, *way, executor) for way in product(verify.SCHEDULES, verify.MODES)]
+        return [verify.Variant(partitions, whole, *way, executor) for way in product(verify.REFERENCES, verify.MODES)]
 
     def on_message(self, message: object) -> None:
         """Take a worker's message."""
@@ -199,7 +248,7 @@ class _Checked:
         ]
 
     def report(self) -> CheckReport:
-        first = self.references.get(verify.SCHEDULES[0])
+        first = self.references.get(verify.REFERENCES[0])
         return CheckReport(
             rows=tuple(sorted((self._explained(row) for row in self.rows.values()), key=_order)),
             findings=tuple(self._findings),
@@ -235,7 +284,7 @@ def _order(row: verify.Row) -> tuple[int, ...]:
     """As the table has them: by schedule, partitions, mode and executor; other micro-batches last."""
     return (
         -row.micro_batches,
-        verify.SCHEDULES.index(row.schedule),
+        (*SCHEDULES, row.schedule).index(row.schedule),
         row.partitions,
         verify.MODES.index(row.recompute),
         verify.EXECUTORS.index(row.executor),

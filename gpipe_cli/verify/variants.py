@@ -36,7 +36,7 @@ from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_generator
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.data_feed import Data, Reading
@@ -45,10 +45,9 @@ from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import gather_metrics, objective_of, placed, rehearse, train_step
 
-Schedule = Literal["gpipe", "1f1b"]
 Mode = Literal["never", "except_last", "always"]
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: no pipeline, the model as it is
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+REFERENCES = ("gpipe", "1f1b")  # schedules that add up gradients in the two orders that there are
 MODES: tuple[Mode, ...] = ("never", "except_last", "always")
 EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed", "replicas")
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
@@ -63,19 +62,20 @@ class Variant(NamedTuple):
 
     partitions: int
     micro_batches: int  # of all replicas
-    schedule: Schedule
+    schedule: str
     recompute: Mode
     executor: Executor
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant, and how what it gives compares with the reference of its schedule: one partition, nothing recomputed.
-    The reference of `1f1b`, and one with other micro-batches, compare with that of `gpipe`."""
+    """A variant, and how what it gives compares with a reference: one partition, nothing recomputed, and the one of
+    `REFERENCES` that adds up gradients in the same order. That of `1f1b`, and one with other micro-batches, compare
+    with that of `gpipe`."""
 
     partitions: int
     micro_batches: int
-    schedule: Schedule
+    schedule: str
     recompute: Mode
     executor: Executor
     verdict: Verdict
@@ -137,12 +137,13 @@ class ReferenceDone:
     digests: Digests
 
 
+Placements = Mapping[tuple[int, str], Placement]  # by partitions and schedule
 Step = tuple[float, Digests, dict[str, torch.Tensor]]  # the loss, what a step leaves, this process's gradients
 
 
 def check(
     config: TrainConfig,
-    placements: Mapping[int, Placement],
+    placements: Placements,
     process: WorkerProcess,
     *,
     variants: Sequence[Variant],
@@ -150,7 +151,7 @@ def check(
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants as one process of those that their placements, by partitions, have; report a `Row` for each, in
+    """Run the variants as one process of those that their placements have; report a `Row` for each, in
     order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
@@ -168,8 +169,9 @@ def check(
         process.report(runs.watch_layers(variants[0]))
     references = dict(earlier)
     for variant in variants:
-        if variant.schedule not in references and not runs.is_reference(variant):
-            process.report(Row(*variant, "left out", text=f"the reference of {variant.schedule} failed"))
+        if runs.reference_of(variant) not in references and not runs.is_reference(variant):
+            text = f"the reference of {runs.reference_of(variant)} failed"
+            process.report(Row(*variant, "left out", text=text))
             continue
         try:
             row, reference = runs.compare(variant, references)
@@ -206,7 +208,7 @@ class _Runs:
     """Runs variants in one process."""
 
     base: TrainConfig
-    placements: Mapping[int, Placement]
+    placements: Placements
     process: WorkerProcess
     control: ControlGroup
     groups: ProcessGroups | None
@@ -233,7 +235,15 @@ class _Runs:
 
     def is_reference(self, variant: Variant) -> bool:
         usual = variant.micro_batches == self.base.micro_batches and variant.executor not in ("pytorch", "replicas")
-        return usual and variant.partitions == 1 and variant.recompute == "never"
+        plain = variant.partitions == 1 and variant.recompute == "never"
+        return usual and plain and variant.schedule in REFERENCES
+
+    def reference_of(self, variant: Variant) -> str:
+        """The schedule of the reference that it is compared with."""
+        return summed_as(self._placement(variant).order) or REFERENCES[-1]
+
+    def _placement(self, variant: Variant) -> Placement:
+        return self.placements[variant.partitions, variant.schedule]
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
         """The row of a variant, and what it leaves if it is a reference."""
@@ -247,16 +257,18 @@ class _Runs:
             if first is not None:
                 row = within(variant, self._distance(gradients, first), tolerance)
             return row, ReferenceDone(variant.schedule, loss, digests)
-        found = first_difference(digests, references[variant.schedule].digests)
+        reference = self.reference_of(variant)
+        found = first_difference(digests, references[reference].digests)
         least = min((place for place in self.control.collect(found) if place is not None), default=None)
         if least is None:
             return Row(*variant, "identical"), None
-        distance = self._distance(gradients, variant.schedule)
+        distance = self._distance(gradients, reference)
         row = within(variant, distance, tolerance)
         other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
+        other_sums |= summed_as(self._placement(variant).order) is None
         if other_sums or (plain and row.verdict == "within tolerance"):
             return row, None
-        return differs(variant, self.placements[variant.partitions], least, distance), None
+        return differs(variant, self._placement(variant), least, distance), None
 
     def _run_plain(self, variant: Variant) -> Step:
         """As `_run`, in plain PyTorch, and no weight is changed: all pipelines could be wrong in the same way.
@@ -362,7 +374,7 @@ class _Runs:
         return found
 
     def _engine(self, variant: Variant, watch: Watch) -> tuple[TrainConfig, Engine]:
-        placement = replace(self.placements[variant.partitions], recompute=variant.recompute)
+        placement = replace(self._placement(variant), recompute=variant.recompute)
         config = replace(
             self.base,
             partitions=variant.partitions,
@@ -404,6 +416,18 @@ class _Runs:
             difference = 0.0  # the first replica has it
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
+
+
+def summed_as(order: Schedule) -> str | None:
+    """The one of `REFERENCES` that adds up the gradients of every weight in the same order; None: neither does."""
+    for name, downwards in zip(REFERENCES, (True, False), strict=True):
+        if all(
+            (found := [a.micro_batch for a in actions if a.kind in kinds]) == sorted(found, reverse=downwards)
+            for actions in order.stages
+            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W))  # of weights that do not wait, and of those that do
+        ):
+            return name
+    return None
 
 
 def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
