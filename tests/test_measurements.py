@@ -46,6 +46,10 @@ PROGRAMS = {
          "--micro-batches=2", "--only", "bench-1f1b-channels_last", *PEERS],
         r"\| Schedule1F1B-channels_last \| bench-1f1b-channels_last +\| 2 \| +\d",
     ),
+    "exchanged_schedules": (
+        [*NOISE, "dataset=synthetic_images", "--only=interleaved"],
+        r"\ngpipe +interleaved +4 +16 +(\d+) +\1 +0\.0e\+00  yes",
+    ),
     "simulated_table2": (["--cells=1", *SMALL, "model.filters=4", "partition.balance=null"], r"2   1 +1\.00 +1\.00 "),
     "gpu_acceptance": (
         ["--device=cpu", "--parts=links"],
