@@ -28,9 +28,13 @@ def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
 def schedule_of_file(config: TrainConfig) -> Schedule:
     """What the file has that `schedule` names. Raises RefusedError if it is no schedule of this training."""
     try:
-        return read_schedule(config.schedule, config.partitions, config.micro_batches)
+        found = read_schedule(config.schedule, config.partitions, config.micro_batches)
     except ValueError as error:
         raise RefusedError("schedule", config.schedule, str(error)) from None
+    if config.compile and found.splits:
+        why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
+        raise RefusedError("compile", True, f"{why}; use compile=false")
+    return found
 
 
 @lru_cache(maxsize=16)  # they can be large
