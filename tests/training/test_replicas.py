@@ -23,9 +23,10 @@ SETTINGS = [
 
 
 def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, batch norm, clipping and averages: one process for each replica, two for each, and a run that was
-    stopped after four steps, resumed with another cut: the same bits. After one step the weights are those of one
-    pipeline with as many micro-batches, but for the order in which gradients were added up."""
+    """With dropout, batch norm, clipping and averages: one process for each replica, two for each, of two stages
+    that are not neighbours too, and a run that was stopped after four steps, resumed with another cut: the same bits.
+    After one step the weights are those of one pipeline with as many micro-batches, but for the order in which
+    gradients were added up."""
 
     def run(name: str, *settings: str) -> dict[str, torch.Tensor]:
         assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / name}") == 0
@@ -34,6 +35,8 @@ def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path, monkeypatch: pyt
     whole = run("whole", *SETTINGS, "partitions=1")
     run("begun", *SETTINGS, "partitions=2", "schedule=gpipe", "max_steps=4")
     assert_same_tensors(run("ended", f"resume={tmp_path / 'begun'}", "partitions=3", "executor=in_process"), whole)
+    interleaved = ["schedule=interleaved", "partitions=4", "stages_per_process=2"]
+    assert_same_tensors(run("interleaved", *SETTINGS, *interleaved), whole)  # two gradients have one sum either way
 
     one_step = [*SETTINGS, "partitions=1", "max_steps=1"]
     several = run("several", *one_step)

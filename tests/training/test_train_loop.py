@@ -120,6 +120,26 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (result["steps"], result["resumed_from"]) == (STEPS, str(first))
 
 
+def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> None:
+    """Two stages that are not neighbours in one process, and in each of two; stopped inside an epoch, and gone on with
+    another cut, other processes and backwards in two halves. Numbers and evaluations are the same, too."""
+    one = [*SETTINGS, "schedule=1f1b", "partitions=1", "executor=in_process"]
+    expected = train_here(configure(*one), tmp_path / "whole")
+    whole = final_tensors(tmp_path / "whole")
+    interleaved = [*SETTINGS, "schedule=interleaved", "partitions=4", "stages_per_process=2"]
+    found = train_here(configure(*interleaved, "executor=in_process"), tmp_path / "together")
+    assert_same_tensors(final_tensors(tmp_path / "together"), whole)
+    assert of_type(found, Evaluated) == of_type(expected, Evaluated)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert program("train", *interleaved, "executor=distributed", "max_steps=2", f"run_folder={first}") == 0
+    assert [part["process"] for part in read_result(first)["partitions"]] == [0, 1, 0, 1]
+    others = ["schedule=zero_bubble", "partitions=3", "stages_per_process=null"]
+    assert program("train", f"resume={first}", *others, f"run_folder={second}") == 0
+    assert_same_tensors(final_tensors(second), whole)
+    scores = of_type(expected, Evaluated)[-1].scores
+    assert (read_result(second)["test"]["loss"], read_result(second)["test"]["top1"]) == (scores.loss, scores.top1)
+
+
 def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
     a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""
