@@ -166,10 +166,12 @@ def held(
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))
-    predicted = peak_bytes(
-        order,
-        [[Held(memory.graph_bytes(*span), memory.input_bytes(*span)) for memory in memories] for span in spans],
-    )
+
+    def of_each(memory: ActivationMemory, span: tuple[int, int]) -> Held:
+        of_ways = memory.graph_bytes, memory.input_bytes, memory.gradients_bytes, memory.weights_bytes
+        return Held(*(of(*span) for of in of_ways))
+
+    predicted = peak_bytes(order, [[of_each(memory, span) for memory in memories] for span in spans])
     return tuple(stage.peak_saved_bytes for stage in stages.values()), predicted
 
 

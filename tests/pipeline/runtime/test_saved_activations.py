@@ -17,11 +17,12 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Retain
 
 WAYS = covering(
     partitions=(1, 3, 4),
-    schedule=("gpipe", "1f1b", "interleaved"),
+    schedule=SCHEDULES,
     recompute=RECOMPUTE,
     sizes=((8, 4), (7, 3)),  # samples and micro-batches: even, and of 3, 2 and 2 samples
 )
@@ -31,7 +32,7 @@ WAYS = covering(
 def test_what_stages_hold_is_what_was_predicted(name: str) -> None:
     """To the byte, for every number of partitions, schedule and way of recomputation."""
     sample = SAMPLES[name]
-    costs = sample.costs()
+    costs = sample.costs(splits=True)
     for way in WAYS:
         samples, micro_batches = way["sizes"]
         order = build(way["schedule"], way["partitions"], micro_batches, way["recompute"])
