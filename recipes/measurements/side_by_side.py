@@ -264,6 +264,8 @@ class Positional(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         sent = torch.contiguous_format
+        if self.layout is sent:
+            return self.layers(as_value(tensors))
         outputs = self.layers(as_value(tuple(Converted.apply(tensor, self.layout, sent) for tensor in tensors)))
         return outputs if self.last else tuple(Converted.apply(tensor, sent, self.layout) for tensor in outputs)
 
@@ -522,10 +524,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
     console.print(f"{options.rounds} rounds of {options.steps} steps; {', '.join(sorted(set(cuts.values())))}")
     loads = []
-    for _ in range(options.rounds):
-        loads.append(os.getloadavg()[0])
-        for row in rows:
-            row.hold(options.steps)
+    for number, row in product(range(options.rounds), rows):
+        if row is rows[0]:
+            loads.append(os.getloadavg()[0])
+        print(f"round {number + 1}: {row.contestant}", file=sys.stderr)
+        row.hold(options.steps)
     samples = config_of(base).batch_size
     assert samples is not None
     found, wrong = list(compare(rows)), disagreements(rows)
