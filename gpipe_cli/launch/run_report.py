@@ -112,7 +112,7 @@ class RunReport:
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
             first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled,
-            restarts=self._restarts, **bench,
+            restarts=self._restarts, test=ready.test, best=ready.best, **bench,
         )  # fmt: skip
         self._reporter, self.started = Reporter(self._folder, run), True
         self._reporter.banner(shown=not self._restarts)

@@ -23,7 +23,7 @@ from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.description import Restart
 from gpipe_cli.reporting.run.lines import show_error, show_line
-from gpipe_cli.reporting.run.result import complete_result
+from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import STOPPED, Stopped
@@ -31,7 +31,7 @@ from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, 
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
-from gpipe_cli.training.milestones import steps_if_complete
+from gpipe_cli.training.milestones import progress_if_complete
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
@@ -58,14 +58,15 @@ def launch(
             f"torchrun starts processes again itself; give it --max-restarts={config.max_restarts}, and leave this out"
         )
         raise RefusedError("max_restarts", config.max_restarts, why)
-    if again and leads() and not config.dry_run and (steps := steps_if_complete(config, folder)):
-        agree(lambda: Decision(folder, config.resume, None, complete=True))
-        complete_result(folder)
-        done = f"the run that lies there is complete, with {plural(steps, 'step')}; nothing is left to do"
-        show_line(Console(), f"{folder}: {done}")
-        return 0
     now, restarts = config, tuple[Restart, ...]()
     while True:
+        here = (again or restarts) and leads() and not config.dry_run
+        if here and (progress := progress_if_complete(now, folder)) is not None:
+            agree(lambda: Decision(folder, config.resume, None, complete=True))
+            complete_result(folder, config.task, progress)
+            done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
+            show_line(Console(), f"{folder}: {done}")
+            return 0
         ended = _train(now, folder, auto, bench, again, restarts)
         if isinstance(ended, int):
             return ended

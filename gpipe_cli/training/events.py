@@ -31,6 +31,26 @@ class LayersCompiled:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Of the test set: as in a step, but the loss is the cross-entropy."""
+
+    tokens: int | None
+    loss: float
+    top1: float
+    top5: float | None
+    averaged: bool  # whether the weights were the moving average
+
+
+@dataclass(frozen=True)
+class Tested:
+    """The test set after some step."""
+
+    step: int
+    epoch: int
+    scores: Scores
+
+
+@dataclass(frozen=True)
 class TrainingReady:
     """Everything is open and connected; the first step comes next."""
 
@@ -40,6 +60,8 @@ class TrainingReady:
     steps_per_epoch: int
     gpu_names: tuple[str, ...]
     compiled: LayersCompiled | None = None
+    test: Tested | None = None  # the last one before the first step, as of the next one
+    best: Tested | None = None
 
 
 @dataclass(frozen=True)
@@ -76,23 +98,9 @@ class StepRecorded:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Of the test set: as in a step, but the loss is the cross-entropy."""
+class Evaluated(Tested):
+    """One evaluation for a step."""
 
-    tokens: int | None
-    loss: float
-    top1: float
-    top5: float | None
-    averaged: bool  # whether the weights were the moving average
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The test set after some step; one evaluation for a step."""
-
-    step: int
-    epoch: int
-    scores: Scores
     is_best: bool
     translations: tuple["Translation", ...]  # some of them; () where there is nothing to translate
 

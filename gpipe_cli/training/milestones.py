@@ -76,14 +76,14 @@ class Milestones:
         return ends and not self.only_steps
 
 
-def steps_if_complete(config: TrainConfig, folder: Path) -> int:
-    """Those of the run in `folder`, if its last checkpoint is intact and `config` allows no more; otherwise 0."""
+def progress_if_complete(config: TrainConfig, folder: Path) -> Progress | None:
+    """That of the run in `folder`, if its last checkpoint is intact and `config` allows no more steps."""
     with suppress(IndexError, DamagedError):
         index = read_index(last := checkpoints_in(folder)[-1])
         if index.progress.step >= Milestones(config, index.progress.steps_per_epoch).end_step:
             check_files(last, index.files)
-            return index.progress.step
-    return 0
+            return index.progress
+    return None
 
 
 def score_of(totals: Totals, text: bool) -> float:

@@ -96,7 +96,16 @@ def train(
         devices = dict.fromkeys(device for replica in placement.replica_devices for device in replica)
         gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
         process.report(
-            events.TrainingReady(data.facts(), notes, progress.step, batches.steps_per_epoch, gpus, compiled)
+            events.TrainingReady(
+                data.facts(),
+                notes,
+                progress.step,
+                batches.steps_per_epoch,
+                gpus,
+                compiled,
+                progress.test,
+                progress.best,
+            )
         )
     checkpoints = CheckpointWriter(engine, control, folder, config_yaml, config.checkpoint.keep, process.report, start)
     process.before_failing.append(checkpoints.settle)
@@ -140,10 +149,12 @@ def train(
                 examples = tuple(translate(config, WATCHED, engine, control, test))
             score = score_of(totals, text=config.task != "classification")
             best = is_best(score, progress)
+            scores = scores_of(config, totals, averaged=bool(engine.averages))
+            tested = events.Tested(progress.step, epoch + 1, scores) if math.isfinite(scores.loss) else None
+            progress = replace(progress, test=tested)
             if best:
-                progress = replace(progress, best_score=score, best_step=progress.step)
+                progress = replace(progress, best_score=score, best_step=progress.step, best=tested)
             if control.leads:
-                scores = scores_of(config, totals, averaged=bool(engine.averages))
                 process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
 
         # --- 7. A checkpoint, which is written while the next steps are done -------------------------------------

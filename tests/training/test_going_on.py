@@ -63,6 +63,26 @@ def build():
     return nn.Sequential(*custom_models.small(), Fails())
 """
 
+KILLED = """
+import os
+import signal
+
+import custom_models
+from gpipe_cli.training.checkpoint import store
+
+finish = store.finish_checkpoint
+
+
+def be_killed(draft, index, **options):
+    finish(draft, index, **options)
+    if index.progress.step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+store.finish_checkpoint = be_killed
+build = custom_models.small
+"""
+
 
 @linux
 def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_with_another_k(
@@ -103,6 +123,35 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
         == f"{run}: the run that lies there is complete, with {steps} steps; nothing is left to do\n"
     )
     assert read_result(run)["status"] == "completed"
+
+
+def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stages have written their checkpoints while it was drawing a picture: result.json is as at the beginning."""
+    line = ["train", *TINY, "hardware=cpu", *IN_PROCESS, "epochs=2", "resume=auto", "checkpoint.every_steps=3"]
+    assert command(monkeypatch, *line, f"run_folder={tmp_path / 'whole'}") == 0
+    whole, run = read_result(tmp_path / "whole"), tmp_path / "run"
+    assert (whole["steps"], whole["test"]["step"], whole["best"]["step"]) == (6, 6, 3)
+    unheard = {"status": "running", "steps": 0, "epochs": 0, "test": None, "best": None}
+    for steps in ("max_steps=3", "max_steps=null", "max_steps=null"):  # nothing is left for the last one
+        assert command(monkeypatch, *line, steps, f"run_folder={run}") == 0
+        result = read_result(run)
+        write_result(run, result | unheard)
+    assert {key: result[key] for key in unheard} == {key: whole[key] for key in unheard}
+
+
+def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = [*RUN[2:], "model=custom", "model.target=killed:build", "max_restarts=1", "max_steps=2"]
+    assert command(monkeypatch, "train", *settings, "partitions=1", f"run_folder={tmp_path / 'run'}") == 0
+    assert "complete, with 2 steps; nothing is left" in capsys.readouterr().out
+    result = read_result(tmp_path / "run")
+    assert (result["status"], result["steps"], result["test"]["step"]) == ("completed", 2, 2)
 
 
 def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores
+from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
     from gpipe_cli.planner.placement import Placement, StepFlops
@@ -45,6 +45,8 @@ class RunDescription:
     first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
     gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None  # None: with compile=false, and in a dry run
+    test: Tested | None = None  # the last one before the first step, as of the next one
+    best: Tested | None = None
     bench: bool = False  # the run measures, and trains no model
     restarts: tuple[Restart, ...] = ()  # of this command
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed

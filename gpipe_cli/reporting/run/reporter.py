@@ -6,7 +6,7 @@
 import io
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
 from gpipe_cli.reporting.run.tensorboard import Dashboard
-from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone
+from gpipe_cli.training.checkpoint.store import Progress
+from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
 
 if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
     from gpipe_cli.reporting.plots.picture import Picture
@@ -63,7 +64,7 @@ class Reporter:
         self._cut_drawn = False
         hardware = measurement.hardware(run.gpu_names, run.placement.threads)
         self._machine = {"versions": measurement.versions(self._text), "hardware": hardware}
-        self._test, self._best = _earlier(run)
+        self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
         write_result(self._folder, self._result())
@@ -283,18 +284,19 @@ class Reporter:
         return result
 
 
-def _tested(task: Task, message: Evaluated) -> dict[str, Any]:
-    test = {"step": message.step, "epoch": message.epoch, **scores_of(task, message.scores)}
-    test["averaged"] = message.scores.averaged
-    return test | {"tokens": message.scores.tokens} if words_of(task).text else test
+def complete_result(folder: Path, task: Task, progress: Progress) -> None:
+    """Says of a run that was killed between its last checkpoint and its end that it is complete, and how good it is."""
+    with suppress(OSError, ValueError):  # what else was in it is lost: there is nothing to mend
+        result = read_result(folder)
+        if result["status"] != "completed":
+            done = {"epochs": progress.step // progress.steps_per_epoch, "steps": progress.step}
+            tests = {"test": progress.test, "best": progress.best}
+            known = {name: _tested(task, test) for name, test in tests.items() if test is not None}
+            write_result(folder, result | {"status": "completed", "error": None} | done | known)
 
 
-def _earlier(run: RunDescription) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The last and the best test of the run that is resumed, as far as they lie before the point of resumption."""
-    try:
-        result = {} if run.config.resume is None else read_result(Path(run.config.resume))
-    except (OSError, ValueError):  # it was never written, or is damaged: the run goes on without it
-        result = {}
-    tests = (result.get("test"), result.get("best"))
-    last, best = (test if test is not None and test["step"] <= run.first_step else None for test in tests)
-    return last, best
+def _tested(task: Task, test: Tested | None) -> dict[str, Any] | None:
+    if test is None:
+        return None
+    found = {"step": test.step, "epoch": test.epoch, **scores_of(task, test.scores), "averaged": test.scores.averaged}
+    return found | {"tokens": test.scores.tokens} if words_of(task).text else found

@@ -6,7 +6,6 @@ It is written whole or not at all, so that whoever reads it while the run goes o
 import json
 import math
 from collections.abc import Container, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise ValueError(f"{path}: must be a JSON object, is {type(result).__name__}; run again into a new folder")
     return result
-
-
-def complete_result(folder: Path) -> None:
-    """Says that a run is complete which was killed between its last checkpoint and its end."""
-    with suppress(OSError, ValueError):  # what else was in it is lost: there is nothing to mend
-        result = read_result(folder)
-        if result["status"] != "completed":
-            write_result(folder, result | {"status": "completed", "error": None})
 
 
 def value_of(result: Mapping[str, Any], *keys: str) -> Any:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.system.files import read_json, regular_size, write_whole
+from gpipe_cli.training.events import Tested
 
 FORMAT = 2
 _PREFIX = "step_"
@@ -57,6 +58,9 @@ class Progress:
     ema_updates: Done
     best_score: float | None  # top-1, or of text the loss with a minus: more is better
     best_step: Done | None
+    # What the parent has reported; it may have been killed before it could. None also for a loss that is no number.
+    test: Tested | None = None  # the last one
+    best: Tested | None = None
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class CheckpointWriter:
         if save:
             self._finish(progress.step, last=False)
         if self._written is None and progress.best_step != progress.step:
-            progress = replace(progress, best_score=self.last.best_score, best_step=self.last.best_step)
+            last = self.last
+            progress = replace(progress, best_score=last.best_score, best_step=last.best_step, best=last.best)
         if save:
             self._begin(progress)
         return progress
