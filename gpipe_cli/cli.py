@@ -54,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     if ended.exit_code == UNREAD:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
     elif ended.error and leads():
-        sys.stderr.write(f"{name}: {ended.error}\n")
+        drawn = getattr(ended.refusal, "drawn", "")
+        sys.stderr.write(f"{name}: {ended.error}\n" + (f"{drawn}\n" if drawn else ""))
     elif ended.error and ended.exit_code not in (INTERRUPTED, STOPPED):
         time.sleep(LEADER_SECONDS)  # rank 0 mostly has the same error, and torchrun ends this process with it
         started = torchrun()

@@ -47,11 +47,11 @@ class NothingFitsError(ValueError):
 
 
 class RefusedError(ValueError):
-    """The value of a setting that cannot be: `model.filters=0: why; remedy`."""
+    """The value of a setting that cannot be: `model.filters=0: why; remedy`. What is `drawn` is shown below that."""
 
-    def __init__(self, key: str, value: object, why: str) -> None:
-        super().__init__(key, value, why)
-        self.key, self.value, self.why = key, value, why
+    def __init__(self, key: str, value: object, why: str, drawn: str = "") -> None:
+        super().__init__(key, value, why, drawn)
+        self.key, self.value, self.why, self.drawn = key, value, why, drawn
 
     def __str__(self) -> str:
         return f"{self.key}={show(self.value)}: {self.why}"

@@ -30,7 +30,8 @@ def schedule_of_file(config: TrainConfig) -> Schedule:
     try:
         found = read_schedule(config.schedule, config.partitions, config.micro_batches)
     except ValueError as error:
-        raise RefusedError("schedule", config.schedule, str(error)) from None
+        why, _, drawn = str(error).partition("\n")
+        raise RefusedError("schedule", config.schedule, why, drawn) from None
     if config.compile and found.splits:
         why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise RefusedError("compile", True, f"{why}; use compile=false")

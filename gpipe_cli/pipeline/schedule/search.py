@@ -86,11 +86,16 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     if 1 < devices < partitions and partitions % devices == 0 and list(problem.turns) == dealt_out:
         yield "interleaved", order("interleaved", partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
-    for most, split in product(flights, (False, True) if problem.split else (False,)):
+    recomputed = [problem.recompute in ("always", "except_last")]
+    if problem.recompute == "auto" and problem.room is not None:
+        recomputed = [False, True]  # more in flight, or less to do again
+    for most, split, again in product(flights, (False, True) if problem.split else (False,), recomputed):
         for patience in (0.0, 0.5, 1.0) if split else (0.0,):
             in_flight = "as 1f1b" if not most else f"up to {most}"
             way = f", W in waits of {patience:g} W" if split and patience else ", W in waits" if split else ""
-            yield f"greedy, {in_flight} in flight{way}", _joined(_Greedy(problem, most, split, patience).placed())
+            held = ", recomputed" if again and len(recomputed) > 1 else ""
+            made = _Greedy(problem, most, split, patience, recomputed=again).placed()
+            yield f"greedy, {in_flight} in flight{held}{way}", _joined(made)
 
 
 def _joined(schedule: Schedule) -> Schedule:
@@ -182,10 +187,11 @@ class _Greedy:
     """Places one action after the other, as devices become free.
 
     `most` micro-batches of a stage are in flight at once (0: as many as 1f1b has); if `split`, backwards are cut in
-    two, and a W begins while the device would wait at least the share `patience` of what the W takes.
+    two, and a W begins while the device would wait at least the share `patience` of what the W takes. A micro-batch in
+    flight holds its input if it is `recomputed`, and else its graph.
     """
 
-    def __init__(self, problem: Problem, most: int, split: bool, patience: float) -> None:
+    def __init__(self, problem: Problem, most: int, split: bool, patience: float, *, recomputed: bool) -> None:
         stages, devices = range(len(problem.stages)), range(1 + max(problem.turns))
         self._problem, self._split, self._patience = problem, split, patience
         per_device = len(stages) // len(devices)
@@ -201,6 +207,7 @@ class _Greedy:
         }
         self._link_free: dict[tuple[Kind, int], float] = {}
         self._held = [0 for _ in stages]  # bytes
+        self._flying = [size.input if recomputed else size.graph for size in problem.sizes]  # of a micro-batch
         # heap: when, whether a device may begin (all that ends then comes first), the device, what it has ended
         self._events: list[tuple[float, bool, int, Action]] = []
 
@@ -268,21 +275,19 @@ class _Greedy:
 
     def _take(self, now: float, device: int, action: Action) -> None:
         kind, stage, _ = action
-        cost, size = self._problem.stages[stage], self._problem.sizes[stage]
+        cost = self._problem.stages[stage]
         self._rows[device].append(action)
         self._busy[device] = True
         self._next[Kind.B if kind is Kind.I else kind][stage] += 1
         if kind is Kind.F:
-            recomputed = self._problem.recompute in ("always", "except_last")
-            self._held[stage] += size.input if recomputed else size.graph
+            self._held[stage] += self._flying[stage]
         heappush(self._events, (now + cost.seconds(kind, Retain.GRAPH), False, device, action))
 
     def _end(self, now: float, ended: Action) -> None:
         kind, stage, m = ended
         size, last = self._problem.sizes[stage], len(self._problem.stages) - 1
-        recomputed = self._problem.recompute in ("always", "except_last")
         if kind in (Kind.B, Kind.I):
-            self._held[stage] -= size.input if recomputed else size.graph
+            self._held[stage] -= self._flying[stage]
             self._held[stage] += size.weights if kind is Kind.I else 0
         elif kind is Kind.W:
             self._held[stage] -= size.weights
