@@ -25,7 +25,8 @@ What helps everyone is given to everyone: the model's fast 1x1 convolutions (`mo
 keeps freed memory, which gpipe asks it for (`launch/worker.py`).
 
 Rounds are in turns, A B C A B C ..., each with new processes every time, so that a slow minute of the machine hits all.
-Ratios are taken within a round; reported is their median, with the least and the greatest.
+Ratios are taken within a round; reported is their median, with the least and the greatest. Ctrl-C shows what there
+is.
 
 Usage: python recipes/measurements/side_by_side.py [--micro-batches 4 8] [--rounds 5] [setting=value ...]
        on two idle cores 8 minutes a round, 3 GB
@@ -45,6 +46,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -401,7 +403,7 @@ def compare(rows: Sequence[Row]) -> Iterator[Ratio]:
     by_name = {(row.contestant.name, row.contestant.micro_batches): row for row in rows}
 
     def ratios(ours: Row, peer: Row, of: Callable[[Measured, Measured], float]) -> list[float]:
-        return [of(a, b) for a, b in zip(ours.rounds, peer.rounds, strict=True) if a is not None and b is not None]
+        return [of(a, b) for a, b in zip(ours.rounds, peer.rounds, strict=False) if a is not None and b is not None]
 
     def speed(ours: Measured, peer: Measured) -> float:
         return peer.step_seconds / ours.step_seconds
@@ -524,11 +526,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
     console.print(f"{options.rounds} rounds of {options.steps} steps; {', '.join(sorted(set(cuts.values())))}")
     loads = []
-    for number, row in product(range(options.rounds), rows):
-        if row is rows[0]:
-            loads.append(os.getloadavg()[0])
-        print(f"round {number + 1}: {row.contestant}", file=sys.stderr)
-        row.hold(options.steps)
+    with suppress(KeyboardInterrupt):  # what has been measured until then is shown
+        for number, row in product(range(options.rounds), rows):
+            if row is rows[0]:
+                loads.append(os.getloadavg()[0])
+            print(f"round {number + 1}: {row.contestant}", file=sys.stderr)
+            row.hold(options.steps)
     samples = config_of(base).batch_size
     assert samples is not None
     found, wrong = list(compare(rows)), disagreements(rows)
