@@ -114,9 +114,9 @@ class ActivationMemory:
     """The bytes of one micro-batch of `samples` on a stage (the paper's L/K * N/M, section 2.3), for any consecutive
     layers of a model.
 
-    They are no sum over layers: a tensor that two layers save is there once, what comes over the boundary and what goes
-    out is there whether saved or not. So each tensor is charged to the first layer that saves it. Sums over layers then
-    answer for any stage, but for the few tensors that cross its first boundary.
+    They are no sum over layers: a tensor that two layers save is there once, and what comes over the boundary is there
+    whether saved or not. So each tensor is charged to the first layer that saves it. Sums over layers then answer for
+    any stage, but for the few tensors that cross its first boundary.
 
     `inputs` describe what the first layer gets, `lengths` are those that the costs were traced with: what a layer keeps
     inside may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
@@ -124,7 +124,6 @@ class ActivationMemory:
     """
 
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
-        self._layers = len(costs)
         self._samples, self._halves = samples, [cost.halves or Halves() for cost in costs]
         self._kept_inputs, self._kept_gradients = cache(self._inputs_from), cache(self._gradients_to)
         boundaries = [inputs, *(cost.outputs for cost in costs)]
@@ -156,23 +155,15 @@ class ActivationMemory:
         return self._input_bytes[first] if self._has_backward(first, end) else 0
 
     def graph_bytes(self, first: int, end: int) -> int:
-        """All that a stage of layers `first` to `end - 1` keeps of a micro-batch with its graph: its inputs, what
-        autograd saves, its outputs. The last stage frees its outputs: it has the loss.
-
-        Takes time proportional to the tensors that cross the two boundaries. Grows with `end`, except where a layer
-        neither saves nor hands on its inputs: a stage that ends before that layer holds them.
+        """All that a stage of layers `first` to `end - 1` keeps of a micro-batch with its graph: its inputs and what
+        autograd saves. Takes time proportional to the tensors that cross its first boundary, and grows with `end`.
         """
         if not self._has_backward(first, end):
             return 0
-        incoming = set(map(id, self._crossing[first]))
         charged = self._charged[end] - self._charged[first]
         for tensor in _distinct(self._crossing[first]):
             if tensor.first_saver is not None and first <= tensor.first_saver < end:
                 charged -= tensor.bytes  # it is there as an input
-        if end < self._layers:
-            for tensor in _distinct(self._crossing[end]):
-                if id(tensor) not in incoming and (tensor.first_saver is None or tensor.first_saver >= end):
-                    charged += tensor.bytes
         return self._input_bytes[first] + charged
 
     def weights_bytes(self, first: int, end: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 
 from gpipe_cli.pipeline.profile.layer_cost import Halves, LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
@@ -263,8 +264,6 @@ def _run(
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)
-    if closed is not None:
-        saved.add((closed,))  # a stage holds it until the backward
     return _Run(
         layer.module,
         layer.tied,
@@ -357,7 +356,7 @@ def _halves(
     for weight in weights:
         weight.grad = torch.empty_like(weight)  # what the micro-batches before have left
     with OperationCounter() as first:
-        deferred = backward_inputs(roots, gradients, tied=tied, retain_graph=True)
+        deferred = backward_inputs(list(map(get_gradient_edge, roots)), gradients, tied=tied, retain_graph=True)
     for hook in hooks:
         hook.remove()
     spans += [of_inputs.get(at) for at in range(len(run.inputs))]

@@ -41,7 +41,7 @@ class DeferredWeight:
 
 
 def backward_inputs(
-    outputs: Sequence[torch.Tensor],
+    roots: Sequence[GradientEdge],
     gradients: Sequence[torch.Tensor | None],
     keeps: Callable[[torch.Tensor], None] = lambda gradient: None,
     *,
@@ -51,12 +51,12 @@ def backward_inputs(
     """I: `torch.autograd.backward`, but for the weights that are returned, in the order in which it comes to them.
 
     `keeps` is called with the gradient of each one's output, as soon as it is kept. `tied` are weights that are used
-    elsewhere, too, than before `outputs`.
+    elsewhere, too, than before `roots`.
     """
     elsewhere = [get_gradient_edge(weight).node for weight in tied]
-    found, leaves = _look_through([get_gradient_edge(output).node for output in outputs], elsewhere)
+    found, leaves = _look_through([root.node for root in roots], elsewhere)
     if not found:
-        torch.autograd.backward(outputs, gradients, retain_graph)
+        torch.autograd.backward(roots, gradients, retain_graph)
         return []
     deferred: list[DeferredWeight] = []
 
@@ -69,7 +69,7 @@ def backward_inputs(
     hooks = [node.register_prehook(partial(reached, weight)) for node, weight in found.items()]
     # among them the nodes that were found: they are then run even where nothing wants the gradient of their input
     wanted = [GradientEdge(node, 0) for node in (*leaves, *found)]
-    torch.autograd.backward(outputs, gradients, retain_graph, inputs=wanted)
+    torch.autograd.backward(roots, gradients, retain_graph, inputs=wanted)
     for hook in hooks:
         hook.remove()
     return deferred

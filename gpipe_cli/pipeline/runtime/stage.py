@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
@@ -47,7 +48,8 @@ class Objective(Protocol):
 @dataclass
 class _Saved:
     inputs: Tensors
-    outputs: Tensors | None = None
+    # where the backward starts, for each output, once there is a graph; None: no gradient comes back
+    roots: tuple[GradientEdge | None, ...] | None = None
 
 
 class Stage:
@@ -146,7 +148,7 @@ class Stage:
         finally:
             self.statistics.close()
         if graph:
-            self._keep(micro_batch, _Saved(leaves, closed))
+            self._keep(micro_batch, _Saved(leaves, _roots(closed)))
         elif keep is Retain.INPUT:
             self._keep(micro_batch, _Saved(inputs))
         return outputs
@@ -156,11 +158,11 @@ class Stage:
         if not self.needs_backward:
             return
         saved = self._saved[micro_batch]
-        assert saved.outputs is None, f"micro-batch {micro_batch} needs no recomputation"
+        assert saved.roots is None, f"micro-batch {micro_batch} needs no recomputation"
         with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH), self._autocast():
             leaves = self._leaves(saved.inputs)
             outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
-        self._keep(micro_batch, _Saved(leaves, outputs))
+        self._keep(micro_batch, _Saved(leaves, _roots(outputs)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """B: from the gradients of the outputs to those of the inputs; parameters accumulate theirs in `.grad`.
@@ -201,18 +203,18 @@ class Stage:
 
     def _begin_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[_Saved, list[torch.Tensor], list[torch.Tensor | None]]:
-        """What was saved, the outputs that the backward starts from, and their gradients."""
+    ) -> tuple[_Saved, list[GradientEdge], list[torch.Tensor | None]]:
+        """What was saved, where the backward starts, and the gradients there."""
         saved = self._saved.pop(micro_batch)
-        assert saved.outputs is not None, f"micro-batch {micro_batch} has not been recomputed"
+        assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
         if self._objective is not None:
-            gradients = (None,) * len(saved.outputs)
+            gradients = (None,) * len(saved.roots)
         roots = [
-            (output, gradient)
-            for output, gradient in zip(saved.outputs, gradients, strict=True)
-            if output.requires_grad and (gradient is not None or self._objective is not None)
+            (root, gradient)
+            for root, gradient in zip(saved.roots, gradients, strict=True)
+            if root is not None and (gradient is not None or self._objective is not None)
         ]
-        return saved, [output for output, _ in roots], [gradient for _, gradient in roots]
+        return saved, [root for root, _ in roots], [gradient for _, gradient in roots]
 
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
         """Have all layers compiled for micro-batches of `samples`: each runs forward and backward once, on zeros.
@@ -246,7 +248,7 @@ class Stage:
     def _keep(self, micro_batch: int, saved: _Saved) -> None:
         self._saved[micro_batch] = saved
         if self._saved_bytes is not None:
-            self._saved_bytes.hold(micro_batch, *saved.inputs, *(saved.outputs or ()))
+            self._saved_bytes.hold(micro_batch, *saved.inputs)
 
     def _recording(self, micro_batch: int, keep: Retain) -> AbstractContextManager[None]:
         if self._saved_bytes is None or keep is not Retain.GRAPH:
@@ -306,3 +308,8 @@ class Stage:
         if observe:
             self._objective.observe(micro_batch, outputs, loss.detach())
         return (loss,)
+
+
+def _roots(outputs: Tensors) -> tuple[GradientEdge | None, ...]:
+    """The places of outputs in their graph: nobody has use for their numbers until the backward."""
+    return tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
