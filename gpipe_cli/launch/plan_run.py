@@ -15,6 +15,7 @@ from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
@@ -49,7 +50,8 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
         title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
         try:
             if file is not None:
-                write_whole(file, csv_of(made.schedule, place(config).rows))
+                of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
+                write_whole(file, csv_of(of_all, place(config).rows))
             write_whole(folder / SETTINGS, to_yaml(config))
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
             write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))

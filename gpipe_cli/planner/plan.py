@@ -165,7 +165,8 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         split = config.splits_backward and any(stage.weights_seconds for stage in stages)
         largest = memory.largest(bounds)
         best, tried = find(
-            Problem(stages, edges, costs.slowdown, devices.turns, micro_batches, largest, room, recompute, split)
+            # of all M: a mini-batch of text may have more micro-batches than this one, of the longest sentences
+            Problem(stages, edges, costs.slowdown, devices.turns, config.micro_batches, largest, room, recompute, split)
         )
         if best is not None:
             compared = {one.name: planned(one.schedule, _recomputed(one.schedule)) if one.fits else None

@@ -180,3 +180,13 @@ def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path, monkeypatch: py
     assert sum(shares) == pytest.approx(1)
     assert max(shares) < 0.4
     assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_the_order_made_for_text_has_all_micro_batches() -> None:
+    """A mini-batch of the longest sentences has one micro-batch of a sample here; one of shorter sentences has all M."""
+    config = configure(
+        "model=transformer_lm", "model.width=8", "model.hidden=8", "model.heads=2", "model.length=64", "hardware=h200",
+        "dataset=synthetic_text", "dataset.vocabulary=50", "batch_size=null", "batch_tokens=64", "schedule=auto",
+    )  # fmt: skip
+    found = make_placement(config)
+    assert [found.schedule(micro_batches).micro_batches for micro_batches in (1, 3, 4)] == [1, 3, 4]
