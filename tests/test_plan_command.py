@@ -82,12 +82,14 @@ def test_a_training_chooses_too_and_says_so(
         ("write_schedule=none/order.csv", "write_schedule=none/order.csv: there is no folder none; make it"),
         ("schedule=none.csv", "schedule=none.csv: cannot be read"),
         ("schedule=order.csv", "schedule=order.csv: 0B1 is missing; add it to stage 0; stage 0 > F0 F1 .  B0"),
+        ("schedule=split.csv compile=true", "schedule=split.csv: cuts backwards in two, I and W"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: str, line: str
 ) -> None:
     Path("order.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    Path("split.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1B1\n", encoding="utf-8")
     assert command(monkeypatch, "plan", *PLAN, "partitions=2", "micro_batches=2", *settings.split()) == 2
     assert Path("order.csv").read_text(encoding="utf-8").startswith("0F0,0F1,0B0\n")
     captured = capsys.readouterr()
