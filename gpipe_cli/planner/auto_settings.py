@@ -103,7 +103,10 @@ def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Com
         for name, other in plan.compared.items()
     }
     chosen = candidates[plan.chosen_order]
-    return (Comparison("schedule", "the shortest predicted step that fits", tuple(candidates.values()), chosen),)
+    rule = "the shortest predicted step that fits"
+    if 1 < len(set(plan.turns)) < len(plan.turns):
+        rule += f", stage k on device k mod {len(set(plan.turns))}"
+    return (Comparison("schedule", rule, tuple(candidates.values()), chosen),)
 
 
 def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:

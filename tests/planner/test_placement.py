@@ -183,7 +183,7 @@ def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path, monkeypatch: py
 
 
 def test_the_order_made_for_text_has_all_micro_batches() -> None:
-    """A mini-batch of the longest sentences has one micro-batch of a sample here; one of shorter sentences has all M."""
+    """The longest sentences make one micro-batch here, of a sample; shorter ones make all M."""
     config = configure(
         "model=transformer_lm", "model.width=8", "model.hidden=8", "model.heads=2", "model.length=64", "hardware=h200",
         "dataset=synthetic_text", "dataset.vocabulary=50", "batch_size=null", "batch_tokens=64", "schedule=auto",
