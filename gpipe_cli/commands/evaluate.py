@@ -73,4 +73,5 @@ def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfi
             raise unknown(key, value, (*settings_of(kind), *OF_THE_RUN))
     saved = load(find_run("run", settings.run, settings.output))
     replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
+    replaced["schedule"] = "1f1b"  # nothing is trained: a file may be gone, and be for another number of partitions
     return settings, with_given(saved, replaced)

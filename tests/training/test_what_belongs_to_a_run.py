@@ -70,16 +70,21 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
 def test_the_weights_that_a_run_began_with_may_be_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint holds every tensor; the file was still asked for, and its absence refused."""
+    """A checkpoint holds every tensor; the file was still asked for, and its absence refused. So was a schedule's file,
+    which evaluation has no use for."""
     file = tmp_path / "weights.safetensors"
     save_file(timm.create_model("test_resnet", num_classes=4).state_dict(), file)
     settings = [*TINY[2:], "model=timm", "model.name=test_resnet", f"model.weights={file}"]
     settings += ["executor=in_process", "freeze=[taken]"]  # which asks for weights to have been taken
-    assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
+    order = tmp_path / "order.csv"
+    order.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8")
+    by_file = ["partitions=2", "micro_batches=1", f"schedule={order}"]
+    assert command(monkeypatch, "train", *settings, *by_file, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
     file.unlink()
+    order.unlink()
     assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}", "partitions=1") == 0
-    went_on = tmp_path / "on"
-    assert command(monkeypatch, "train", f"resume={tmp_path / 'run'}", f"run_folder={went_on}", "max_steps=3") == 0
+    went_on = [f"resume={tmp_path / 'run'}", f"run_folder={tmp_path / 'on'}", "max_steps=3", "schedule=1f1b"]
+    assert command(monkeypatch, "train", *went_on) == 0
     assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'new'}") == 2
     assert "there is no such file" in capsys.readouterr().err
 
