@@ -19,6 +19,7 @@ from gpipe_cli.units import duration
 MOST_BARS = 3000  # of all panels, with names
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
+LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # of its colours, with so many kinds of actions: F, R, B; more make it higher
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 CHARACTER_INCHES = 0.068  # of a bar's name
@@ -29,7 +30,9 @@ def draw(views: Sequence[TimelineView]) -> picture.Picture:
     """The timelines under each other on one time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
-    top = sum(heights) + TITLE_INCHES * len(views) + AXIS_INCHES + LEGEND_INCHES
+    seen = {bar.what for view in views for bars in view.stages for bar in bars}
+    lines = picture.LEGEND_LINE_INCHES * max(0, sum(what in seen for what in ACTIONS) - LEGEND_LINES)
+    top = sum(heights) + TITLE_INCHES * len(views) + AXIS_INCHES + LEGEND_INCHES + lines
     figure = picture.new_figure(top)
     end = max(view.end_seconds for view in views) or 1.0
     name, unit = axis_unit(end)
@@ -49,7 +52,7 @@ def draw(views: Sequence[TimelineView]) -> picture.Picture:
             _bars(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
         else:
             _many_bars(axes, view, micro_batches)
-    _legend(figure, micro_batches, {bar.what for view in views for bars in view.stages for bar in bars}, single)
+    _legend(figure, micro_batches, seen, single, LEGEND_TOP_INCHES + lines)
     return picture.pixels(figure)
 
 
@@ -99,7 +102,7 @@ def _many_bars(axes: Axes, view: TimelineView, micro_batches: int) -> None:
     picture.add_bars(axes, bars, facecolors=faces, **plain)
 
 
-def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool) -> None:
+def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool, top: float) -> None:
     """Micro-batches across, kinds of actions down; beside it what has no micro-batch."""
     left = LEFT_INCHES
     rows = {
@@ -108,7 +111,7 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
         if what in seen
     }
     if rows:
-        axes = picture.add_colour_table(figure, rows, left + 0.95, 0.57, 2.3)
+        axes = picture.add_colour_table(figure, rows, left + 0.95, top, 2.3)
         axes.xaxis.tick_top()
         axes.set_xticks(sorted({0, micro_batches - 1}))
         axes.tick_params(axis="x", pad=2, labelsize=8, labelcolor=INK)

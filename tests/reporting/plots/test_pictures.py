@@ -64,6 +64,18 @@ def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() 
     assert len(idle) > 1  # hatched
 
 
+def test_all_kinds_of_actions_have_a_place_in_the_legend() -> None:
+    """With I and W it was cut off at the lower edge."""
+    kinds: list[Any] = ["F", "R", "B", "I", "W"]
+    bars = tuple(Bar(what, 0, n, n + 1) for n, what in enumerate(kinds))
+    below = draw([TimelineView("all", "measured", (bars,), 5, shares(0.0))])[-round(1.2 * DPI) :]
+    for what in kinds:
+        face = palette.rgb(palette.colour(what, 0, 1))
+        rows = (below == face).all(axis=2).any(axis=1).nonzero()[0]
+        assert DPI * 0.14 < len(rows) < DPI * 0.18, what
+        assert len(below) - rows.max() > 2, what
+
+
 def test_many_bars_are_plain() -> None:
     """131,072: every stage does F and B of all micro-batches, each a second long, then nothing for as long."""
     row = [Bar(what, m, 2 * m + b, 2 * m + b + 1) for m in range(512) for b, what in enumerate(("F", "B"))]  # type: ignore[arg-type]
