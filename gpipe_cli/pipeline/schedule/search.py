@@ -13,7 +13,7 @@ Backwards run from micro-batch 0 to M - 1 on every stage, so that gradients have
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
@@ -62,7 +62,11 @@ class Problem:
 def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
     """The fastest order that fits, if any does, and all that were tried, the fastest first."""
     tried: list[Tried] = []
+    known: set[Schedule] = set()
     for name, candidate in _candidates(problem):
+        if candidate in known:
+            continue
+        known.add(candidate)
         tried.append(_tried(problem, name, candidate))
         if len(tried) * sum(map(len, candidate)) > _MOST_TRIED:
             break
@@ -86,16 +90,15 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     if 1 < devices < partitions and partitions % devices == 0 and list(problem.turns) == dealt_out:
         yield "interleaved", order("interleaved", partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
-    recomputed = [problem.recompute in ("always", "except_last")]
-    if problem.recompute == "auto" and problem.room is not None:
-        recomputed = [False, True]  # more in flight, or less to do again
-    for most, split, again in product(flights, (False, True) if problem.split else (False,), recomputed):
-        for patience in (0.0, 0.5, 1.0) if split else (0.0,):
-            in_flight = "as 1f1b" if not most else f"up to {most}"
-            way = f", W in waits of {patience:g} W" if split and patience else ", W in waits" if split else ""
-            held = ", recomputed" if again and len(recomputed) > 1 else ""
-            made = _Greedy(problem, most, split, patience, recomputed=again).placed()
-            yield f"greedy, {in_flight} in flight{held}{way}", _joined(made)
+    # with room for few graphs more micro-batches in flight may be worth recomputations
+    modes = ("auto", "always") if problem.recompute == "auto" and problem.room is not None else (problem.recompute,)
+    for mode, most, split in product(modes, flights, (False, True) if problem.split else (False,)):
+        for patience, share in ((0.0, ""), (0.5, " of W/2"), (1.0, " of W")) if split else ((0.0, ""),):
+            name = "greedy for R" if len(modes) > 1 and mode == "always" else "greedy"
+            in_flight = "as 1f1b" if not most else f"{most} in flight"
+            way = f", W in waits{share}" if split else ""
+            placed = _Greedy(replace(problem, recompute=mode), most, split, patience).placed()
+            yield f"{name}, {in_flight}{way}", _joined(placed)
 
 
 def _joined(schedule: Schedule) -> Schedule:
@@ -187,11 +190,10 @@ class _Greedy:
     """Places one action after the other, as devices become free.
 
     `most` micro-batches of a stage are in flight at once (0: as many as 1f1b has); if `split`, backwards are cut in
-    two, and a W begins while the device would wait at least the share `patience` of what the W takes. A micro-batch in
-    flight holds its input if it is `recomputed`, and else its graph.
+    two, and a W begins while the device would wait at least the share `patience` of what the W takes.
     """
 
-    def __init__(self, problem: Problem, most: int, split: bool, patience: float, *, recomputed: bool) -> None:
+    def __init__(self, problem: Problem, most: int, split: bool, patience: float) -> None:
         stages, devices = range(len(problem.stages)), range(1 + max(problem.turns))
         self._problem, self._split, self._patience = problem, split, patience
         per_device = len(stages) // len(devices)
@@ -207,7 +209,6 @@ class _Greedy:
         }
         self._link_free: dict[tuple[Kind, int], float] = {}
         self._held = [0 for _ in stages]  # bytes
-        self._flying = [size.input if recomputed else size.graph for size in problem.sizes]  # of a micro-batch
         # heap: when, whether a device may begin (all that ends then comes first), the device, what it has ended
         self._events: list[tuple[float, bool, int, Action]] = []
 
@@ -275,19 +276,21 @@ class _Greedy:
 
     def _take(self, now: float, device: int, action: Action) -> None:
         kind, stage, _ = action
-        cost = self._problem.stages[stage]
+        cost, size = self._problem.stages[stage], self._problem.sizes[stage]
         self._rows[device].append(action)
         self._busy[device] = True
         self._next[Kind.B if kind is Kind.I else kind][stage] += 1
         if kind is Kind.F:
-            self._held[stage] += self._flying[stage]
+            recomputed = self._problem.recompute in ("always", "except_last")
+            self._held[stage] += size.input if recomputed else size.graph
         heappush(self._events, (now + cost.seconds(kind, Retain.GRAPH), False, device, action))
 
     def _end(self, now: float, ended: Action) -> None:
         kind, stage, m = ended
         size, last = self._problem.sizes[stage], len(self._problem.stages) - 1
+        recomputed = self._problem.recompute in ("always", "except_last")
         if kind in (Kind.B, Kind.I):
-            self._held[stage] -= self._flying[stage]
+            self._held[stage] -= size.input if recomputed else size.graph
             self._held[stage] += size.weights if kind is Kind.I else 0
         elif kind is Kind.W:
             self._held[stage] -= size.weights

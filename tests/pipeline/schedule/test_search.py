@@ -103,3 +103,15 @@ def test_a_limit_changes_what_is_found() -> None:
     assert tight.seconds is not None
     assert tight.seconds >= free.seconds
     assert find(replace(problem(4, 8), room=[4, 4, 4, 4]))[0] is None
+
+
+@pytest.mark.parametrize("room", [24, 30, 36, 42, 50])
+def test_recomputing_as_few_as_fit_is_no_slower_than_all_but_the_last(room: int) -> None:
+    """With a limit, orders were made as if all graphs were kept, and had few micro-batches in flight."""
+    given = replace(problem(4, 6), sizes=[Held(graph=20, input=1, gradients=3, weights=8)] * 4, room=[room] * 4)
+    fewest, most = (find(replace(given, recompute=recompute))[0] for recompute in ("auto", "except_last"))
+    assert fewest is not None
+    assert most is not None
+    assert fewest.seconds is not None
+    assert most.seconds is not None
+    assert fewest.seconds <= most.seconds
