@@ -6,8 +6,14 @@ different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +41,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
     fused = _fused(trainable)
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
-            from timm.optim.rmsprop_tf import RMSpropTF  # here, as timm imports torchvision, which takes seconds
-
-            made: torch.optim.Optimizer = RMSpropTF(
+            made: torch.optim.Optimizer = _timms_optimizer("rmsprop_tf").RMSpropTF(
                 parts, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
             )
             return made
@@ -49,6 +53,19 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         case groups.AdafactorConfig():
             # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
             return Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
+
+
+@cache
+def _timms_optimizer(name: str) -> Any:
+    """The module of that name in timm.optim, in a package of ours: timm itself imports all its models and torchvision,
+    which takes most of a second.
+    """
+    found = find_spec("timm")
+    assert found is not None
+    assert found.origin is not None
+    package = sys.modules["gpipe_timm_optim"] = ModuleType("gpipe_timm_optim")
+    package.__path__ = [str(Path(found.origin).parent / "optim")]
+    return import_module(f"{package.__name__}.{name}")
 
 
 def _fused(parameters: Sequence[nn.Parameter]) -> bool:

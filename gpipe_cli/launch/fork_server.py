@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
 # The libraries of the default job too: what is not imported here, every worker imports for itself.
-_IMPORTED = ("gpipe_cli.launch.worker", "timm.optim.rmsprop_tf", "sklearn.datasets", "sklearn.model_selection")
+_IMPORTED = ("gpipe_cli.launch.worker", "torchvision.transforms.v2", "sklearn.datasets", "sklearn.model_selection")
 _PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve()"
 
