@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
-        fork_server.start()  # in a process beside this one, while this one imports torch itself
+        fork_server.start(config)  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.launch.check_run import run_check
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors")
     file = file_of(config)
 
-    fork_server.start()  # in a process beside this one, while this one imports torch itself
+    fork_server.start(config.training)  # in a process beside this one, while this one imports torch itself
     with preparing():
         with interruptible_import():
             from gpipe_cli.launch.export_run import run_export  # torch comes with it

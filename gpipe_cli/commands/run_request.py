@@ -42,7 +42,7 @@ class RunRequest:
         config, again = self.config, self.config.resume == GO_ON
         if config.init_from is not None and config.resume is None:
             find_run("init_from", config.init_from, config.output)
-        if may_restart() and leads() and (earlier := _earlier_folder()) is not None:
+        if may_restart() and leads() and (earlier := _earlier_folder(config)) is not None:
             config, again = replace(config, run_folder=str(earlier)), True
         if again:
             assert config.run_folder is not None
@@ -50,16 +50,16 @@ class RunRequest:
         what = "" if self.bench is None else "bench"
         with preparing(), run_folder(config, datetime.now(), self.auto, what, again=again) as folder:
             if not config.dry_run:
-                fork_server.start()  # in a process beside this one, while this one imports torch itself
+                fork_server.start(config)  # in a process beside this one, while this one imports torch itself
             with interruptible_import():
                 from gpipe_cli.launch.training_run import launch  # torch comes with it
 
             return launch(config, folder, self.auto, self.bench, again=again)
 
 
-def _earlier_folder() -> Path | None:
+def _earlier_folder(config: TrainConfig) -> Path | None:
     """That of an earlier start of this run by torchrun, if there was one."""
-    fork_server.start()
+    fork_server.start(config)
     with interruptible_import():
         from gpipe_cli.distributed.rendezvous import earlier_folder
     return earlier_folder()

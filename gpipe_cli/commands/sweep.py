@@ -182,7 +182,7 @@ class Sweep(Launcher):
                 now = outcome.Outcome(outcome.BAD_INPUT, str(request))
             else:
                 if not request.config.dry_run:
-                    fork_server.start()  # all forks share it
+                    fork_server.start(request.config)  # all forks share it
                 outcome.import_torch()
                 begun = request.resuming if goes_on else request.into
                 now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform()))

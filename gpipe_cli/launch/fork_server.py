@@ -19,22 +19,24 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from gpipe_cli.config.groups import ImagesConfig, TimmConfig
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.system.forked_call import end_with_parent
 from gpipe_cli.system.interrupts import STOPS
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
-# The libraries of the default job too: what is not imported here, every worker imports for itself.
-_IMPORTED = ("gpipe_cli.launch.worker", "torchvision.transforms.v2", "sklearn.datasets", "sklearn.model_selection")
+_IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # which torch imports with the first optimizer
 _PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
-_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve()"
+_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
 
 class Worker:
@@ -78,10 +80,14 @@ class ForkServer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._imported = _IMPORTED
         self._starter = 0  # the process that has started the server; its forks use it, too
 
-    def start(self) -> tuple[int, socket.socket]:
-        """Start it, if it does not run yet; returns at once: its number, and the socket to it."""
+    def start(self, config: TrainConfig | None = None) -> tuple[int, socket.socket]:
+        """Start it, if it does not run yet, with the libraries of this run; returns at once: its number, and the socket
+        to it."""
+        if config is not None:
+            self._imported = [*_IMPORTED, *_libraries(config)]
         parent = os.getpid()
         ended = self._starter == parent and self._process is not None and self._process.poll() is not None
         if self._control is None or self._process is None or ended:
@@ -95,7 +101,7 @@ class ForkServer:
 
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE, *sys.path],
+                    [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
                     stdin=theirs.fileno(),
                     # GPUs are counted as system/gpus.py does
                     env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ | {"TMPDIR": str(temporary_folder())},
@@ -165,12 +171,22 @@ def _temporary() -> tuple[Path, int]:
     return Path(folder), held
 
 
-def serve() -> None:
+def _libraries(config: TrainConfig) -> list[str]:
+    """What its workers need besides ours: what is not imported here, every worker imports for itself."""
+    found = ["timm"] if isinstance(config.model, TimmConfig) else []
+    if isinstance(config.dataset, ImagesConfig):
+        found.append("torchvision.transforms.v2")
+    if config.dataset.name == "digits":
+        found += ["sklearn.datasets", "sklearn.model_selection"]
+    return found
+
+
+def serve(imported: Sequence[str]) -> None:
     """What the server does, until its parent ends."""
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # the workers have no input
-    for name in _IMPORTED:
+    for name in imported:
         with suppress(ImportError):  # then the worker fails with it
             importlib.import_module(name)
     ended, wake = os.pipe()
