@@ -42,7 +42,6 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.training.engine import build_engine
 
 # Name, what held (None: a figure), the figures, and torchgpipe's published speed on P40s.
@@ -120,7 +119,7 @@ def pipeline(config: TrainConfig, *, recording: bool = True) -> Step:
         engine.executor.recorder = Silent(placement.partitions)  # type: ignore[assignment]
     assert config.batch_size is not None
     sizes = micro_batch_sizes(config.batch_size, config.micro_batches)
-    schedule = checked_schedule(config.schedule, placement.partitions, config.micro_batches, placement.recompute)
+    schedule = placement.schedule(config.micro_batches)
     inputs = random_inputs(config, placement.inputs, config.batch_size, placement.lengths)
     targets = random_targets(config, placement)
     numbers = iter(range(10**9))

@@ -23,7 +23,6 @@ from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.training.engine import build_engine
 
 
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     placement = make_placement(config)
     torch.set_num_threads(1)
     engine = build_engine(config, placement, 0, None, build_model(config), lambda *a: None, pretrained=True)
-    schedule = checked_schedule(config.schedule, placement.partitions, config.micro_batches, placement.recompute)
+    schedule = placement.schedule(config.micro_batches)
     assert config.batch_size is not None
     sizes = micro_batch_sizes(config.batch_size, config.micro_batches)
     images = torch.randn(config.batch_size, 3, config.dataset.image_size, config.dataset.image_size)

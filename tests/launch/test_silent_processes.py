@@ -30,7 +30,7 @@ def test_a_process_that_nccl_has_ended_lost_another_one() -> None:
     assert cause_of([on_cpus, later]) is on_cpus
     assert cause_of([on_gpus]) is on_gpus
     assert "NCCL_DEBUG=WARN" in on_gpus.text
-    assert on_cpus.text.startswith("the process of stages 0 to 1 was killed by signal 6 (SIGABRT)")
+    assert on_cpus.text.startswith("the process of stages 0 and 1 was killed by signal 6 (SIGABRT)")
 
 
 @pytest.fixture
