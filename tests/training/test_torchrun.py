@@ -17,18 +17,26 @@ from gpipe_cli.reporting.run.result import read_result
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",
             "epochs=1", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
 MORTAL = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 import custom_models
 from torch import nn
 
 
-class Dies(nn.Module):  # in the first start, after a checkpoint
+TWO_STEPS = 2 * (3 + 2)  # forwards: 3 micro-batches, of which 2 are recomputed
+
+
+class Dies(nn.Module):  # in the first start, in the third step, when the checkpoint of the second is there
+    forwards = 0
+
     def forward(self, x):
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if first and [*Path(__file__).parent.glob("0/outputs/*/checkpoints/last")]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and self.training:
+            self.forwards += 1
+            if self.forwards > TWO_STEPS:
+                while not [*Path(__file__).parent.glob("0/outputs/*/checkpoints/last")]:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
         return x
 
 
