@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import LIVELY, TINY, configure
 
@@ -86,8 +87,8 @@ STREAM = SimpleNamespace(record_event=lambda: Event().record())
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(roots: Sequence[torch.Tensor], gradients: object) -> None:
-        nodes, seen = [root.grad_fn for root in roots], set()
+    def backward(roots: Sequence[GradientEdge], gradients: object) -> None:
+        nodes, seen = [root.node for root in roots], set()
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:

@@ -229,7 +229,8 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     assert of_hparams(tmp_path)[2] == api_pb2.STATUS_UNKNOWN
     assert f"gpipe train resume={tmp_path}" not in shown.getvalue()  # no checkpoint was written
 
-    second, shown = reporter_in(tmp_path, f"resume={tmp_path}", "partitions=4", first_step=4)
+    best = evaluation(4, top1=0.5)
+    second, shown = reporter_in(tmp_path, f"resume={tmp_path}", "partitions=4", first_step=4, best=best)
     values, _, status = of_hparams(tmp_path)
     assert (values["partitions"], status) == (4.0, None)
     result = read_result(tmp_path)
