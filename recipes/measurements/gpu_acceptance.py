@@ -252,7 +252,7 @@ def links(setting: Setting) -> Found:
         f"batch_size={samples * micro_batches}", f"micro_batches={micro_batches}", f"partitions={partitions}",
         "recompute=always", "max_steps=2", "epochs=2", "evaluate_every_epochs=2", "memory_format=contiguous",
     ]  # fmt: skip
-    for schedule in ("gpipe", "1f1b") if setting.gpu else ("1f1b",):
+    for schedule in ("gpipe", "1f1b", "zero_bubble") if setting.gpu else ("1f1b",):
         settings = [*job, f"schedule={schedule}"]
         whole = digest(setting.work("links", gpu_workers.train_on_one_gpu, *settings))
         began = time.monotonic()
