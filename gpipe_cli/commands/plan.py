@@ -8,11 +8,10 @@ from pathlib import Path
 from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, own, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import PlanSettings
+from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.system.interrupts import interruptible_import
 
 
@@ -45,8 +44,10 @@ def main(arguments: Sequence[str]) -> int:
 def _new_file(name: str) -> Path:
     """Where the schedule goes. Raises ValueError for a place that is taken, or is none."""
     file = Path(name)
-    if not name.endswith(FILE):
-        raise RefusedError("write_schedule", name, f"a schedule is read by its ending; use write_schedule={name}{FILE}")
+    if not name.endswith(SCHEDULE_FILE):
+        raise RefusedError(
+            "write_schedule", name, f"a schedule is read by its ending; use write_schedule={name}{SCHEDULE_FILE}"
+        )
     if not file.parent.is_dir():
         raise RefusedError("write_schedule", name, f"there is no folder {file.parent}; make it, or give another")
     if os.path.lexists(file):

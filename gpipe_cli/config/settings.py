@@ -51,6 +51,7 @@ TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number
 AUTO_SCHEDULE = "auto"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", AUTO_SCHEDULE)
+SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
 
@@ -137,13 +138,17 @@ class TrainConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule may cut a backward in two."""
-        return not self.compile and (self.schedule in ("zero_bubble", AUTO_SCHEDULE) or self.schedule.endswith(".csv"))
+        return not self.compile and (self.schedule in ("zero_bubble", AUTO_SCHEDULE) or self.schedule_is_file)
+
+    @property
+    def schedule_is_file(self) -> bool:
+        return self.schedule.endswith(SCHEDULE_FILE)
 
     def _check_schedule(self) -> None:
         """Raises ValueError for a schedule that is neither a name nor a file."""
-        if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
-            why = f"must be one of {', '.join(SCHEDULES)}, or a file NAME.csv; for example schedule={SCHEDULES[0]}"
-            raise RefusedError("schedule", self.schedule, why)
+        if self.schedule not in SCHEDULES and not self.schedule_is_file:
+            allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
+            raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
 
     def _check_compile(self) -> None:
         """Raises ValueError for what would be compiled anew in every step, or cannot be compiled."""

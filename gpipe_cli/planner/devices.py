@@ -11,7 +11,6 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.schedule.orders import DEALT_OUT
-from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
@@ -130,7 +129,7 @@ def _places(config: TrainConfig, places: int | None) -> tuple[int, ...]:
     Raises ValueError for stages that cannot be dealt out.
     """
     partitions, each = config.partitions, config.stages_per_process
-    if config.schedule.endswith(FILE):
+    if config.schedule_is_file:
         return schedule_of_file(config).rows
     if places is None:
         places = -(-partitions // (each or 1))
@@ -153,7 +152,7 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
     each = config.stages_per_process
-    by_file = config.schedule.endswith(FILE)
+    by_file = config.schedule_is_file
     rows = _places(config, None)
     if each is not None and by_file:
         raise RefusedError("stages_per_process", each, f"schedule={config.schedule} says it; leave it out")

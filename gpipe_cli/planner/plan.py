@@ -12,7 +12,6 @@ from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.orders import order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
-from gpipe_cli.pipeline.schedule.schedule_file import FILE
 from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
@@ -81,7 +80,7 @@ class TooLargeError(ValueError):
 
 def order_of(config: TrainConfig, devices: Devices) -> Schedule:
     """The order of a training step with all M micro-batches. Raises as `schedule_of_file`."""
-    if config.schedule.endswith(FILE):
+    if config.schedule_is_file:
         return schedule_of_file(config)
     name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: until there are costs
     return order(name, config.partitions, config.micro_batches, 1 + max(devices.rows))

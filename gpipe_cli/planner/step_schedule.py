@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.pipeline.schedule.dependencies import check
+from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
 from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule, with_recomputation
 
@@ -29,9 +29,8 @@ def schedule_of_file(config: TrainConfig) -> Schedule:
     """What the file has that `schedule` names. Raises RefusedError if it is no schedule of this training."""
     try:
         found = read_schedule(config.schedule, config.partitions, config.micro_batches)
-    except ValueError as error:
-        why, _, drawn = str(error).partition("\n")
-        raise RefusedError("schedule", config.schedule, why, drawn) from None
+    except ScheduleError as error:
+        raise RefusedError("schedule", config.schedule, error.what, error.drawn) from None
     if config.compile and found.splits:
         why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise RefusedError("compile", True, f"{why}; use compile=false")

@@ -12,6 +12,17 @@ from heapq import heappop, heappush
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 
 
+class ScheduleError(ValueError):
+    """What is wrong with a schedule, and how to mend it; and its grid, if that shows where."""
+
+    def __init__(self, what: str, drawn: str = "") -> None:
+        super().__init__(what, drawn)
+        self.what, self.drawn = what, drawn
+
+    def __str__(self) -> str:
+        return f"schedule: {self.what}\n{self.drawn}".rstrip("\n")
+
+
 def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ...]:
     """The actions of a checked schedule in an order in which one process can perform them, by a unit clock.
 
@@ -19,7 +30,7 @@ def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ..
     itself, so a process that launches work on several devices in this order keeps all of them busy. Where stages have
     the same number in `turns`, their process or device, it performs one action a tick: of those that could be next the
     one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any stages
-    picked out of the order keep one that is safe against deadlock. Raises ValueError on a deadlock.
+    picked out of the order keep one that is safe against deadlock. Raises ScheduleError on a deadlock.
     """
     order: list[Action] = []
     for tick in _ticks(schedule, turns):
@@ -71,11 +82,11 @@ def linearize_retained(schedule: Schedule, turns: Sequence[int] = ()) -> list[tu
 def check(schedule: Schedule) -> None:
     """Refuse a schedule that could not run or would compute something else; the error ends with the grid.
 
-    Raises ValueError for a stage in two rows; an action that is double or missing; a backward before its forward; an
+    Raises ScheduleError for a stage in two rows; an action that is double or missing; a backward before its forward; an
     edge on which micro-batches are sent in another order than they are received; a deadlock.
     """
     if not any(schedule):
-        raise ValueError("the schedule is empty: it needs at least one stage and one forward")
+        raise ScheduleError("is empty: it needs at least one stage and one forward")
     homes: dict[int, int] = {}  # the row of each stage
     for number, row in enumerate(schedule):
         for a in row:
@@ -193,12 +204,12 @@ def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action | N
     return ticks, {actions[0]: schedule.source(actions[0]) for actions in left if actions}
 
 
-def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ValueError:
+def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ScheduleError:
     waits = "; ".join(f"{action} waits for {blocker}" for action, blocker in stuck.items())
     return _fault(schedule, f"deadlock ({waits}); reorder the marked actions", stuck)
 
 
-def _fault(schedule: Schedule, what: str, mark: Collection[Action]) -> ValueError:
+def _fault(schedule: Schedule, what: str, mark: Collection[Action]) -> ScheduleError:
     blocks = grid(schedule, mark).split("\n\n")
     shown = [block for block in blocks if "!" in block] or blocks[-1:]  # what is missing may be anywhere
-    return ValueError("\n\n".join([f"schedule: {what}\n{shown[0]}", *shown[1:]]))
+    return ScheduleError(what, "\n\n".join(shown))

@@ -12,10 +12,9 @@ from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
-from gpipe_cli.pipeline.schedule.dependencies import check, clock, linearize
+from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, clock, linearize
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
-FILE = ".csv"  # how the name of a schedule ends that is a file
 _CELL = re.compile(r"(\d{1,6})([FRBIW])(\d{1,6})")
 
 
@@ -23,12 +22,12 @@ _CELL = re.compile(r"(\d{1,6})([FRBIW])(\d{1,6})")
 def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     """The schedule of so many partitions and micro-batches in a file.
 
-    Raises ValueError, which says what is wrong and where, but not in which file.
+    Raises ScheduleError, which says what is wrong and where, but not in which file.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot be read: {error}; gpipe plan write_schedule=FILE.csv writes one") from None
+        raise ScheduleError(f"cannot be read: {error}; gpipe plan write_schedule=FILE.csv writes one") from None
     rows = []
     lines = csv.reader(io.StringIO(text))
     for cells in lines:
@@ -36,7 +35,7 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
         for column, cell in enumerate(map(str.strip, cells), start=1):
             match = _CELL.fullmatch(cell)
             if cell and match is None:
-                raise ValueError(
+                raise ScheduleError(
                     f"line {lines.line_num}, cell {column} is {cell[:40]!r}; a cell is empty, or a stage, one "
                     "of F R B I W and a micro-batch: 0F0"
                 )
@@ -45,20 +44,17 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
         if row:
             rows.append(tuple(row))
     if not rows:
-        raise ValueError("has no action; gpipe plan write_schedule=FILE.csv writes some")
+        raise ScheduleError("has no action; gpipe plan write_schedule=FILE.csv writes some")
     schedule = Schedule(rows)
     for setting, has, given in (
         ("partitions", 1 + max(action.stage for row in rows for action in row), partitions),
         ("micro_batches", schedule.micro_batches, micro_batches),
     ):
         if has != given:
-            raise ValueError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
-    try:
-        check(schedule)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("schedule: ")) from None
+            raise ScheduleError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
+    check(schedule)
     if not schedule.trains:
-        raise ValueError("has no backward; add a B, or an I and a W, for every F")
+        raise ScheduleError("has no backward; add a B, or an I and a W, for every F")
     return schedule
 
 

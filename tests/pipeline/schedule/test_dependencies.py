@@ -117,7 +117,7 @@ def test_check_finds_any_single_damage() -> None:
 
 
 def test_empty_and_nonsense_are_refused() -> None:
-    with pytest.raises(ValueError, match="the schedule is empty"):
+    with pytest.raises(ValueError, match="schedule: is empty"):
         check(Schedule())
     with pytest.raises(ValueError, match="count from 0"):
         check(Schedule([(Action(Kind.F, 0, 0), Action(Kind.F, 0, -1))]))

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_cli.pipeline.schedule.dependencies import check, linearize
+from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, linearize
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule
@@ -116,7 +116,7 @@ def test_torch_reads_our_files(devices: int, tmp_path: Path) -> None:
 def test_a_file_that_is_no_schedule_of_the_training(text: str, line: str, tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+    with pytest.raises(ScheduleError, match=f"^schedule: {re.escape(line)}"):
         read(file, 2, 2)
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     for make in (lambda: None, lambda: file.write_bytes(b"\xff\xfe\x00"), lambda: (file.unlink(), file.mkdir())):
         make()
-        with pytest.raises(ValueError, match=r"^cannot be read: .*; gpipe plan write_schedule="):
+        with pytest.raises(ScheduleError, match=r"^schedule: cannot be read: .*; gpipe plan write_schedule="):
             read(file, 2, 2)
 
 
@@ -136,6 +136,6 @@ def test_only_the_part_of_a_wide_grid_that_is_marked_is_shown(tmp_path: Path) ->
         (text.replace("3B63", ""), "3B63 is missing"),
     ):
         file.write_text(damaged, encoding="utf-8")
-        with pytest.raises(ValueError, match=line) as error:
+        with pytest.raises(ScheduleError, match=line) as error:
             read(file, 4, 64)
         assert len(str(error.value).splitlines()) == 5
