@@ -153,7 +153,7 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
     for part in (acceptance.check, acceptance.links, acceptance.synchronisations, acceptance.memory,
                  acceptance.resumption, acceptance.prediction):  # fmt: skip
         assert list(part(setting))
-    assert asked == {"check": 8, "train": 4 + 1 + 4 * 3 + 4, "work": 4 + 2}
+    assert asked == {"check": 8, "train": 4 + 1 + 4 * 3 + 4, "work": 3 * 2 + 2}
 
     def not_started(command: Sequence[str], **how: object) -> None:
         setting.gpipe(*command[command.index("gpipe_cli") + 1 :])

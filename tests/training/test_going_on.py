@@ -24,6 +24,7 @@ from training_runs import (
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.launch import training_run
 from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.store import checkpoints_in, step_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -145,6 +146,8 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
+    # the parent imports it too: without this it would be killed itself, by the next test that writes a checkpoint
+    monkeypatch.setattr(store, "finish_checkpoint", store.finish_checkpoint)
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = [*RUN[2:], "model=custom", "model.target=killed:build", "max_restarts=1", "max_steps=2"]
@@ -199,6 +202,7 @@ def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
 ) -> None:
     """Both processes take longer to write the one of step 1 than the last stage to fail in step 2."""
     (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.setattr(store, "write_stage", store.write_stage)  # as it was when this ends
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "run"
