@@ -19,6 +19,7 @@ from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement, step_flops
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
+from gpipe_cli.system.source_code import commit_of
 from gpipe_cli.training.events import StepDone
 
 ODD = [
@@ -59,7 +60,11 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
     assert (result["command"], result["status"], result["steps"]) == ("bench", "completed", 5)
     assert (result["warm_up_steps"], result["speed_steps"]) == (2, 3)
     assert not (measured / "checkpoints").exists()
-    assert {path.name for path in measured.iterdir()} >= {"config.yaml", "timeline.html", "timeline.png"}
+    assert {path.name for path in measured.iterdir()} >= {"config.yaml", "timeline.html", "timeline.png", "log.txt"}
+    (start,) = result["starts"]
+    assert start["command"].startswith("gpipe bench model.normal_cells=3 ")
+    assert start["code"] == {"gpipe": commit_of(Path(bench.__file__))}
+    assert (measured / "log.txt").read_text().count(" speed ") == 1
     first, third = result["samples_per_second_quartiles"]
     assert first <= result["samples_per_second"] <= third
     # forward and backward of a full mini-batch of 8; the speed counts the samples that there were

@@ -23,12 +23,14 @@ from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, show_sweep
+from gpipe_cli.system.source_code import commit_of
 
 ODD = [
     "model=custom", "model.target=custom_models:told", "dataset=synthetic_images", "dataset.image_size=8",
     "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=4", "hardware=cpu",
     "data_workers=0", "threads=1", "device=cpu", "partitions=1", "checkpoint.every_steps=1", "recompute=never",
 ]  # fmt: skip
+TARGET = Path(__file__).parent / "custom_models.py"
 
 
 def test_runs_are_named_by_what_differs() -> None:
@@ -165,6 +167,9 @@ def test_an_interrupted_sweep_goes_on(
     assert ((first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns) == before
     result = read_result(held)
     assert (result["status"], result["steps"], result["resumed_from"]) == ("completed", 4, str(held))
+    begun, gone_on = result["starts"]
+    assert begun["command"].startswith("gpipe train -m model=custom ")
+    assert (begun["code"]["model"], gone_on["command"]) == (commit_of(TARGET), f"gpipe train resume={folder}")
 
 
 def sweep(arguments: str) -> Sweep:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     request = _requested(tree, line.overrides)
     if "rounds" in line.overrides and request.rounds > 1:  # a recipe's is for when it is swept
         raise ValueError(f"rounds={request.rounds}: one configuration has nothing to take turns with; add -m")
-    return request.perform()
+    return request.perform("bench", *arguments)
 
 
 def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:

@@ -1,5 +1,6 @@
 """A training, or the measurement of one, from its settings to its end."""
 
+import shlex
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +11,8 @@ from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on, lo
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
+from gpipe_cli.reporting.run.description import Start
+from gpipe_cli.reporting.run.lines import log, logging_to
 from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that belong to one invocation of the command and not to the run that it goes on with.
@@ -37,8 +40,10 @@ class RunRequest:
         now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 
-    def perform(self) -> int:
-        """Returns the exit code. Raises ValueError for what the user can mend."""
+    def perform(self, *typed: str) -> int:
+        """`typed` is the command line, `gpipe` left out. Returns the exit code; raises ValueError for what the user can
+        mend."""
+        start = Start(shlex.join(["gpipe", *typed]), datetime.now().astimezone())
         config, again = self.config, self.config.resume == GO_ON
         if config.init_from is not None and config.resume is None:
             find_run("init_from", config.init_from, config.output)
@@ -48,13 +53,18 @@ class RunRequest:
             assert config.run_folder is not None
             config = going_on(config, Path(config.run_folder))
         what = "" if self.bench is None else "bench"
-        with preparing(), run_folder(config, datetime.now(), self.auto, what, again=again) as folder:
+        with (
+            preparing(),
+            run_folder(config, start.time, self.auto, what, again=again) as folder,
+            logging_to(folder if leads() else None),
+        ):
+            log(f"$ {start.command}")
             if not config.dry_run:
                 fork_server.start(config)  # in a process beside this one, while this one imports torch itself
             with interruptible_import():
                 from gpipe_cli.launch.training_run import launch  # torch comes with it
 
-            return launch(config, folder, self.auto, self.bench, again=again)
+            return launch(config, folder, self.auto, self.bench, start=start, again=again)
 
 
 def _earlier_folder(config: TrainConfig) -> Path | None:

@@ -60,8 +60,9 @@ class Sweep(Launcher):
 
     current: "Sweep"  # that of this process
 
-    def __init__(self, line: CommandLine, folder: SweepFolder, requested: Requested) -> None:
-        self.line = line
+    def __init__(self, line: CommandLine, folder: SweepFolder, requested: Requested, typed: Sequence[str] = ()) -> None:
+        """`typed` are the arguments of this start of the sweep, those of `line` of its first one."""
+        self.line, self._typed = line, typed
         self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
         self.rounds = 1
         self.runs: list[Run] = []  # that have ended, also before the sweep went on
@@ -184,8 +185,8 @@ class Sweep(Launcher):
                 if not request.config.dry_run:
                     fork_server.start(request.config)  # all forks share it
                 outcome.import_torch()
-                begun = request.resuming if goes_on else request.into
-                now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform()))
+                begun, typed = request.resuming if goes_on else request.into, (self.line.command, *self._typed)
+                now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform(*typed)))
         except KeyboardInterrupt as asked:
             self._ended, now = type(asked), outcome.Outcome(outcome.INTERRUPTED)
         if now.exit_code == outcome.STOPPED:  # the signal was sent to the fork
@@ -252,7 +253,7 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
-    Sweep.current = Sweep(line, folder, requested)
+    Sweep.current = Sweep(line, folder, requested, arguments)
     # `hydra.launcher._target_` names it; Hydra calls it by its name
     launchers: dict[str, Any] = Plugins.instance().class_name_to_class
     launchers["hydra_plugins.gpipe_cli.SweepLauncher"] = current_sweep

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
             show_rest(sweep.planned, sweep.runs, sweep.go_on_with)
     if tree is None:
         return 1 if any(run.failed for run in sweep.runs) else 0
-    return requested(tree, line.overrides).perform()
+    return requested(tree, line.overrides).perform("train", *arguments)
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:

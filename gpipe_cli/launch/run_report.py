@@ -22,7 +22,7 @@ from gpipe_cli.planner.placement import step_flops
 from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
-from gpipe_cli.reporting.run.description import Restart, RunDescription
+from gpipe_cli.reporting.run.description import Restart, RunDescription, Start
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
@@ -44,9 +44,15 @@ class RunReport:
     """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
 
     def __init__(
-        self, prepared: Prepared, folder: Path, bench: Bench | None = None, restarts: tuple[Restart, ...] = ()
+        self,
+        prepared: Prepared,
+        folder: Path,
+        start: Start | None,
+        bench: Bench | None = None,
+        restarts: tuple[Restart, ...] = (),
     ) -> None:
-        self._prepared, self._folder, self._bench, self._restarts = prepared, folder, bench, restarts
+        self._prepared, self._folder, self._bench = prepared, folder, bench
+        self._start_of_run, self._restarts = start, restarts
         self.started = False
         self._reporter: Reporter  # once it has started
         self._last: events.StepDone | None = None  # the step whose recording comes next
@@ -112,7 +118,7 @@ class RunReport:
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
             first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled,
-            restarts=self._restarts, test=ready.test, best=ready.best, **bench,
+            start=self._start_of_run, restarts=self._restarts, test=ready.test, best=ready.best, **bench,
         )  # fmt: skip
         self._reporter, self.started = Reporter(self._folder, run), True
         self._reporter.banner(shown=not self._restarts)
@@ -210,7 +216,7 @@ class EvaluationReport(NoReport):
 Report = RunReport | NoReport
 
 
-def show_dry_run(prepared: Prepared, folder: Path) -> None:
+def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
     """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
 
     Raises ValueError for what the training would refuse.
@@ -226,7 +232,8 @@ def show_dry_run(prepared: Prepared, folder: Path) -> None:
             refuse_short_last(config, batches)
             data, steps_per_epoch = events.DataFacts(len(train), len(test)), batches.steps_per_epoch
     write_whole(folder / CONFIG, to_yaml(config))
-    reporter = Reporter(folder, _described(prepared, data, frozen_facts(prepared.placement), steps_per_epoch))
+    run = _described(prepared, data, frozen_facts(prepared.placement), steps_per_epoch, start=start)
+    reporter = Reporter(folder, run)
     reporter.banner()
     reporter.finish("dry_run")
 

@@ -21,7 +21,7 @@ from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.reporting.run.description import Restart
+from gpipe_cli.reporting.run.description import Restart, Start
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.system.files import write_whole
@@ -42,14 +42,15 @@ def launch(
     auto: Collection[str] = (),
     bench: Bench | None = None,
     *,
+    start: Start | None = None,
     again: bool = False,
 ) -> int:
     """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM
     or SIGUSR1, 130 interrupted).
 
-    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; `again`: the
-    folder may hold the same run, which goes on then, or is complete. Raises ValueError, one line, for what the user can
-    mend before anything has run.
+    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; result.json
+    gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete.
+    Raises ValueError, one line, for what the user can mend before anything has run.
     """
     if isinstance(config, EvaluateConfig):
         return _evaluate(config, folder)
@@ -67,7 +68,7 @@ def launch(
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
             show_line(Console(), f"{folder}: {done}")
             return 0
-        ended = _train(now, folder, auto, bench, again, restarts)
+        ended = _train(now, folder, start, auto, bench, again, restarts)
         if isinstance(ended, int):
             return ended
         fork_server.kill()  # whatever has become of it
@@ -107,6 +108,7 @@ class _Lost:
 def _train(
     config: TrainConfig,
     folder: Path,
+    start: Start | None,
     auto: Collection[str],
     bench: Bench | None,
     again: bool,
@@ -118,7 +120,7 @@ def _train(
     if training.dry_run:
         if leads():
             find_source(training, placement)
-            show_dry_run(prepared, folder)
+            show_dry_run(prepared, folder, start)
         return 0
     if training.compile and leads() and not restarts:
         show_line(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
@@ -132,7 +134,7 @@ def _train(
     task = partial(
         train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
     )
-    show = RunReport(prepared, folder, bench, restarts) if leads() else NoReport()
+    show = RunReport(prepared, folder, start, bench, restarts) if leads() else NoReport()
     left = bench is None and len(restarts) < config.max_restarts
     ended = _run(
         task, placement, training.timeout_seconds, show, folder, decision.start, stoppable=bench is None, restarts=left

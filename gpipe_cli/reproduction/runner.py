@@ -17,13 +17,13 @@ from typing import IO, Any
 
 from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
+from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.units import duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
-LOG = "log.txt"
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
 NONE = "-"
 # How a training is run, which its result does not depend on (the recipe `consistency`).

@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,12 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     assert re.match("stage 1 was killed by signal 9", restart["why"])
     assert f"\nrestart 1 of 1: {restart['why']}; goes on after step {restart['step']}\n" in said
     assert (result["status"], result["steps"]) == ("interrupted", step_of(checkpoints_in(run)[-1]))
+    (start,) = result["starts"]  # whatever restarted in it
+    assert start["command"] == shlex.join(["gpipe", *line, "partitions=2", "max_restarts=1"])
+    assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
+    logged = (run / "log.txt").read_text()
+    assert f"  restart 1 of 1: {restart['why']}; goes on" in logged
+    assert logged.count("  stage   device   layers") == 1
     wait_until(lambda: not session_members(program.pid), 20, "the end of every process")
 
     steps = result["steps"] + 2
@@ -123,7 +131,13 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
         capsys.readouterr().out
         == f"{run}: the run that lies there is complete, with {steps} steps; nothing is left to do\n"
     )
-    assert read_result(run)["status"] == "completed"
+    result = read_result(run)
+    assert result["status"] == "completed"
+    assert [one["command"] for one in result["starts"]] == [start["command"], shlex.join(["gpipe", *line])]
+    assert (result["starts"][0], result["starts"][1]["first_step"] > begun) == (start, True)
+    lines = (run / "log.txt").read_text().removeprefix(logged).splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S|.{21} +\S", line) for line in lines)
+    assert [line[21:] for line in lines].count(f"$ {shlex.join(['gpipe', *line])}") == 2
 
 
 def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(

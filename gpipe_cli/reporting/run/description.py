@@ -5,6 +5,7 @@ It is judged by top-1 for the paper's images (section 4), by the loss of a token
 
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from gpipe_cli.config import groups
@@ -17,6 +18,14 @@ if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do w
     from gpipe_cli.planner.plan import Plan
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command has begun the run, or goes on with it."""
+
+    command: str  # as it was typed
+    time: datetime  # with its zone
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class RunDescription:
     test: Tested | None = None  # the last one before the first step, as of the next one
     best: Tested | None = None
     bench: bool = False  # the run measures, and trains no model
+    start: Start | None = None  # None: by no command
     restarts: tuple[Restart, ...] = ()  # of this command
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
 

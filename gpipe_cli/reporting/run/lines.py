@@ -1,4 +1,4 @@
-"""Lines on the console: as they are, labelled facts, errors; and settings as they are typed.
+"""Lines on the console: as they are, labelled facts, errors; the log of a run; and settings as they are typed.
 
 The words are ASCII: logs are read in places without UTF-8, where the sentences of a translation are shown as escapes.
 """
@@ -7,11 +7,18 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from gpipe_cli.config.settings import CONFIG
+
+LOG = "log.txt"
 LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `mini-batch   32 = 1 replica x ...`
 COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
 
@@ -20,12 +27,15 @@ def show_line(console: Console, text: str, style: str = "") -> None:
     """Prints one line as it is; long ones are not broken, so that paths and commands can be copied."""
     writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(Text(writable, style), soft_wrap=True)
+    log(text)
 
 
 def show_error(text: str) -> None:
     """Says in one line on stderr what went wrong."""
-    sys.stderr.write(f"{' '.join(text.split())}\n")
+    line = " ".join(text.split())
+    sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+    log(line)
 
 
 def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -39,6 +49,44 @@ def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
             )
         for line in lines:
             show_line(console, line)
+
+
+class _Log:
+    """log.txt in ``folder``, which gets lines as soon as a run lies there: one that is refused leaves nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting = bytearray()
+
+    def add(self, text: str) -> None:
+        now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        lines = (line.rstrip() for line in text.splitlines())
+        self._waiting += "".join(f"{now}  {line}\n" for line in lines if line).encode(errors="backslashreplace")
+        if not (self._folder / CONFIG).is_file():
+            return
+        with suppress(OSError), (self._folder / LOG).open("ab", buffering=0) as file:  # else with the next line
+            while self._waiting:
+                del self._waiting[: file.write(self._waiting)]
+
+
+_LOG: ContextVar[_Log | None] = ContextVar("log", default=None)
+
+
+@contextmanager
+def logging_to(folder: Path | None) -> Iterator[None]:
+    """Inside, what is shown stands in the log of the run in ``folder``, too, each line behind the time; with None in no
+    log."""
+    before = _LOG.set(None if folder is None else _Log(folder))
+    try:
+        yield
+    finally:
+        _LOG.reset(before)
+
+
+def log(text: str) -> None:
+    """Adds lines to the log of the run that is at work, if there is one, without showing them."""
+    if (own := _LOG.get()) is not None:
+        own.add(text)
 
 
 def override(key: str, value: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Literal
 
+from gpipe_cli.config.groups import CustomConfig, ModelConfig
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
+from gpipe_cli.system.source_code import Commit, commit_of
 
 if TYPE_CHECKING:  # they import torch
     from gpipe_cli.planner.placement import Placement, StepFlops
@@ -140,6 +143,15 @@ def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
         "gpus": list(gpu_names),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def code(model: ModelConfig) -> dict[str, Commit | None]:
+    """The commits of gpipe and of a user's own model, which has been imported; None: not known to git."""
+    found = {"gpipe": commit_of(Path(__file__))}
+    if isinstance(model, CustomConfig):
+        file = getattr(sys.modules.get(model.target.partition(":")[0]), "__file__", None)
+        found["model"] = None if file is None else commit_of(Path(file))
+    return found
 
 
 def versions(text: bool = False) -> dict[str, str | None]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.description import RunDescription, Status, Task, scores_of, words_of
-from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
+from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
@@ -65,6 +66,7 @@ class Reporter:
         hardware = measurement.hardware(run.gpu_names, run.placement.threads)
         self._machine = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
+        self._starts = [*_earlier_starts(folder, run), *([] if run.start is None else [_start(run)])]
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
         write_result(self._folder, self._result())
@@ -76,10 +78,11 @@ class Reporter:
         """What the run is, on the console and in TensorBoard, or only there."""
         if shown:
             show_banner(self._console.console, self._run, self._folder)
-        plain = io.StringIO()
-        show_banner(Console(file=plain, width=100, force_terminal=False, color_system=None), self._run, self._folder)
+        plain = Console(file=io.StringIO(), width=100, force_terminal=False, color_system=None)
+        with plain.capture() as text, logging_to(None):  # whose log has it already
+            show_banner(plain, self._run, self._folder)
         with self.optional():
-            self._dashboard.describe(to_yaml(self._run.config), plain.getvalue())
+            self._dashboard.describe(to_yaml(self._run.config), text.get())
 
     def start(self) -> None:
         """Training begins: in a terminal, a bar that waits for the first step."""
@@ -184,6 +187,8 @@ class Reporter:
     def finish(self, status: Status, error: str | None = None) -> None:
         """Ends the report, at whatever point. Raises OSError if all is shown, and result.json could not be written."""
         self._status, self._error = status, error
+        if self._run.start is not None:
+            self._starts[-1]["ended"] = _iso(datetime.now().astimezone())
         result = self._result()
         unwritten: OSError | None = None
         try:  # first of all: if the console is closed, writing to it ends the process
@@ -270,6 +275,7 @@ class Reporter:
             "failed_checkpoints": self._failed_checkpoints,  # that the training went on without
             "compiled": None if run.compiled is None else asdict(run.compiled),
             "resumed_from": config.resume,
+            "starts": self._starts,
             "restarts": [asdict(restart) for restart in run.restarts],
             **self._machine,
             "config": asdict(config),
@@ -282,6 +288,34 @@ class Reporter:
                 "global_batch_tokens": config.batch_tokens,
             }
         return result
+
+
+def _start(run: RunDescription) -> dict[str, Any]:
+    """An entry of result.json: when which command has begun the run or gone on with it, and which code it ran."""
+    assert run.start is not None
+    return {
+        "command": run.start.command,
+        "started": _iso(run.start.time),
+        "ended": None,  # while it runs; of one that was killed, for good
+        "first_step": run.first_step,
+        "code": measurement.code(run.config.model),
+    }
+
+
+def _earlier_starts(folder: Path, run: RunDescription) -> list[dict[str, Any]]:
+    """Those of the run that goes on, or that begins in ``folder`` again."""
+    for earlier in (folder, run.config.resume):
+        with suppress(OSError, ValueError):
+            if earlier is not None:
+                found = read_result(Path(earlier)).get("starts", [])
+                # after max_restarts the same start is told again
+                return [one for one in found if run.start is None or one.get("started") != _iso(run.start.time)]
+    return []
+
+
+def _iso(moment: datetime) -> str:
+    """`2026-01-31T12:00:00+01:00`."""
+    return moment.isoformat(timespec="seconds")
 
 
 def complete_result(folder: Path, task: Task, progress: Progress) -> None:

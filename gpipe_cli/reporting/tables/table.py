@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from gpipe_cli.reporting.run.lines import log
+
 Origin = Literal["", "paper", "torchgpipe", "measured", "counted", "planned", "simulated", "difference"]
 MOST_TEXT = 70  # characters of a text without blanks, beside the number of a row; a longer one is broken
 
@@ -76,7 +78,12 @@ def show_table(console: Console, table: Table, repeated: int = 1, gap: int = 2) 
     for number, part in enumerate(_parts(columns[:repeated], columns[repeated:], console.width, gap)):
         if number:
             console.print()
-        console.print(_rich(part, console.width, gap))
+        shown = _rich(part, console.width, gap)
+        console.print(shown)
+        plain = Console(file=io.StringIO(), width=console.width, force_terminal=False, color_system=None)
+        with plain.capture() as lines:
+            plain.print(shown)
+        log(lines.get())
 
 
 def to_csv(table: Table) -> str:

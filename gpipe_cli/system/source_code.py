@@ -1,0 +1,43 @@
+"""Which version of its source code a program runs: asked of git, where the file lies in a working tree of git's."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import TypedDict
+
+_PATIENCE_SECONDS = 1.0  # of one call: a working tree may lie on a slow disk, and no run waits for this
+
+
+class Commit(TypedDict):
+    commit: str
+    changed: bool | None  # whether files that git knows differ from it; None: git took too long to say
+
+
+def commit_of(file: Path) -> Commit | None:
+    """The commit that is checked out where `file` lies; None where git does not know the file (an installed package, a
+    folder without git), or there is no git."""
+    if _git(file, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    commit = _git(file, "rev-parse", "HEAD")
+    if not commit:  # there is none yet
+        return None
+    changes = _git(file, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if changes is None else changes != ""}
+
+
+def _git(file: Path, *arguments: str) -> str | None:
+    """What git prints about the working tree of `file`; None: it failed, or took too long."""
+    # GIT_DIR and others, which a hook sets, would lead to another working tree
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(file.parent), *arguments],
+            env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
