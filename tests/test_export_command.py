@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.modules.batchnorm import _BatchNorm
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
+from gpipe_cli import load
 from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.launch.export_run import _ExportReport
 from gpipe_cli.training.checkpoint.store import checkpoints_in, select
@@ -56,6 +57,28 @@ def test_timm_reads_a_resnet(
         assert_same_tensors(dict(model.state_dict()), ours)
 
 
+def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder of any K: averages if there are some, weights if they are asked for; in evaluation mode."""
+    saved = final_tensors(resnet)
+    weights, averages = select(saved, "model"), select(saved, "ema")
+    model = load(resnet, checkpoint="last")
+    assert not model.training
+    assert_same_tensors(dict(model.state_dict()), weights | averages)
+    assert model(IMAGES).shape == (3, 4)
+    assert_same_tensors(dict(load(resnet, averaged=False, checkpoint="last").state_dict()), weights)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(resnet, damaged, symlinks=True)
+    index = checkpoints_in(damaged)[-1] / "index.json"
+    index.write_text(index.read_text()[:-9])
+    with pytest.warns(UserWarning, match="step_00000001 is taken, the newest checkpoint that is intact"):
+        load(damaged, checkpoint="last")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run_folder=damage: no run there"):
+        load("damage")
+    with pytest.raises(ValueError, match="checkpoint=first: must be one of best, last"):
+        load(resnet, checkpoint="first")  # type: ignore[arg-type]
+
+
 def test_the_file_says_what_its_numbers_mean(resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In built-in types, whatever the format; without the data, whose names of classes are then unknown, too."""
     safe, plain = tmp_path / "a.safetensors", tmp_path / "a.pt"
@@ -85,6 +108,8 @@ def test_a_model_of_ones_own_has_ones_own_names(
     custom_models.small(3).load_state_dict(load_file(run / "model.safetensors"))
     assert export(monkeypatch, run, "averages=true", "overwrite=true") == 2
     assert "averages=true: the run kept no average" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="averaged=true: the run kept no average"):
+        load(run, averaged=True)
 
 
 def test_one_module_out_of_a_checkpoint(tmp_path: Path) -> None:

@@ -1,14 +1,38 @@
 """The model of a run in one piece, out of a checkpoint: plain modules that know nothing of stages."""
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model, real_model
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import TrainConfig, find_run, load
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.randomness import materialize
-from gpipe_cli.training.checkpoint.store import read_index, read_tensors, select
+from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable
+from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors, select
+
+
+def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
+    """What `gpipe_cli.load` gives. Raises ValueError, one line, as it says."""
+    if which not in ("best", "last"):
+        raise RefusedError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
+    folder = find_run("run_folder", run, "outputs")
+    config = load(folder)
+    if averaged and not config.ema_decay:
+        raise RefusedError("averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out")
+    if averaged is False:
+        config = replace(config, ema_decay=0.0)
+    model = build_model(config)
+
+    def check(checkpoint: Path) -> None:
+        both = Comparison.of("run_folder", folder, checkpoint, config, model)
+        check_restorable(both, model, optimizer=False)
+
+    found = find_checkpoint(folder, which, "run_folder", check, lambda line: warnings.warn(line, stacklevel=4))
+    return whole_model(config, found)
 
 
 def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
