@@ -4,6 +4,7 @@ Only the command that runs is imported, and no command imports torch before it k
 help must answer at once.
 """
 
+import importlib
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ COMMANDS = {
     "launch": "write the script of a SLURM job that trains, or with -m of a job array; submit it if told to",
     "reproduce": "run a table, figure or result of the paper, at the scale that the machine allows",
     "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
+    "list": "list models, datasets, hardware, recipes or runs",
+    "help": "explain a setting, a choice, a word or a recipe",
 }
 USAGE = "\n".join(
     [
@@ -35,6 +38,7 @@ USAGE = "\n".join(
         *(f"  {name:<11}{line}" for name, line in COMMANDS.items()),
         "",
         "  gpipe COMMAND --help    settings and examples of a command",
+        "  gpipe help TOPIC        what a setting or a word means: gpipe help micro_batches",
         "  gpipe --version",
         "",
         "With GPIPE_FULL_ERROR=1 in the environment an error comes with its traceback.",
@@ -71,7 +75,10 @@ def _main(given: list[str]) -> int:
         case ["--version"]:
             sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
         case ["-sc" | "--shell-completion", *rest]:
-            return _complete(rest)
+            completed = importlib.import_module("gpipe_cli.commands.completion").complete(rest, list(COMMANDS))
+            return 0 if completed is None else run_command(completed[0], completed[1:])
+        case ["help", command] if command in COMMANDS:
+            return run_command(command, ["--help"])
         case [command, *rest] if command in COMMANDS:
             return run_command(command, rest)
         case [command, *_]:
@@ -81,18 +88,3 @@ def _main(given: list[str]) -> int:
             sys.stderr.write(USAGE)
             return BAD_INPUT
     return 0
-
-
-def _complete(arguments: list[str]) -> int:
-    """Tab completion: Hydra's script has no commands; it calls the bare `gpipe`, with what was typed in COMP_LINE."""
-    words = os.environ.get("COMP_LINE", "gpipe train ").split(" ")
-    if len(words) < 3:
-        sys.stdout.write(" ".join(COMMANDS) + "\n")
-        return 0
-    command = words.pop(1)
-    if command not in COMMANDS:
-        return 0
-    if command == "launch" and words[1] == "slurm":  # no setting either
-        del words[1]
-    os.environ["COMP_LINE"] = " ".join(words)
-    return run_command(command, ["-sc", *arguments])

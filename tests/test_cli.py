@@ -61,7 +61,8 @@ def test_the_installed_program_answers() -> None:
 
 
 def test_help_and_configuration_import_no_torch() -> None:
-    lines = ["--help", "train --cfg job", *(f"{command} --help" for command in COMMANDS)]
+    lines = ["--help", "train --cfg job", "list models", "list hardware", "help micro_batches", "help 1f1b"]
+    lines += [f"{command} --help" for command in COMMANDS]
     result = subprocess.run([sys.executable, "-c", NO_TORCH, *lines], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     for shown in ("  evaluate ", "micro_batches    M, pieces that", "micro_batches: 4", "run=FOLDER"):
@@ -177,18 +178,30 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare"),
+        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
         ("gpipe evaluate che", "checkpoint="),
         ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
         ("gpipe compare out", ""),  # folders, which shells complete by themselves
+        ("gpipe train recompute=e", "recompute=except_last"),
+        ("gpipe bench -m schedule=z", "schedule=zero_bubble"),
+        ("gpipe plan model.variant=", "model.variant=b model.variant=d"),
+        ("gpipe evaluate run=", "run=outputs/my_run"),
+        ("gpipe train resume=outputs/", "resume=outputs/my_run"),
+        ("gpipe export checkpoint=", "checkpoint=best checkpoint=last"),
+        ("gpipe reproduce table2_", "table2_amoebanet table2_transformer"),
+        ("gpipe train -cd recipes -cn figure", "figure3_resnet101"),
+        ("gpipe list h", "hardware"),
+        ("gpipe help micro", "micro_batch"),
     ],
 )
 def test_tab_completion(
     typed: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("outputs", "my_run").mkdir(parents=True)
+    Path("outputs", "my_run", "config.yaml").touch()
     monkeypatch.setenv("COMP_LINE", typed)
     assert main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.strip() == offered

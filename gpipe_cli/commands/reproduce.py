@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     if not rest:
         if line.typed:
             raise ValueError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")
-        _list(Console())
+        show_recipes(Console())
         return 0
     if len(rest) > 1:
         raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
@@ -144,7 +144,7 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
     return 0
 
 
-def _list(console: Console) -> None:
+def show_recipes(console: Console) -> None:
     recipes = {name: load(name) for name in names()}
     columns = [
         Column("recipe", cells=list(recipes)),

@@ -82,6 +82,21 @@ def settings(kind: type) -> list[str]:
     return keys
 
 
+def choices(kind: type, key: str) -> list[str]:
+    """The words that a setting, `model.variant`, takes: those of all choices of its group; [] where it takes others."""
+    first, _, inner = key.partition(".")
+    hint = get_type_hints(kind).get(first)
+    found: list[str] = []
+    for option in get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,):
+        if inner:
+            found += choices(option, inner) if _is_group(option) else []
+        elif get_origin(option) is Literal:
+            found += map(str, get_args(option))
+        elif option is bool:
+            found += ["true", "false"]
+    return list(dict.fromkeys(found))
+
+
 def nearest(key: str, choices: Sequence[str]) -> str:
     """`; did you mean model.filters?` for `filters`, and nothing for what is far from all of them."""
     typed_last = key.rpartition(".")[2]

@@ -1,0 +1,85 @@
+"""Tab completion of what Hydra's own does not know: commands, recipes, runs, topics, and the words of a setting.
+
+Hydra's script for a shell calls the bare `gpipe`, with what was typed in COMP_LINE.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gpipe_cli.config.settings import (
+    AUTO,
+    CONFIG,
+    SCHEDULES,
+    EvaluateSettings,
+    ExportSettings,
+    PlanSettings,
+    TrainConfig,
+    runs_below,
+)
+from gpipe_cli.config.typed import choices
+
+_OWN = {"evaluate": EvaluateSettings, "export": ExportSettings, "plan": PlanSettings}
+_RUNS = ("run", "resume", "init_from")
+
+
+def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
+    """The arguments with which the command's own completion, by Hydra, is to be called; None: all has been offered.
+
+    `shell` is what Hydra's script gave: `query=bash`, or `install=bash` and no COMP_LINE.
+    """
+    words = os.environ.get("COMP_LINE", "gpipe train ").split(" ")
+    separator = "\n" if "query=fish" in shell else " "
+
+    def offer(offered: Iterable[str]) -> None:
+        sys.stdout.write(separator.join(one for one in offered if one.startswith(words[-1])) + "\n")
+
+    if len(words) < 3:
+        sys.stdout.write(separator.join(commands) + "\n")
+        return None
+    command = words.pop(1)
+    if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
+        return None
+    if command == "launch" and words[1] == "slurm":  # no setting
+        del words[1]
+    last, key = words[-1], words[-1].partition("=")[0].lstrip("+")
+    if command in ("list", "help", "reproduce") or words[-2] in ("-cn", "--config-name"):
+        offer(_names(command, first=len(words) == 2))
+    elif "=" in last and (allowed := _values(command, key, last.partition("=")[2])):
+        offer(f"{last.partition('=')[0]}={value}" for value in allowed)
+    else:
+        os.environ["COMP_LINE"] = " ".join(words)
+        return [command, "-sc", *shell]
+    return None
+
+
+def _names(command: str, *, first: bool) -> Sequence[str]:
+    """What stands behind a command in place of settings; of all others, recipes behind -cn."""
+    if command == "list":
+        from gpipe_cli.commands.list import TOPICS
+
+        return list(TOPICS) if first else []
+    if command == "help":
+        from gpipe_cli.commands.help import topics
+
+        return sorted(name.replace(" ", "_") for name in topics()) if first else []
+    from gpipe_cli.reproduction.recipe import names
+
+    if command == "reproduce" and not first:
+        return [f"scale={scale}" for scale in ("auto", "desk", "paper")]
+    return names()
+
+
+def _values(command: str, key: str, begun: str) -> list[str]:
+    """What a setting may be, where that is a few words, or runs; of a path that begins with . or / all is Hydra's."""
+    if key in _RUNS:
+        if begun.startswith((".", "/")):
+            return []
+        above = Path(begun.rpartition("/")[0] or "outputs")
+        found = sorted(runs_below(above), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+        return [str(run) for run in found] + (["auto"] if key == "resume" else [])
+    if key == "schedule":
+        return list(SCHEDULES)
+    own = choices(_OWN[command], key) if command in _OWN else []
+    return own or choices(TrainConfig, key) or (["auto"] if key in AUTO else [])

@@ -1,0 +1,109 @@
+"""`gpipe help TOPIC`: what the files in `conf/`, the README's glossary and the recipes say of a setting, a choice, a
+word; nothing is written for it alone."""
+
+import re
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, metadata
+
+from rich.console import Console
+
+from gpipe_cli.commands import list as lists
+from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
+from gpipe_cli.config.settings import SCHEDULES, TrainConfig
+from gpipe_cli.config.typed import choices, nearest
+from gpipe_cli.reporting.run.lines import show_line
+from gpipe_cli.reproduction.recipe import load, names
+
+HELP = """\
+Explains a setting, a choice of one, a word of the README's glossary, or a recipe.
+
+Usage: gpipe help micro_batches        a setting of any command, also model.filters or filters
+       gpipe help 1f1b                 a choice: of a schedule, a model, a data set, hardware
+       gpipe help bubble               a word
+       gpipe help table2_amoebanet     a recipe
+       gpipe help words                all words; gpipe help settings: all settings of gpipe train
+       gpipe help train                as gpipe train --help
+
+gpipe list models, datasets, hardware, recipes or runs lists what there is.
+"""
+_INDENT = "    "
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code. Raises ValueError, one line, for a topic that there is not."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(HELP)
+        return 0
+    topic, known = " ".join(arguments), topics()
+    if topic in lists.TOPICS:
+        return lists.main([topic])
+    found = known.get(topic) or known.get(_plain(topic))
+    if found is None:
+        hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
+        raise ValueError(f"{topic}: there is no such topic{hint}")
+    console = Console()
+    for heading, text in found:
+        show_line(console, heading, "bold")
+        for value in text.split(" | "):  # what a setting may be, one below the other
+            wrapped = textwrap.wrap(
+                value, max(40, min(console.width, 120)), initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ",
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            for line in wrapped:
+                show_line(console, line)
+    return 0
+
+
+def topics() -> dict[str, list[tuple[str, str]]]:
+    """Heading and text of everything there is to say, by what one may ask for."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for one in all_settings():
+        place = one.place if "=" in one.place else f"gpipe {one.place}"
+        entry = f"{one.key}={one.value}  ({place})", one.text
+        for name in dict.fromkeys((one.key, one.key.rpartition(".")[2])):
+            found[_plain(name)].append(entry)
+        if one.place == "train":
+            found["settings"].append((f"{one.key}={one.value}", one.text))
+        for clause in one.text.split(" | "):
+            choice, _, text = clause.partition(": ")
+            if choice in _named(one.key) and text:
+                found[_plain(choice)].append((f"{one.key}={choice}  ({place})", text))
+    for group in GROUPS:
+        for name, text in of_choices(group).items():
+            found[_plain(name)].append((f"{group}={name}", text))
+            found[_plain(group)].append((f"{group}={name}", text))
+    for word, text in glossary().items():
+        found[_plain(word)].insert(0, (word, text))
+        found["words"].append((word, text))
+    for name in names():
+        recipe = load(name)
+        lines = [f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."]
+        found[_plain(name)].append((f"gpipe reproduce {name}", " ".join(lines)))
+    return dict(found)
+
+
+def glossary() -> dict[str, str]:
+    """The words of the README, which every installation carries, and their meanings, with symbols in brackets; none
+    where gpipe is not installed."""
+    try:
+        about = metadata("gpipe-cli")
+    except PackageNotFoundError:
+        return {}
+    readme = str(about.get("Description") or about.get_payload())  # type: ignore[attr-defined]  # of email's Message
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ?([^|]*?) ?\|$", readme.partition("\n## Glossary\n")[2], re.MULTILINE)
+    meanings = {word: f"{text} ({symbol})" if symbol else text for word, text, symbol in rows if word != "word"}
+    return {word: text.replace("`", "") for word, text in meanings.items()}
+
+
+def _plain(topic: str) -> str:
+    """As one may write it: `micro-batches`, `micro_batch` and `Micro batch` are one topic."""
+    return re.sub(r"(?:(?<=ch)es|(?<=[^s])s)$", "", topic.lower().replace("_", " ").replace("-", " "))
+
+
+def _named(key: str) -> Sequence[str]:
+    """The choices of a setting that are topics of their own."""
+    allowed = SCHEDULES if key == "schedule" else choices(TrainConfig, key)
+    return [choice for choice in allowed if choice not in ("auto", "true", "false", "null")]

@@ -1,0 +1,81 @@
+"""What the files in `conf/` say of each setting and of each choice, as `gpipe help` and `gpipe list` show it."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+FOLDER = Path(str(resources.files("gpipe_cli.conf")))
+GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
+_SETTING = re.compile(r"( *)([a-z]\w*):(?: +([^#]*[^# ]))? *(?:# (.*))?")
+_GOES_ON = re.compile(r" {20,}# ?(.*)")  # below a comment that stands behind a setting
+
+
+@dataclass(frozen=True)
+class Comment:
+    """A setting in a file of `conf/`."""
+
+    key: str  # in dotted form, `model.filters`
+    value: str  # there: the default, or that of a choice
+    text: str  # in one line; "" where the file explains nothing
+    place: str  # `train`, `model=amoebanet`
+
+
+def of_choices(group: str) -> dict[str, str]:
+    """What each choice of a group is, by its name: the comment that its file begins with."""
+    return {file.stem: _head(file) for file in sorted((FOLDER / group).glob("*.yaml"))}
+
+
+def all_settings() -> list[Comment]:
+    """Every setting of every command and every choice, in the order in which the files explain them."""
+    found = list(_settings(FOLDER / "train.yaml", "train"))
+    for file in sorted(FOLDER.glob("*.yaml")):
+        if file.stem != "train":
+            found += _settings(file, file.stem)
+    for group in GROUPS:
+        for file in sorted((FOLDER / group).glob("*.yaml")):
+            for one in _settings(file, f"{group}={file.stem}"):
+                if "# @package _global_" not in file.read_text(encoding="utf-8"):
+                    found.append(replace(one, key=f"{group}.{one.key}"))
+                elif one.key.startswith(f"{group}."):
+                    found.append(one)
+    return [one for one in found if one.key.rpartition(".")[2] != "name"]
+
+
+def _head(file: Path) -> str:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    words = []
+    for line in lines:
+        if line.startswith("# @"):
+            continue
+        if not line.startswith("# "):
+            break
+        words.append(line.removeprefix("# "))
+    return " ".join(words)
+
+
+def _settings(file: Path, place: str) -> Iterator[Comment]:
+    """Those in a file, without Hydra's own."""
+    groups: list[tuple[int, str]] = []  # indentation and name of those that the line is in
+    waiting: Comment | None = None
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line == "hydra:":
+            break
+        if waiting is not None and (more := _GOES_ON.fullmatch(line)):
+            waiting = replace(waiting, text=f"{waiting.text} {more[1]}".strip())
+            continue
+        if waiting is not None:
+            yield waiting
+            waiting = None
+        if (found := _SETTING.fullmatch(line)) is None or found[2] == "defaults":
+            continue
+        indent = len(found[1])
+        groups = [one for one in groups if one[0] < indent]
+        if found[3] is None:
+            groups.append((indent, found[2]))
+        else:
+            key = ".".join([*(name for _, name in groups), found[2]])
+            waiting = Comment(key, found[3], found[4] or "", place)
+    if waiting is not None:
+        yield waiting

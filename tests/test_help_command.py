@@ -1,0 +1,63 @@
+"""`gpipe help`: what the files, the glossary and the recipes say, and nothing of its own."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from training_runs import command
+
+from gpipe_cli.commands.help import glossary, topics
+from gpipe_cli.config.comments import all_settings
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import settings
+
+
+def test_every_setting_is_a_topic_with_the_whole_comment() -> None:
+    """Those of a choice of a group too; comments of several lines are one."""
+    found = {one.key: one for one in all_settings() if one.place in ("train", "model=amoebanet")}
+    assert {key for key in settings(TrainConfig) if "." not in key or key.startswith("checkpoint.")} <= {
+        *found, "partition", "checkpoint", "hardware", "model", "dataset", "optimizer", "learning_rate",
+    }  # fmt: skip
+    assert found["schedule"].text.startswith("gpipe: all forwards, then all backwards (Figure 2c) | 1f1b:")
+    assert found["schedule"].text.endswith("1f1b, interleaved, zero_bubble and auto have the same bits")
+    assert (found["checkpoint.keep"].value, found["model.filters"].value) == ("2", "16")
+    assert all(one.text for one in all_settings() if "=" not in one.place)
+
+
+@pytest.mark.parametrize(
+    ("topic", "shown"),
+    [
+        ("micro_batches", "micro_batches=4  (gpipe train)\n    M, 1 to batch_size: pieces"),
+        ("filters", "model.filters=16  (model=amoebanet)\n"),
+        ("1f1b", "schedule=1f1b  (gpipe train)\n    a backward as soon as one can run\n"),
+        ("schedules", "schedule=gpipe  (gpipe train)\n"),
+        ("h100", "hardware=h100\n    NVIDIA H100, 80 GB, SXM"),
+        ("table2_amoebanet", "gpipe reproduce table2_amoebanet\n    Throughput of AmoebaNet-D (18, 256)"),
+        ("settings", "epochs=12\n    1 or more\n"),
+        ("recipes", "figure3_resnet101"),
+        ("train", "Usage: gpipe train"),
+    ],
+)
+def test_topics(topic: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):  # by Hydra, after the help of a command
+        assert command(monkeypatch, "help", topic) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_topic_that_is_none_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "help", "recompte") == 2
+    assert capsys.readouterr().err == "gpipe help: recompte: there is no such topic; did you mean recompute?\n"
+    assert command(monkeypatch, "help") == 0
+    assert "Usage: gpipe help micro_batches" in capsys.readouterr().out
+
+
+def test_words_are_those_of_the_readme() -> None:
+    """As they were when gpipe was installed."""
+    known, readme = glossary(), (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert {"bubble", "stage", "load imbalance", "recipe"} <= known.keys()
+    assert [word for word, _ in topics()["words"]] == list(known)
+    assert known["micro-batch"] == "one of the M pieces of a mini-batch (M, m)"
+    assert all(f"| {word} |" in readme for word in known)

@@ -1,0 +1,63 @@
+"""`gpipe list`: tables of what there is, made from the files that hold it."""
+
+from pathlib import Path
+
+import pytest
+from training_runs import command
+
+from gpipe_cli.config.comments import FOLDER
+from gpipe_cli.reporting.run.result import write_result
+
+
+@pytest.mark.parametrize(("topic", "group"), [("models", "model"), ("datasets", "dataset"), ("hardware", "hardware")])
+def test_a_row_for_each_choice(
+    topic: str, group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert command(monkeypatch, "list", topic) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].islower()}
+    assert {file.stem for file in (FOLDER / group).glob("*.yaml")} == rows.keys() - {"gpipe", group}
+    if group == "hardware":
+        assert rows["h100"].split()[1:5] == ["67", "989", "74.5", "350"]
+        assert rows["t4"].split()[2] == "-", "no bfloat16"
+
+
+def test_chains_of_timm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not those of the same name that are none."""
+    assert command(monkeypatch, "list", "models", "test_[bre]*") == 0
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("test_resnet "))
+    assert row[1] == "ResNet"
+    assert "\ntest_byobnet" not in printed
+    assert "more of timm's names fit test_[bre]* and are none" in printed
+    assert command(monkeypatch, "list", "models", "resnt50") == 2
+    assert "resnt50: timm has no model of such a name; did you mean resnet50" in capsys.readouterr().err
+
+
+def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that left nothing but its settings, and those of a sweep."""
+    for name in ("one", "sweep/two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").touch()
+    result = {"status": "completed", "model": "M", "dataset": "digits", "config": {"partitions": 2, "micro_batches": 4}}
+    result["starts"] = [{"started": "2026-01-31T12:00:00+01:00"}]
+    write_result(tmp_path / "one", result | {"test": {"top1": 0.5}, "samples_per_second": 123.4})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert command(monkeypatch, "list", "runs", ".") == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
+    assert rows["one"] == ["2026-01-31", "12:00", "completed", "M", "digits", "2", "4", "50.0", "%", "123.4"]
+    assert rows["sweep/two"][2:4] == ["no", "result"]
+    assert command(monkeypatch, "list", "runs") == 2
+    assert "outputs: there is no run in it" in capsys.readouterr().err
+
+
+def test_recipes_and_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "list") == 0
+    assert "gpipe list hardware" in capsys.readouterr().out
+    assert command(monkeypatch, "list", "recipes") == 0
+    assert "figure3_resnet101" in capsys.readouterr().out
+    assert command(monkeypatch, "list", "recipe") == 2
+    assert "recipe: there is no such list; did you mean recipes?" in capsys.readouterr().err
+    assert command(monkeypatch, "list", "recipes", "x") == 2
+    assert "x: gpipe list recipes takes nothing more" in capsys.readouterr().err
