@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "write the script of a SLURM job that trains, or with -m of a job array; submit it if told to",
     "reproduce": "run a table, figure or result of the paper, at the scale that the machine allows",
     "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
+    "diff": "set two runs side by side: settings, versions and results that differ",
     "list": "list models, datasets, hardware, recipes or runs",
     "help": "explain a setting, a choice, a word or a recipe",
 }

@@ -178,7 +178,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare list help"),
+        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare diff list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
         ("gpipe evaluate che", "checkpoint="),

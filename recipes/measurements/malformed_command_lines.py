@@ -237,7 +237,7 @@ def torchrun(pick: random.Random) -> Line:
 
 
 def mistyped_command(pick: random.Random) -> Arguments:
-    command = pick.choice(list(COMMANDS))
+    command = pick.choice([name for name in COMMANDS if name != "help"])  # `gpipe --help` is none
     at = pick.randrange(len(command))
     wrong = [command[:at] + command[at + 1 :], command.upper(), command + "x", f"--{command}", f"{command}=1"]
     return pick.choice([(pick.choice(wrong), "seed=1"), phrase("mistyped command", pick)])
@@ -323,10 +323,11 @@ PHRASES = {
         train dry_run=true partitions=99 | train run_folder=run
     """,
     "mistyped command": """
-        list | --vers | -x | '' | seed=1 <any> | -m | help | <any> --no-such-option | train --partitions 4
+        lists | --vers | -x | '' | seed=1 <any> | -m | halp | <any> --no-such-option | train --partitions 4
         train --partitions=4 | train -q | plan -h -x | train -cn | train train | evaluate run | train --cfg
         train --cfg nothing | train --info x | compare --csvv | compare -m run | reproduce --scale desk
-        train -- epochs
+        train -- epochs | list nothing | list models no_such_network | list runs missing | help nothing_at_all
+        diff run | diff run missing | diff run run run | diff fifo run
     """,
     "sweep": """
         <sweeps> -m partitions=0,-1 | <sweeps> -m partitions=1,abc | <sweeps> -m model=nothing,amoebanet
