@@ -13,6 +13,7 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.run.description import Start
 from gpipe_cli.reporting.run.lines import log, logging_to
+from gpipe_cli.reporting.run.trackers import refuse_missing
 from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that belong to one invocation of the command and not to the run that it goes on with.
@@ -27,6 +28,9 @@ class RunRequest:
     auto: tuple[str, ...]  # settings that are to be chosen
     bench: Bench | None = None
     rounds: int = 1  # how often a sweep measures each of its configurations
+
+    def __post_init__(self) -> None:
+        refuse_missing(self.config.logger)
 
     def into(self, folder: Path) -> "RunRequest":
         """The same in this folder."""

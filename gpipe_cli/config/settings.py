@@ -39,6 +39,7 @@ TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is
 Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
+Logger = Literal["tensorboard", "mlflow", "wandb"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
 MicroBatches = Annotated[int, Within(1, 100_000)]
@@ -110,6 +111,7 @@ class TrainConfig:
     data_workers: DataWorkers | None
     timeout_seconds: TimeoutSeconds
     output: str
+    logger: tuple[Logger, ...] = ("tensorboard",)
     run_folder: str | None
     resume: str | None
     max_restarts: MaxRestarts = 0

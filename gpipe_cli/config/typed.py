@@ -189,7 +189,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
         if isinstance(value, list) and length in (None, len(value)):
             return tuple(_convert(of, item, key, keys) for item in value)
         count = f" of {length}" if length else ""
-        example = [show(value)] if of is str else ["1"] * (length or 2)
+        example = [show(value)] if of is str or get_origin(of) is Literal else ["1"] * (length or 2)
         allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
     elif kind is str and type(value) is str:
         if value and not any(unicodedata.category(character) in ("Cc", "Cs") for character in value):

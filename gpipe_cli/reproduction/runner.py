@@ -31,8 +31,8 @@ SAME_RESULT = ("partitions", "partition", "schedule", "recompute")
 # Where and how long something runs, and where data lie: settings that leave size and data as they are. All others may
 # change them. Of a group, `checkpoint`, all that is in it.
 _HARMLESS = (
-    "output", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost", "seed",
-    "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
+    "output", "logger", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost",
+    "seed", "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
 )  # fmt: skip
 # Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]

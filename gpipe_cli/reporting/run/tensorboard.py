@@ -24,6 +24,7 @@ from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of, words_of
 from gpipe_cli.reporting.run.measurement import named, stages_together
 from gpipe_cli.reporting.run.result import flattened
+from gpipe_cli.reporting.run.trackers import AllEvents, trackers
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import naming, write_whole
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
@@ -73,7 +74,9 @@ class Dashboard:
 
         self._summary = summary
         self._folder, self._run = folder, run
-        self._events = EventFile(folder, run.first_step + 1)  # a resumed run repeats the steps after its checkpoint
+        # a resumed run repeats the steps after its checkpoint
+        files = [EventFile(folder, run.first_step + 1)] if "tensorboard" in run.config.logger else []
+        self._events = AllEvents([*files, *trackers(folder, run)])
         self._constants: dict[str, float] = {}  # level lines
 
     def describe(self, config_yaml: str, banner: str) -> None:

@@ -1,0 +1,150 @@
+"""Loggers beside TensorBoard: the same points, settings and pictures, in stores that are read back."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reporting_runs import evaluation, plan, reporter_in, shares, step, timeline
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import command
+
+from gpipe_cli.reporting.plots.timeline_values import StepPicture
+from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.reporting.run.tensorboard import hyperparameters
+
+
+def report(folder: Path, *settings: str, end: bool = True, **changes: Any) -> str:
+    """Reports a run of four steps, with an evaluation and a picture; returns what its console shows."""
+    reporter, file = reporter_in(folder, f"output={folder.parent}", *settings, plan=plan(), **changes)
+    reporter.banner()
+    first = changes.get("first_step", 0)
+    for number in range(first + 1, first + 5):
+        reporter.step(step(number))
+        reporter.recorded(number, shares(0.1))
+    reporter.evaluated(evaluation(first + 4))
+    reporter.timeline(StepPicture(1, first + 4, (timeline(),)))
+    if end:
+        reporter.finish("completed")
+    else:
+        reporter.break_off()
+    return file.getvalue()
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed, the run goes on there; what MLflow does not let change becomes a tag."""
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "run"
+    report(folder, "logger=[tensorboard,mlflow]", end=False)
+    report(folder, "logger=[tensorboard,mlflow]", "partitions=1", first_step=4)
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (experiment,) = (one for one in client.search_experiments() if one.name == "gpipe")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    found = points(folder)
+    assert {"train/loss", "test/top1", "bubble/measured", "final/top1", "speed/predicted_step_seconds"} <= found.keys()
+    for tag, expected in found.items():
+        history = client.get_metric_history(run.info.run_id, tag)
+        assert sorted((one.step, one.value) for one in history) == expected, tag
+    settings = {key: str(value) for key, value in hyperparameters(read_result(folder)["config"]).items()}
+    assert run.data.params == settings | {"partitions": "2.0"}
+    assert run.data.tags["resumed.partitions"] == "1.0"
+    artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    report(tmp_path / "dry", "logger=[mlflow]", "dry_run=true")
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+    assert artifacts >= {"result.json", "timeline.html", "banner.txt", "timeline_00000008.png"}
+
+
+def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
+    """The records of a log, https://github.com/google/leveldb/blob/main/doc/log_format.md; `first`: bytes of the first
+    block that are none of `content`."""
+    at, whole = 0, b""
+    while at < len(content):
+        left = 32768 - (at + first) % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def test_weights_and_biases_offline_has_what_the_events_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "run"
+    report(folder, "logger=[tensorboard,wandb]")
+    (written,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found, ended = dict[str, list[Any]](), []
+    for record in map(Record.FromString, leveldb_records(written.read_bytes()[7:], first=7)):
+        if record.WhichOneof("record_type") == "exit":
+            ended.append(record.exit.exit_code)
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for tag, value in items.items():
+            found.setdefault(tag, []).append((items["step"], value))
+    assert ended == [0]
+    assert found["timeline/_type"] == [(4, "image-file")]
+    for tag, expected in points(folder).items():
+        assert found[tag] == expected, tag
+    kept = {file.name for file in (written.parent / "files" / "gpipe").iterdir()}
+    assert kept >= {"result.json", "timeline.html", "banner.txt"}
+
+
+def test_a_server_that_is_not_there_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    report(tmp_path / "run", "logger=[mlflow,tensorboard]")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: logger=mlflow: MlflowException: ")
+    assert len(points(tmp_path / "run")["train/loss"]) == 4
+    assert read_result(tmp_path / "run")["status"] == "completed"
+
+
+def test_no_logger_writes_no_events(tmp_path: Path) -> None:
+    assert "tensorboard --logdir" not in report(tmp_path, "logger=[]")
+    assert not list(tmp_path.glob("*tfevents*"))
+    assert (tmp_path / "timeline.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            "logger=[tensorboard,wandb]",
+            "logger=[tensorboard,wandb]: wandb needs wandb, which is not installed; pip inst",
+        ),
+        (
+            "logger=[mlflow]",
+            "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed; pip install mlflow-s",
+        ),
+        ("logger=mlflow", "logger=mlflow: must be a list; for example logger=[mlflow]"),
+        ("logger=[wanb]", "logger=wanb: must be one of tensorboard, mlflow, wandb"),
+    ],
+)
+def test_what_is_not_installed_is_refused_before_anything_runs(
+    given: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)  # Python's own way to say so
+    assert command(monkeypatch, "train", given) == 2
+    assert line in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
