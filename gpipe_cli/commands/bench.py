@@ -11,6 +11,7 @@ from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.launch.job import Bench
+from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, show_rest, write_bench
 
 # What a measurement has no use for, and what to do instead.
@@ -64,6 +65,7 @@ def _show(sweep: Sweep) -> None:
         write_bench(sweep.path, table)
     finally:  # a table that cannot be written is shown all the same
         show_bench(Console(), table, sweep.path)
+        show_facts(Console(), [("best", sweep.best)] if sweep.best else [])
     unfinished = {"failed", "interrupted"} & {bench_status(run) for run in sweep.runs}
     if unfinished or len(sweep.runs) < sweep.planned:
         show_rest(sweep.planned, sweep.runs, sweep.go_on_with)

@@ -5,7 +5,9 @@ job leaves (tensors, process groups, a CUDA context) stays for the next one. A f
 others go on. What has ended is written down: a sweep can be resumed.
 """
 
+import importlib.util
 import itertools
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
@@ -30,7 +32,7 @@ from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
 from gpipe_cli.config.settings import has_checkpoint, key_of
-from gpipe_cli.config.typed import RefusedError, SettingError, quoted
+from gpipe_cli.config.typed import RefusedError, SettingError, quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
@@ -41,7 +43,9 @@ from gpipe_cli.system.interrupts import Stopped
 # What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
 
-
+SWEEPER = "hydra/sweeper"
+SEARCH_LOGGERS = ("optuna", "hydra_plugins.hydra_optuna_sweeper")
+FOUND = "optimization_results.yaml"  # Optuna's sweeper writes it into the folder of the sweep
 _UNFINISHED = (None, outcome.INTERRUPTED, outcome.STOPPED, outcome.UNREAD)  # exit codes
 
 
@@ -79,6 +83,18 @@ class Sweep(Launcher):
         """The command that does what is left."""
         return f"gpipe {self.line.command} {override('resume', str(self.path))}"
 
+    @property
+    def best(self) -> str:
+        """What a search has found: the settings of its best run, and their objective; "" where none was searched."""
+        if self._folder.path is None or not (file := self.path / FOUND).is_file():
+            return ""
+        found = OmegaConf.load(file)
+        assert isinstance(found, DictConfig)
+        if "best_params" not in found:  # a search for several objectives at once
+            return str(file)
+        settings = " ".join(f"{key}={show(value)}" for key, value in found.best_params.items())
+        return f"{settings}: {found.best_value:.6g} ({file})"
+
     def end(self) -> None:
         """Allow others into the folder again; nothing is left of a sweep that never began."""
         self._folder.release()
@@ -90,6 +106,8 @@ class Sweep(Launcher):
                 f"torchrun: each of its processes would run the whole sweep; call gpipe {self.line.command} -m on one "
                 "machine without it, or torchrun once for each configuration"
             )
+        for name in SEARCH_LOGGERS:  # that a run failed stands in our table
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._config, self._loader = config, hydra_context.config_loader
         folder = self._folder.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
@@ -99,7 +117,7 @@ class Sweep(Launcher):
         """Run a batch of a sweeper's jobs, of which the first one has this number, counted from 0.
 
         Returns:
-            for a sweeper that searches: of each its accuracy on the test set, or the measured speed.
+            for a sweeper that searches: the `objective` of each.
         """
         begins = initial_job_idx == 0 and not self._folder.resumes
         requests = [self._request(job) for job in job_overrides]
@@ -132,10 +150,7 @@ class Sweep(Launcher):
         # that a run failed is not Hydra's to report
         returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in job_overrides]
         for cell, returned in zip(cells, returns, strict=True):
-            result = last[cell.number].result
-            measured = self.line.command == "bench"
-            where = ("samples_per_second",) if measured else ("test", "top1")
-            returned.return_value = value_of(result, *where)
+            returned.return_value = objective(self.line.command, last[cell.number].result)
         return returns
 
     def _request(self, job: Sequence[str]) -> RunRequest | ValueError:
@@ -253,11 +268,40 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
+    line = searching(line)
     Sweep.current = Sweep(line, folder, requested, arguments)
     # `hydra.launcher._target_` names it; Hydra calls it by its name
     launchers: dict[str, Any] = Plugins.instance().class_name_to_class
     launchers["hydra_plugins.gpipe_cli.SweepLauncher"] = current_sweep
     return Sweep.current
+
+
+def searching(line: CommandLine) -> CommandLine:
+    """With what a search by Optuna needs and was not typed: more is better; and a seed, so that the same results lead
+    to the same runs and an interrupted search can go on. Raises RefusedError if its sweeper is not installed."""
+    if line.overrides.get(SWEEPER) != "optuna":
+        return line
+    try:
+        installed = importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is not None
+    except ModuleNotFoundError:  # there are no plugins at all
+        installed = False
+    if not installed:
+        why = "needs hydra-optuna-sweeper, which is not installed; pip install hydra-optuna-sweeper"
+        raise RefusedError(SWEEPER, "optuna", why)
+    defaults = {"hydra.sweeper.direction": "maximize"}
+    if line.overrides.get(f"{SWEEPER}/sampler") != "grid":
+        defaults["hydra.sweeper.sampler.seed"] = "0"
+    more = [f"{key}={value}" for key, value in defaults.items() if key not in line.overrides]
+    return replace(line, arguments=(*line.arguments, *more))
+
+
+def objective(command: str, result: Mapping[str, Any]) -> float | None:
+    """What a search maximizes: the measured speed, or accuracy on the test set, of text the loss with a minus; None
+    where a run has none."""
+    if command == "bench":
+        return value_of(result, "tokens_per_second") or value_of(result, "samples_per_second")
+    top1, loss = value_of(result, "test", "top1"), value_of(result, "test", "loss")
+    return top1 if top1 is not None else None if loss is None else -loss
 
 
 def current_sweep() -> Sweep:

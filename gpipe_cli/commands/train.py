@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
@@ -12,6 +13,7 @@ from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, has_checkpoint, load
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
 
 
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         sweep.end()
         if sweep.runs:
             show_sweep(sweep.runs)
+            show_facts(Console(), [("best", sweep.best)] if sweep.best else [])
             show_rest(sweep.planned, sweep.runs, sweep.go_on_with)
     if tree is None:
         return 1 if any(run.failed for run in sweep.runs) else 0

@@ -1,0 +1,64 @@
+"""`-m hydra/sweeper=optuna`: a search that maximizes what a run results in, and goes on."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from training_runs import TINY, command
+
+from gpipe_cli.commands.sweep import objective
+from gpipe_cli.commands.sweep_folder import SWEEP
+from gpipe_cli.reporting.run.result import read_result
+
+SEARCH = [
+    *TINY[2:], "model=custom", "model.target=custom_models:small", "hardware=cpu", "partitions=1", "max_steps=1",
+    "checkpoint.every_epochs=0", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1",
+]  # fmt: skip
+
+
+def test_the_best_of_two_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was not begun, as in an interrupted search, is chosen again and is the only one that runs."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=2"]
+    assert command(monkeypatch, "train", *SEARCH, *place, "optimizer.momentum=interval(0.1,0.9)") == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    saved = json.loads((tmp_path / "found" / SWEEP).read_text())
+    folders = [tmp_path / "found" / run["folder"] for run in saved["runs"]]
+    assert len({folder.name for folder in folders}) == 2
+    reached = {read_result(folder)["test"]["top1"]: folder for folder in folders}
+    found = yaml.safe_load((tmp_path / "found" / "optimization_results.yaml").read_text())
+    assert found["best_value"] == max(reached)
+    assert re.search(r"\nbest +optimizer.momentum=0\.\d+: ", printed.out)
+
+    dropped = saved["runs"].pop()
+    (tmp_path / "found" / SWEEP).write_text(json.dumps(saved))
+    shutil.rmtree(folders[-1])
+    assert command(monkeypatch, "train", f"resume={tmp_path}/found") == 0
+    assert capfd.readouterr().out.count("completed before, skipped") == 1
+    assert json.loads((tmp_path / "found" / SWEEP).read_text())["runs"][-1]["name"] == dropped["name"]
+    assert read_result(folders[-1])["status"] == "completed"
+
+
+def test_what_is_maximized() -> None:
+    assert objective("train", {"test": {"top1": 0.75, "loss": 1.5}, "samples_per_second": 9.0}) == 0.75
+    assert objective("train", {"test": {"perplexity": 4.5, "loss": 1.5}}) == -1.5
+    assert objective("bench", {"test": None, "samples_per_second": 9.0}) == 9.0
+    assert objective("bench", {"tokens_per_second": 900.0, "samples_per_second": 9.0}) == 900.0
+    assert objective("train", {}) is None
+
+
+def test_without_the_sweeper_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_optuna_sweeper", None)
+    assert command(monkeypatch, "train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)") == 2
+    line = "gpipe train: hydra/sweeper=optuna: needs hydra-optuna-sweeper, which is not installed; pip install hydra-"
+    assert capsys.readouterr().err.startswith(line)
