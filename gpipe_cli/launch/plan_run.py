@@ -1,7 +1,6 @@
 """What `gpipe plan` does: profile the model, choose what is auto, simulate; then show and write the plan."""
 
 import gc
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.launch.machine_timing import step_costs, times_machine
 from gpipe_cli.launch.prepare import not_compiled, prepare
+from gpipe_cli.launch.trace_file import TRACE, predicted_step, write_trace
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
@@ -23,7 +23,7 @@ from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.system.files import write_whole
 
-PICTURE, TRACE = "timeline.png", "timeline_trace.json"
+PICTURE = "timeline.png"
 SETTINGS = "settings.yaml"  # not config.yaml: this is no run
 
 
@@ -54,7 +54,7 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
                 write_whole(file, csv_of(of_all, place(config).rows))
             write_whole(folder / SETTINGS, to_yaml(config))
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-            write_whole(folder / TRACE, json.dumps(made.timeline.chrome_trace(name="predicted")))
+            write_trace(folder, [predicted_step(config, profile, made)])
         finally:  # a plan that cannot be written is still shown
             show_plan(console, written, folder)
         return 0

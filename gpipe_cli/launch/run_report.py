@@ -1,8 +1,7 @@
 """The parent's side of a run: messages of the workers become console lines, files and TensorBoard events."""
 
-import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +14,14 @@ from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
+from gpipe_cli.launch.trace_file import predicted_step, traced_step, write_trace
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import step_flops
 from gpipe_cli.planner.stage_memory import saved_bytes
+from gpipe_cli.reporting.plots.chrome_trace import TracedStep
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import Restart, RunDescription, Start
@@ -33,7 +35,6 @@ from gpipe_cli.training.checkpoint.store import remove_drafts
 from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
 from gpipe_cli.training.fine_tuning import frozen_facts
 
-TRACE = "timeline_trace.json"  # the newest recorded step, for ui.perfetto.dev
 _SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
 _DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
 
@@ -58,7 +59,7 @@ class RunReport:
         self._last: events.StepDone | None = None  # the step whose recording comes next
         self._shown_position = 1
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
-        self._undrawn: tuple[StepPicture, list[dict[str, Any]]] | None = None  # the last one, drawn at the end
+        self._undrawn: _Undrawn | None = None  # the last one, drawn at the end
 
     def on_message(self, message: object) -> None:
         """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
@@ -97,7 +98,7 @@ class RunReport:
             # Interrupted, it ends at once: a drawing takes seconds on a busy machine, and a sweep kills it after 3.5 s.
             first = self._next_drawing == 0
             if self._undrawn is not None and (ending == "completed" or (ending == "failed" and first)):
-                self._draw(*self._undrawn)
+                self._draw(self._undrawn)
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()
@@ -128,10 +129,15 @@ class RunReport:
 
     def _predicted_activations(self, step: events.StepDone) -> tuple[int, ...]:
         """What the plan's rules say of the very mini-batch whose activations were counted."""
-        config, profile, plan = self._prepared.config, self._prepared.profile, self._prepared.plan
-        if step.lengths != profile.lengths:
-            profile = profile_model(config, lengths=step.lengths)
-        return saved_bytes(config, profile, plan.bounds, plan.order, plan.recompute, step.samples)
+        config, plan = self._prepared.config, self._prepared.plan
+        return saved_bytes(config, self._profile(step), plan.bounds, plan.order, plan.recompute, step.samples)
+
+    def _profile(self, step: events.StepDone) -> ModelProfile:
+        """Of the model on what is as long as the mini-batch of a step."""
+        profile = self._prepared.profile
+        return (
+            profile if step.lengths == profile.lengths else profile_model(self._prepared.config, lengths=step.lengths)
+        )
 
     def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
         """When the stages did what in a step, and at most once an epoch a picture of it."""
@@ -150,23 +156,40 @@ class RunReport:
         title = f"epoch {step.epoch}, step {step.step}"
         same = micro_batches == plan.micro_batches and plan.costs.basis != "other_device"
         views = [timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds)]
-        trace = timeline.chrome_trace(name="measured", pid=0)
         if same:
             views.append(predicted_view(title, plan))
-            trace += plan.timeline.chrome_trace(name="predicted", pid=1)
         picture = StepPicture(step.epoch, step.step, tuple(views))
-        self._undrawn = picture, trace
+        self._undrawn = _Undrawn(picture, step, timeline, recorded.began_seconds, same)
         if (shown or self._bench is not None) and time.monotonic() >= self._next_drawing:
-            self._draw(picture, trace)
+            self._draw(self._undrawn)
 
-    def _draw(self, picture: StepPicture, trace: list[dict[str, Any]]) -> None:
+    def _draw(self, undrawn: "_Undrawn") -> None:
         self._undrawn = None
         began = time.monotonic()
-        self._reporter.timeline(picture)
+        self._reporter.timeline(undrawn.picture)
         with self._reporter.optional():
-            write_whole(self._folder / TRACE, json.dumps(trace))
+            write_trace(self._folder, self._traced(undrawn))
         ended = time.monotonic()
         self._next_drawing = ended + _DRAWING_APART * (ended - began)
+
+    def _traced(self, drawn: "_Undrawn") -> list[TracedStep]:
+        config, profile, plan, step = self._prepared.config, self._prepared.profile, self._prepared.plan, drawn.step
+        measured = traced_step(
+            "measured", config, self._profile(step), plan, drawn.timeline, drawn.began_seconds, step.seconds,
+            step.samples,
+        )  # fmt: skip
+        return [measured, predicted_step(config, profile, plan)] if drawn.predicted else [measured]
+
+
+@dataclass(frozen=True)
+class _Undrawn:
+    """A recorded step, and all that its picture and its trace are made of."""
+
+    picture: StepPicture
+    step: events.StepDone
+    timeline: Timeline
+    began_seconds: float
+    predicted: bool  # whether the prediction is of the same work
 
 
 class NoReport:

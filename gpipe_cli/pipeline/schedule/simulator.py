@@ -139,12 +139,18 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int
 
 def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
     """While each action of a stage runs, the bytes held for micro-batches in flight; `sizes` are those of each one."""
+    return (during for during, _ in bytes_around(stage_actions, sizes))
+
+
+def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[tuple[int, int]]:
+    """As `bytes_held`: while each action runs, and from its end until the next one begins."""
     now = 0
     for action, begin, end in _changes(stage_actions):
         of_this = sizes[action.micro_batch]
         now += sum(of_this[way] * by for way, by in begin)
-        yield now
+        during = now
         now += sum(of_this[way] * by for way, by in end)
+        yield during, now
 
 
 _Change = tuple[tuple[int, int], ...]  # ways of `Held`, and one micro-batch more or less that is held so

@@ -6,7 +6,7 @@ a prediction and what became of it are compared number by number and picture by 
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpipe_cli.pipeline.schedule.schedules import Action
 
@@ -82,47 +82,3 @@ class Timeline:
     def step_seconds(self) -> float:
         """From the beginning of the first action to the end of the last."""
         return self.end_seconds - self.start_seconds
-
-    def chrome_trace(self, name: str, pid: int = 0) -> list[dict[str, Any]]:
-        """Events of the Chrome trace format (a row per stage), which Perfetto and ``chrome://tracing`` open.
-
-        ``json.dump`` of this list is a complete trace file; so are several of them joined, such as a measured and a
-        predicted one, if each has its own ``pid``. Times are microseconds, as the format asks for, since
-        the first of all that is shown began. A complete event has ``ph`` X, the name of a row or a group of rows
-        ``ph`` M. Actions are coloured by micro-batch where the viewer follows ``cname``; Perfetto chooses colours of
-        its own.
-        """
-        rows: list[list[Span | Event]] = [
-            [*spans, *beside] for spans, beside in zip(self.stages, self.events, strict=True)
-        ]
-        begin = min((piece.start_seconds for row in rows for piece in row), default=0.0)
-        result: list[dict[str, Any]] = []
-
-        def describe(what: str, tid: int, **args: Any) -> None:
-            result.append({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args})
-
-        describe("process_name", 0, name=name)
-        describe("process_sort_index", 0, sort_index=pid)
-        for stage, row in enumerate(rows):
-            shared = f" on device {self.turns[stage]}" if len(set(self.turns)) < len(self.turns) else ""
-            describe("thread_name", stage, name=f"stage {stage}{shared}")
-            describe("thread_sort_index", stage, sort_index=stage)
-            for piece in row:
-                args: dict[str, Any] = {"stage": stage}
-                if (action := piece.action) is not None:
-                    args = {"kind": action.kind.name, "stage": stage, "micro_batch": action.micro_batch}
-                if isinstance(piece, Event):
-                    text, category, colour = piece.what.value, piece.what.value, _EVENT_COLOURS[piece.what]
-                else:
-                    text, category = str(piece.action), piece.action.kind.name
-                    colour = _COLOURS[piece.action.micro_batch % len(_COLOURS)]
-                times = {"ts": (piece.start_seconds - begin) * 1e6, "dur": piece.seconds * 1e6}
-                result.append({"name": text, "cat": category, "ph": "X", **times, "pid": pid, "tid": stage,
-                               "cname": colour, "args": args})  # fmt: skip
-        return result
-
-
-# Names that chrome://tracing reserves for colours (tr.b.ColorScheme of the Catapult project); it knows no others.
-_COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
-            "thread_state_iowait", "olive", "startup")  # fmt: skip
-_EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventKind.UPDATE: "black"}
