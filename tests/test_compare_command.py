@@ -60,7 +60,7 @@ def test_a_sweep_is_compared(compare: Compare, tmp_path: Path) -> None:
     assert "train/loss is identical to the last bit" in " ".join(shown.split())
     files = {file.name: file for file in (tmp_path / "new").iterdir()}
     assert set(files) == FILES
-    assert files["comparison.html"].read_text(encoding="utf-8").count("data:image/png;base64,") == 2
+    assert "../" in files["comparison.html"].read_text(encoding="utf-8"), "leads to the runs"
     table = compare("outputs/sweep", "--csv")[1]
     assert table == files["comparison.csv"].read_text(encoding="utf-8")
     for row, k in zip(rows(table), (1, 2), strict=True):

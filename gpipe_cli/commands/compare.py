@@ -29,7 +29,8 @@ Options
                      comparison there is replaced
 
 Files
-  comparison.html    table to be sorted, curves and bars, in one file that loads nothing
+  comparison.html    table to be sorted, speed-up over K, and curves, in one file
+                     that loads nothing
   comparison.csv     the table, all columns
   curves.png         train loss, test accuracy or perplexity, and speed over the steps
   bars.png           final accuracy, speed, measured bubble and peak memory

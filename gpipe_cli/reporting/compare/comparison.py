@@ -12,11 +12,13 @@ from typing import Any
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
+from gpipe_cli.reporting.compare.scaling import scalings
 from gpipe_cli.reporting.tables.table import Column
 from gpipe_cli.units import GIB, MIB, operations, rate, spans
 
 WHOLE = "{:,.0f}".format
 NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where it lies, not what it is
+CUT = {"partitions": "K", "micro_batches": "M"}  # they have columns whether they differ or not
 MOST_NAMING = 3  # settings that a name is made of; more make no name
 MOST_LISTED = 8  # words of a list in a sentence
 
@@ -28,7 +30,7 @@ class Comparison:
     runs: Sequence[RunRecord]
     names: Sequence[str]  # of the runs, no two of them alike
     by_settings: bool  # that is what they are named by
-    settings: Sequence[Column]  # those that differ, by their dotted keys; values as they are typed
+    settings: Sequence[Column]  # K, M and those that differ, by their dotted keys; values as they are typed
     results: Sequence[Column]  # values in the units of result.json, cells in those of the heading
 
     @property
@@ -52,7 +54,8 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     assert runs, "nothing to compare"
     keys = differing(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
-    return Comparison(runs, names(runs), _by_settings(keys), [_setting(key, runs) for key in keys], results)
+    settings = [*CUT, *(key for key in keys if key not in CUT)]
+    return Comparison(runs, names(runs), _by_settings(keys), [_setting(key, runs) for key in settings], results)
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
@@ -127,7 +130,7 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     known = [run.settings[key] for run in runs if key in run.settings]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in known)
     cells = ["-" if value is None else value for value in values]
-    heading = _folded(key.removesuffix(".name"))  # `model`, as one types it
+    heading = CUT.get(key) or _folded(key.removesuffix(".name"))  # `model`, as one types it
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
 
@@ -150,13 +153,22 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     images = not all(run.text for run in runs)
     time, seconds = _unit([run.value("seconds") for run in runs], (("s", 1), ("min", 60), ("h", 3600)), 120)
     step, step_seconds = _unit([run.value("step_seconds") for run in runs], (("ms", 1e-3), ("s", 1)), 10_000)
+    scaled = scalings(runs)
+    speed_ups = [one and one.speed_up for one in scaled]
+    efficiencies = [one and one.efficiency for one in scaled]
+    if not any(one is not None and one.base != at and one.efficiency is not None for at, one in enumerate(scaled)):
+        efficiencies = [None] * len(runs)  # that of what is compared with says nothing
     peaks = [peak for run in runs for peak in run.value("memory_bytes") or []]
     memory, size = _unit(peaks, (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
 
     def column(
         key: str, heading: str, of: Callable[[RunRecord], Any], form: Callable[[Any], str] = str, printed: bool = False
     ) -> Column:
-        values = [of(run) for run in runs]
+        return listed_column(key, heading, [of(run) for run in runs], form, printed)
+
+    def listed_column(
+        key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], printed: bool
+    ) -> Column:
         cells = ["-" if value is None else form(value) for value in values]
         number = any(isinstance(value, float) for value in values)
         return Column(heading, cells=cells, number=number, key=key, values=values, printed=printed)
@@ -196,6 +208,8 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
             "speed_kind", "speed", lambda run: run.value("samples_per_second_kind"),
             lambda kind: kind.removeprefix("measured_").replace("_", " "), any(run.shared for run in runs),
         ),
+        listed_column("speed_up", "speed-\nup", speed_ups, "{:.2f}".format, True),
+        listed_column("efficiency", "effi-\nciency %", efficiencies, _percent, True),
         number("step_seconds", f"step\n{step}", form=_scaled(step_seconds)),
         number("bubble_measured", "bubble\n%", "bubble", "measured", form=_percent),
         number("bubble_ideal", "bubble ideal\n%", "ideal_bubble", form=_percent, printed=False),

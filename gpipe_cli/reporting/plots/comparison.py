@@ -96,6 +96,11 @@ def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[f
     return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
+def logarithmic(values: Sequence[float]) -> bool:
+    """Whether an axis with these values is."""
+    return bool(values) and min(values) > 0 and LOGARITHMIC * min(values) < max(values) < math.inf
+
+
 def _panel(axes: Axes, comparison: Comparison, tag: str) -> None:
     """The curves of all runs, and above them what is to be known of them."""
     curves = [run.curves.get(tag) for run in comparison.runs]
@@ -116,7 +121,7 @@ def _panel(axes: Axes, comparison: Comparison, tag: str) -> None:
     remarks = []
     if smoothed:
         remarks.append(f"running median of {MEDIAN_STEPS} steps, of runs with more than {LONG}")
-    if least > 0 and highest > LOGARITHMIC * least and highest < math.inf:
+    if logarithmic([least, highest]):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         remarks.append("logarithmic")

@@ -107,14 +107,16 @@ def to_markdown(table: Table) -> str:
     return headings + ruler + "".join(map(line, table.rows))
 
 
-def to_html(table: Table, colours: Sequence[str] = ()) -> str:
-    """As an element `table`, with squares of ``colours`` before the rows; scripts can sort them by `data-value`, which
-    is empty where there is no value."""
+def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()) -> str:
+    """As an element `table`, with squares of ``colours`` before the rows' names, and ``links``, in HTML, behind them;
+    scripts can sort rows by `data-value`, which is empty where there is no value."""
     heads = [f'<th scope="col"{_class(column)}>{escape(column.heading)}</th>' for column in table.columns]
+    heads[1:1] = ['<th scope="col" class="text plain">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
     for row, (name, *cells) in enumerate(table.rows):
         mark = f'<i style="background:{colours[row]}"></i>' if colours else ""
         line = f'<th scope="row" data-value="{row}">{mark}{escape(name)}</th>'
+        line += f'<td class="text">{links[row]}</td>' if links else ""
         for column, cell in zip(table.columns[1:], cells, strict=True):
             value = column.plain_values[row]
             raw = "" if value is None else str(value) if column.right else cell

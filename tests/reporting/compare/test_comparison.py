@@ -2,19 +2,23 @@
 
 import csv
 import io
+import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, shares, step
 
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
-from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison, write_page
+from gpipe_cli.reporting.compare.page import MOST_POINTS, write_page
+from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
+from gpipe_cli.reporting.compare.scaling import Scaling, scalings
 from gpipe_cli.reporting.plots.comparison import draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import rgb, run_colour
 from gpipe_cli.reporting.run.result import read_result, write_result
@@ -134,10 +138,10 @@ def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None
 
 def test_the_table_has_what_differs_and_what_came_of_it(runs: list[RunRecord]) -> None:
     lines = table(compare(runs)).splitlines()
-    (head,) = (number for number, line in enumerate(lines) if line.startswith("run partitions status"))
+    (head,) = (number for number, line in enumerate(lines) if line.startswith("run  K M status"))
     assert "micro" not in " ".join(lines[: head + 1])
-    assert lines[head + 2].split()[:6] == ["1", "1", "completed", "87.5", "87.5", "512.0"]
-    assert lines[head + 4].split()[:6] == ["3", "4", "completed", "87.5", "87.5", "128.0"]
+    assert lines[head + 2].split()[:6] == ["1", "1", "4", "completed", "87.5", "87.5"]
+    assert lines[head + 4].split()[:8] == ["3", "4", "4", "completed", "87.5", "87.5", "128.0", "0.25"]
     assert "note         partitions=16 failed: boom\\n\\x1b[31min 1F0 [red]" in lines
 
 
@@ -228,14 +232,79 @@ def test_pictures_take_what_runs_have(runs: list[RunRecord], text: RunRecord) ->
         assert pixels_of(style["color"], identical) > 500, style
 
 
+def data_of(page: str) -> dict[str, Any]:
+    """What the page's script reads."""
+    found: dict[str, Any] = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    return found
+
+
 def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunRecord]) -> None:
-    (tmp_path / "curves.png").write_bytes(b"\x89PNG")
-    odd = RunRecord(runs[1].folder, {**runs[1].settings, "partitions": "<b>&"}, runs[1].result)
-    comparison = compare([runs[0], odd])
-    write_page(tmp_path / "page.html", comparison, ["<script>x"], [tmp_path / "curves.png"])
+    odd = RunRecord(runs[1].folder, {**runs[1].settings, "schedule": "<b>&"}, runs[1].result)
+    write_page(tmp_path / "page.html", compare([runs[0], odd]), ["<script>x"], ["train/loss"])
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert re.findall(r"\bsrc=\"([^,\"]*)", page) == ["data:image/png;base64"]
-    assert not re.search(r"https?:|@import|<link|fetch\(|XMLHttp|\bhref=", page)
+    without_comments = re.sub(r"/\*.*?\*/", "", page, flags=re.DOTALL)  # the library names its origin
+    assert not re.search(r"https?:|@import|<link|fetch\(|XMLHttp|\bsrc=", without_comments)
+    assert "Copyright (c) 2022 Leon Sorokin" in page
     assert "<li>&lt;script&gt;x</li>" in page
     assert 'data-value="&lt;b&gt;&amp;"' in page
     assert f'data-value="{runs[0].result["memory_bytes"][1]:.1f}"' in page  # sorted by bytes, shown in MiB
+    links = re.findall(r'href="([^"]*)"', page)
+    assert [(tmp_path / unquote(link)).resolve() for link in links] == [run.folder.resolve() for run in (runs[0], odd)]
+    (chart,) = data_of(page)["curves"]
+    assert [line["values"] for line in chart["lines"]] == [[3.0, None, 1.5, 1.25, 1.0]] * 2
+    assert [line["width"] for line in chart["lines"]] == [7.0, 1.4], "both are seen"
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peaks(tmp_path: Path, runs: list[RunRecord]) -> None:
+    steps = range(1, 50_001)
+    long = Curve(tuple(steps), tuple(100.0 if step == 31_007 else 1 / step for step in steps))
+    run = replace(runs[0])
+    run.__dict__["curves"] = {"train/loss": long}  # as if read
+    write_page(tmp_path / "page.html", compare([run]), [], ["train/loss"])
+    (chart,) = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["curves"]
+    (line,) = chart["lines"]
+    known = dict(zip(chart["x"], line["values"], strict=True))
+    assert len(known) <= MOST_POINTS + 2
+    assert (known[1], known[31_007], known[50_000]) == (1.0, 100.0, 1 / 50_000)
+    assert chart["logarithmic"]
+
+
+def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(runs: list[RunRecord]) -> None:
+    """The runs are twice and four times as slow with K = 2 and 4; the fourth failed."""
+    expected = [Scaling(1.0, 1.0, 0), Scaling(0.5, 0.25, 0), Scaling(0.25, 0.0625, 0), None]
+    assert scalings(runs) == expected
+    assert scalings(runs[:1]) == [None], "there is nothing to compare it with"
+    more = replace(runs[0], settings={**runs[0].settings, "micro_batches": 8})
+    same = replace(runs[1], settings={**runs[1].settings, "micro_batches": 8})
+    assert [one and one.base for one in scalings([*runs[:2], more, same])] == [0, 0, 2, 2]
+    interleaved = replace(runs[2], settings={**runs[2].settings, "stages_per_process": 2})
+    assert scalings([runs[0], interleaved])[1] == Scaling(0.25, 0.125, 0), "of two devices"
+
+    # What is no speed of a pipeline, or one of other work.
+    alone = {"samples_per_second_kind": "measured_one_device"}
+    assert scalings([runs[0], changed(runs[1], **alone)])[1] == Scaling(0.5, None, 0)
+    hardware = {**runs[1].result["hardware"], "cores": 64}
+    for other in (
+        changed(runs[1], samples_per_second_kind="measured_contended"),
+        changed(runs[1], speed_includes_warm_up=True),
+        changed(runs[1], hardware=hardware),
+        replace(runs[1], settings={**runs[1].settings, "batch_size": 64}),
+        replace(runs[1], settings={**runs[1].settings, "model.filters": 32}),
+    ):
+        assert scalings([runs[0], other]) == [None, None]
+
+
+def test_speed_up_and_efficiency_stand_in_tables_and_on_the_page(tmp_path: Path, runs: list[RunRecord]) -> None:
+    first, second, third, failed = rows(compare(runs))
+    assert [row["speed_up"] for row in (first, second, third, failed)] == ["1.0", "0.5", "0.25", ""]
+    assert [row["efficiency"] for row in (first, second, third, failed)] == ["1.0", "0.25", "0.0625", ""]
+    write_page(tmp_path / "page.html", compare(runs), [], [])
+    speed_up, efficiency = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["scaling"]
+    assert speed_up["x"] == efficiency["x"] == [1, 2, 4]
+    assert [(line["label"], line["values"]) for line in speed_up["lines"]] == [
+        ("ideal", [1, 2, 4]),
+        ("measured", [1, 0.5, 0.25]),
+    ]
+    assert efficiency["lines"][1]["values"] == [1, 0.25, 0.0625]
+    shared = [changed(run, samples_per_second_kind="measured_one_device") for run in runs]
+    assert {row.get("efficiency") for row in rows(compare(shared))} == {None}

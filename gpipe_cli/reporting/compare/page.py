@@ -1,0 +1,236 @@
+"""comparison.html: a table to be sorted, speed-up over K, and curves, in one file that loads nothing.
+
+Curves are drawn by uPlot (Leon Sorokin, MIT licence), which is in the file: see `uplot/SOURCE`.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gpipe_cli.reporting.compare.comparison import Comparison
+from gpipe_cli.reporting.compare.run_record import SPEEDS, Curve, same_curves
+from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
+from gpipe_cli.reporting.plots.comparison import (
+    LONG,
+    MARKED_POINTS,
+    MEDIAN_STEPS,
+    THIN,
+    logarithmic,
+    running_median,
+    styles,
+)
+from gpipe_cli.reporting.plots.palette import run_colour
+from gpipe_cli.reporting.tables.table import Column, Table, to_html
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.units import plural
+
+MOST_POINTS = 1500  # of a curve that is drawn: more than there are pixels
+# Columns of which people compare the lengths.
+BARS = (
+    "test_top1", "test_perplexity", "samples_per_second", "tokens_per_second", "speed_up", "step_seconds",
+    "bubble_measured", "memory_bytes_fullest",
+)  # fmt: skip
+# Files of a run that the table leads to, and what it calls them.
+FILES = {"pipeline.html": "pipeline", ".": "folder"}
+_HERE, _SHARED = Path(__file__).parent, Path(__file__).parents[1] / "style.css"
+
+
+def write_page(path: Path, comparison: Comparison, notes: Sequence[str], tags: Sequence[str]) -> None:
+    """Writes the page, whole or not at all, with the curves of `tags`; its links begin at its folder."""
+    write_whole(path, "\n".join(_page(path.parent, comparison, notes, tags)) + "\n")
+
+
+def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequence[str]) -> Iterator[str]:
+    runs, colours = (
+        comparison.runs,
+        [run_colour(position, len(comparison.runs)) for position in range(len(comparison.runs))],
+    )
+    title = f"{plural(len(runs), 'run')} compared"
+    library, style = (_part(f"uplot/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css"))
+    columns = [column for column in comparison.columns if column.key != "command" or len(set(column.cells)) > 1]
+    columns.sort(key=lambda column: not column.printed)  # what the console has stands at the left
+    table = Table("", [Column("run", cells=comparison.labels), *columns])
+    scaled = _scaling(comparison)
+    unit = "K =" if all(devices(run) == run.settings["partitions"] for run in runs) else "devices:"
+    data = {
+        "runs": [{"label": label, "colour": colour} for label, colour in zip(comparison.labels, colours, strict=True)],
+        "bars": [at + 1 for at, column in enumerate(table.columns) if column.key in BARS],  # behind the links
+        "curves": _curves(comparison, tags),
+        "scaling": scaled,
+        "scaling_unit": unit,
+    }
+    yield "<!DOCTYPE html>"
+    yield '<html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<title>{escape(title)}</title>"
+    yield f"<style>{_SHARED.read_text(encoding='utf-8')}{style}{_part('comparison.css')}</style></head><body>"
+    yield f'<header><h1>{escape(title)}</h1><button id="theme" type="button" aria-label="light or dark colours">dark'
+    yield f'</button></header><p class="pale">{escape(_in_common(comparison))}</p><main>'
+    if notes:
+        yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
+    yield '<section aria-label="table"><p class="pale">A click on a heading sorts.</p>'
+    yield f'<div class="wide">{to_html(table, colours, [_links(folder, run.folder) for run in runs])}</div>'
+    yield f'<p class="pale">All of it in TensorBoard: <code>tensorboard --logdir {escape(_logs(comparison))}</code></p>'
+    yield "</section>"
+    if scaled:
+        yield f"<section><h2>Speed-up over {unit.rstrip(' =:')}</h2>"
+        yield f'<p class="pale">{escape(_about_scaling(comparison))}</p>'
+        yield '<div id="scaling" class="charts"></div></section>'
+    if tags:
+        yield '<section><h2>Curves</h2><p class="pale">A click on a run hides it; drag over a part of the steps to see '
+        yield 'it alone, double click to see all.</p><div id="chips" role="group" aria-label="runs that are shown">'
+        yield '</div><div id="curves" class="charts"></div></section>'
+    # no end of the element, and no comment, can begin in it
+    plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    yield '</main><div id="tip" class="tip" hidden></div>'
+    yield f'<script type="application/json" id="data">{plain}</script>'
+    yield f"<script>/*\n{_part('uplot/LICENSE')}*/\n{library}</script>"
+    yield f"<script>{_part('comparison.js')}</script></body></html>"
+
+
+def _part(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _in_common(comparison: Comparison) -> str:
+    """Model, data set and machine, where all runs have the same."""
+    values = ([str(of(run)) for run in comparison.runs] for of in (
+        lambda run: run.result["model"], lambda run: run.result["dataset"], lambda run: run.machine,
+    ))  # fmt: skip
+    return ", ".join(found[0] for found in values if len(set(found)) == 1)
+
+
+def _links(page: Path, run: Path) -> str:
+    """Links to what is there, from the folder of the page."""
+    there = os.path.relpath(run.resolve(), page.resolve())
+    found = [(name, words) for name, words in FILES.items() if (run / name).exists()]
+    return "".join(f'<a href="{escape(quote(os.path.join(there, name)))}">{words}</a>' for name, words in found)
+
+
+def _logs(comparison: Comparison) -> str:
+    """The folder that all runs lie below."""
+    return os.path.commonpath([run.folder.resolve() for run in comparison.runs])
+
+
+def _curves(comparison: Comparison, tags: Sequence[str]) -> list[dict[str, Any]]:
+    """A chart for each tag, all over the same steps."""
+    known = [curve for run in comparison.runs for tag in tags if (curve := run.curves.get(tag)) is not None]
+    ends = {min(curve.steps[0] for curve in known), max(curve.steps[-1] for curve in known)} if known else set()
+    return [_chart(comparison, tag, ends) for tag in tags]
+
+
+def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str, Any]:
+    """The curves of a tag over the steps that any of them has, and `ends`. Of those that are the same bits the first
+    one is wide and pale, so that all are seen."""
+    curves = [run.curves.get(tag) for run in comparison.runs]
+    groups = same_curves(curves)
+    smoothed = tag in SPEEDS and any(curve is not None and len(curve.values) > LONG for curve in curves)
+    shown = {at: _points(curve, tag in SPEEDS) for at, curve in enumerate(curves) if curve is not None}
+    steps = sorted({*ends, *(step for points in shown.values() for step in points)})
+    known = [value for points in shown.values() for value in points.values() if value is not None]
+    notes = [f"running median of {MEDIAN_STEPS} steps"] * smoothed
+    notes += ["logarithmic"] * (is_logarithmic := logarithmic(known))
+    notes += [f"identical to the last bit: {comparison.referred(group)}" for group in groups[:3]]
+    lines = [
+        {
+            "run": at,
+            "label": comparison.labels[at],
+            "values": [points.get(step) for step in steps],
+            "colour": run_colour(at, len(curves)) + ("80" if style["linewidth"] > THIN else ""),
+            "width": min(style["linewidth"], 7.0),
+            "dash": [part * 2 for part in style["linestyle"][1]] if isinstance(style["linestyle"], tuple) else [],
+            "points": len(points) <= MARKED_POINTS,
+        }
+        for at, style in enumerate(styles(len(curves), groups))
+        if (points := shown.get(at)) is not None
+    ]
+    percent = tag.endswith(("top1", "top5", "accuracy"))
+    title = tag.replace("/", ": ").replace("_per_second", "/s").replace("_", " ")
+    return {"title": title, "note": "; ".join(notes), "x": steps, "lines": lines, "percent": percent,
+            "logarithmic": is_logarithmic}  # fmt: skip
+
+
+def _points(curve: Curve, speed: bool) -> dict[int, float | None]:
+    """What is drawn of a curve, by step; None for what is no number. Of a long one, in each of many equal parts the
+    least and the greatest value, so that no peak is lost."""
+    values: Sequence[float] = curve.values
+    if speed and len(values) > LONG and all(map(math.isfinite, values)):
+        values = running_median(values)
+    points: list[tuple[int, float | None]] = [
+        (step, value if math.isfinite(value) else None) for step, value in zip(curve.steps, values, strict=True)
+    ]
+    if len(points) <= MOST_POINTS:
+        return dict(points)
+    size = math.ceil(2 * len(points) / MOST_POINTS)
+    kept = [points[0], points[-1]]
+    for first in range(0, len(points), size):
+        part = sorted(points[first : first + size], key=lambda point: -math.inf if point[1] is None else point[1])
+        kept += (part[0], part[-1])
+    return dict(sorted(kept))
+
+
+def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
+    """Speed-up and efficiency over the number of devices: a line for runs that differ in nothing else that has a
+    column. No charts where nothing can be said."""
+    runs = comparison.runs
+    known: dict[int, Scaling] = {at: one for at, one in enumerate(scalings(runs)) if one is not None}
+    x = sorted({devices(runs[at]) for at in known})
+    if len(x) < 2:
+        return []
+    others = [column for column in comparison.settings if column.key not in ("partitions", "threads")]
+    of_line: dict[str, list[int]] = {}
+    for at in known:
+        named = (f"{_plain(column.heading)} = {column.cells[at]}" for column in others if len(set(column.cells)) > 1)
+        of_line.setdefault(", ".join(named), []).append(at)
+
+    def chart(
+        title: str, note: str, ideal: Mapping[int, float], values: Mapping[int, float | None], percent: bool
+    ) -> dict[str, Any]:
+        lines: list[dict[str, Any]] = [
+            {
+                "run": None,
+                "label": "ideal",
+                "values": [ideal[n] for n in x],
+                "width": 1.2,
+                "dash": [5, 5],
+                "points": False,
+            }
+        ]
+        for number, (name, members) in enumerate(of_line.items()):
+            points = {devices(runs[at]): values[at] for at in members}
+            lines.append({
+                "run": None, "label": name or "measured", "values": [points.get(n) for n in x],
+                "colour": run_colour(number, len(of_line)), "width": 2, "dash": [], "points": True,
+            })  # fmt: skip
+        return {"title": title, "note": note, "x": x, "lines": lines, "percent": percent, "logarithmic": False}
+
+    speed = {at: one.speed_up for at, one in known.items()}
+    share = {at: one.efficiency for at, one in known.items()}
+    charts = [chart("speed-up", "times as fast", {n: n / x[0] for n in x}, speed, percent=False)]
+    if any(value is not None and devices(runs[at]) > x[0] for at, value in share.items()):
+        charts.append(chart("efficiency", "speed-up by device", dict.fromkeys(x, 1.0), share, percent=True))
+    return charts
+
+
+def _about_scaling(comparison: Comparison) -> str:
+    """What speeds are divided by."""
+    bases = Counter(one.base for one in scalings(comparison.runs) if one is not None)
+    text = f"How many times as fast as {comparison.referred(sorted(bases))}, at the same work on the same machine."
+    kinds = {run.result["samples_per_second_kind"] for run in comparison.runs}
+    if "measured_one_device" in kinds:
+        text += (
+            " No efficiency where stages shared a device or cores: it is not known of how many devices that would be."
+        )
+    if "measured_contended" in kinds:
+        text += " Runs whose cores other programs had at times are left out."
+    return text
+
+
+def _plain(heading: str) -> str:
+    return heading.replace("\n", "")

@@ -1,0 +1,120 @@
+"""The page of `gpipe compare` in a real browser."""
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+from reporting_runs import evaluation, plan, reporter_in, step
+
+from gpipe_cli.reporting.compare.comparison import compare
+from gpipe_cli.reporting.compare.page import write_page
+from gpipe_cli.reporting.compare.run_record import read_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+CHROMIUM = shutil.which("chromium")
+K = (1, 2, 4)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH"),
+    pytest.mark.skipif(find_spec("playwright") is None, reason="no playwright: pip install -e '.[browser]'"),
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
+    """The page about K = 1, 2, 4, in a narrow window; at the end it has loaded nothing from elsewhere."""
+    from playwright.sync_api import sync_playwright
+
+    folder = tmp_path_factory.mktemp("compared")
+    for k in K:
+        places = (f"output='{folder}'", f"run_folder='{folder / str(k)}'")
+        reporter, _ = reporter_in(folder / str(k), *places, f"partitions={k}", plan=plan())
+        for number in range(1, 9):
+            reporter.step(step(number, loss=10.0 - number - k / 10, seconds=0.25 / k))
+        reporter.evaluated(evaluation(8, top1=k / 8))
+        reporter.finish("completed")
+    (folder / "1" / "pipeline.html").write_text("the page of the first run", encoding="utf-8")
+    comparison = compare([read_run(folder / str(k)) for k in K])
+    write_page(folder / "comparison.html", comparison, [], ["train/loss", "test/top1"])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 480, "height": 900}, color_scheme="light")
+        page.set_default_timeout(20_000)
+        asked: list[str] = []
+        wrong: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(f"file://{folder}/comparison.html")
+        yield page
+        assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+        assert wrong == []
+        browser.close()
+
+
+def first_column(page: "Page") -> list[str]:
+    return page.locator("tbody th").all_inner_texts()
+
+
+def painted(chart: "Locator") -> int:
+    """How many pixels of its canvas are not empty."""
+    found: int = chart.locator("canvas").evaluate(
+        "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((v, i) => i % 4 === 3 && v).length"
+    )
+    return found
+
+
+def test_runs_are_sorted_hidden_and_told_at_the_cursor(page: "Page") -> None:
+    assert page.evaluate("document.documentElement.scrollWidth") == 480, "nothing is wider than a narrow window"
+    speed = page.locator("thead th", has_text="speed-")
+    speed.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    assert (speed.get_attribute("aria-sort"), first_column(page)) == (
+        "descending",
+        [f"partitions={k}" for k in K[::-1]],
+    )
+
+    chart = page.locator("#curves figure").first
+    chart.scroll_into_view_if_needed()
+    chart.locator(".u-over").hover(position={"x": 2, "y": 20})  # over the first step
+    entries = page.locator("#tip div")
+    assert page.locator("#tip b").inner_text() == "step 1"
+    assert [entry.split("\n") for entry in entries.all_inner_texts()] == [
+        ["partitions=1", "8.9"],
+        ["partitions=2", "8.8"],
+        ["partitions=4", "8.6"],
+    ]
+    before = painted(chart)
+    chip = page.locator(".chip", has_text="partitions=2")
+    chip.click()
+    page.wait_for_timeout(100)
+    assert chip.get_attribute("aria-pressed") == "false"
+    assert painted(chart) < before
+    chart.locator(".u-over").hover(position={"x": 2, "y": 20})
+    assert entries.count() == 2
+    assert "partitions=4 ends at 1.6" in str(chart.get_by_role("img").get_attribute("aria-label"))
+
+
+def test_speed_up_is_drawn_and_light_and_dark_are_the_readers_choice(page: "Page") -> None:
+    titles = page.locator("#scaling figcaption").all_inner_texts()
+    assert [title.split()[0] for title in titles] == ["speed-up", "efficiency"]
+    page.locator("#scaling .u-over").first.hover()
+    assert page.locator("#tip b").inner_text() == "K = 2"
+    assert "measured\n2" in page.locator("#tip").inner_text()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.locator("#theme").click()
+    assert page.evaluate(ground) != light
+    assert page.locator("#theme").inner_text() == "light"
+
+
+def test_links_lead_to_runs_and_their_pages(page: "Page") -> None:
+    links = page.locator("tbody tr", has_text="partitions=1").locator("a")
+    assert links.all_inner_texts() == ["pipeline", "folder"]
+    links.first.click()
+    assert page.locator("body").inner_text() == "the page of the first run"
