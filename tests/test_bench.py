@@ -161,7 +161,7 @@ def measured_run(number: int, turn: int, speed: float, **changes: Any) -> Run:
         "samples_per_second_kind": "measured",
         "executor": "in_process",
         "hardware": {"threads_per_process": 1},
-        "config": {"partitions": number, "model": {"filters": 4}, "output": "outputs"},
+        "config": {"partitions": number, "micro_batches": 4, "model": {"filters": 4}, "output": "outputs"},
     }
     return Run(f"partitions={number}", Path("x"), 0, 1.0, result | changes, number, turn, {"partitions": number})
 
@@ -174,6 +174,11 @@ def test_rounds_are_compared_within_themselves() -> None:
     assert first["relative"] == 1
     assert second["relative"] == 1.5  # of 1.5, 1.4 and 2
     assert (second["samples_per_second"], second["range_over_rounds"]) == (28.0, [15.0, 60.0])
+    assert [(row["partitions"], row["micro_batches"]) for row in (first, second)] == [(1, 4), (2, 4)]
+    table = bench_table([replace(run, settings={"seed": run.number}) for run in runs], 3)
+    head, _, *lines = shown(table, Path("x")).splitlines()[1:]
+    assert (head.split()[:4], lines[1].split()[:4]) == (["K", "M", "seed", "status"], ["2", "4", "2", "measured"])
+    assert "differs too" not in "".join(lines), "K has a column"
 
 
 def shown(table: dict[str, Any], folder: Path) -> str:
@@ -201,8 +206,11 @@ def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
 
 def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp_path: Path) -> None:
     """A setting that the table varies was left out of what was resolved, also where it had been left to the program."""
-    chosen = {"config": {"partitions": 4, "model": {"filters": 8}}, "memory_bytes": [1, 2, 3, 4]}
-    other = {"config": {"partitions": 2, "model": {"filters": 8}}, "memory_bytes": [5, 6]}  # in the second round
+    chosen = {"config": {"partitions": 4, "micro_batches": 4, "model": {"filters": 8}}, "memory_bytes": [1, 2, 3, 4]}
+    other = {
+        "config": {"partitions": 2, "micro_batches": 4, "model": {"filters": 8}},
+        "memory_bytes": [5, 6],
+    }  # in the second round
     auto = [
         replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto", "executor": "auto"})
         for turn, said in ((1, chosen), (2, other))

@@ -66,7 +66,7 @@ def test_the_table_shows_results_and_failures(
     images = common | {"task": "classification", "test": {"top1": 0.9306}}
     text = common | {"task": "language_model", "test": {"perplexity": 41.3}, "tokens_per_second": 12_345.0}
     runs = [
-        Run("micro_batches=1", tmp_path / "a", 0, 12.0, images),
+        Run("micro_batches=1", tmp_path / "a", 0, 12.0, images | {"config": {"partitions": 2, "micro_batches": 1}}),
         Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}, number=3),
         Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}, number=2, error="partition.balance=[4,8]: [no]"),
         Run("model=a", tmp_path / "d", 0, 12.0, text, number=4),
@@ -77,12 +77,36 @@ def test_the_table_shows_results_and_failures(
     assert reason == "run 2: partition.balance=[4,8]: [no]"
     assert "top-1  perplexity  samples/s  tokens/s" in next(line for line in lines if "what differs" in line)
     rows = [re.split(r"  +", line.strip())[1:] for line in lines[-len(runs) :]]  # no name is broken
-    assert rows[0] == ["micro_batches=1", "completed", "93.1 %", "-", "123.4", "-", "250.0 ms", "12.0 s"]
-    assert rows[1][:2] == ["partition.balance=[4,8]", "failed (2)"]
+    assert rows[0] == ["2", "1", "micro_batches=1", "completed", "93.1 %", "-", "123.4", "-", "250.0 ms", "12.0 s"]
+    assert rows[1][:4] == ["-", "-", "partition.balance=[4,8]", "failed (2)"]
     assert rows[1][-1] == "-", "it was refused: the time until then is no run's"
-    assert rows[2][1] == "interrupted"
-    assert rows[3][2:] == ["-", "41.3", "123.4", "12,345", "250.0 ms", "12.0 s"]
-    assert rows[4][3] == "-"
+    assert rows[2][3] == "interrupted"
+    assert rows[3][4:] == ["-", "41.3", "123.4", "12,345", "250.0 ms", "12.0 s"]
+    assert rows[4][5] == "-"
+
+
+def test_k_and_m_have_columns_that_may_tell_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(number: int, k: int | str, resolved: int | None, **settings: object) -> Run:
+        result = {} if resolved is None else {"config": {"partitions": resolved, "micro_batches": 4}}
+        return Run(f"partitions={k}", tmp_path, 0, 1.0, result, number, settings={"partitions": k, **settings})
+
+    def cells(*runs: Run) -> list[list[str]]:
+        show_sweep(runs)
+        lines = capsys.readouterr().out.splitlines()
+        return [re.split(r"  +", line.strip())[:4] for line in lines if line.strip()[:3] in ("run", "1", "1  ", "2  ")]
+
+    assert cells(run(1, 2, 2), run(2, 4, 4)) == [
+        ["run", "K", "M", "status"],
+        ["1", "2", "4", "completed"],
+        ["2", "4", "4", "completed"],
+    ]
+    refused = cells(run(1, 16, None), run(2, "auto", 4))
+    assert refused == [
+        ["run", "K", "M", "what differs"],
+        ["1", "16", "-", "partitions=16"],
+        ["2", "4", "4", "partitions=auto"],
+    ]
+    assert cells(run(1, 2, 2), run(2, 2, 2, seed=3))[0][3] == "what differs"
 
 
 def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +133,7 @@ def test_failing_runs_do_not_stop_the_others(
     output = capfd.readouterr().out
     statuses = {"wrong": "failed (2)", "exits": "failed (7)", "fine": "dry_run"}
     for number, (way, status) in enumerate(statuses.items(), start=1):
-        assert re.search(rf"(?m)^ *{number} +model.arguments.way={way} +{re.escape(status)} ", output)
+        assert re.search(rf"(?m)^ *{number} +[\d-]+ +[\d-]+ +model.arguments.way={way} +{re.escape(status)} ", output)
     assert re.search(r"\nfailed \(2\) model.arguments.way=wrong: .*: way=wrong: cannot be", output), "at once"
     assert re.search(r"\nrun 1: .*: way=wrong: cannot be", output), "and below the table"
     assert "\nrun 2: exit code 7\n" in output
@@ -162,7 +186,7 @@ def test_an_interrupted_sweep_goes_on(
     assert command(monkeypatch, "train", f"resume={folder}") == 1, "the third run is impossible"
     output = capfd.readouterr().out
     assert "run 1 of 3: micro_batches=1: completed before, skipped\n" in output
-    assert len(re.findall(r"(?m)^ *[12] +micro_batches=\d +completed ", output)) == 2, "both are in the table"
+    assert len(re.findall(r"(?m)^ *[12] +\d +[12] +completed ", output)) == 2, "both are in the table"
     assert f"\ngo on with  gpipe train resume={folder}\n" in output
     assert ((first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns) == before
     result = read_result(held)

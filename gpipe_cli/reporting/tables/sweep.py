@@ -85,9 +85,21 @@ def show_sweep(runs: Sequence[Run]) -> None:
     )
     # a run that was refused wrote nothing: the microseconds until then say nothing
     times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
+    cuts = {key: [_cut(run, key) for run in runs] for key in _SYMBOLS}
+    # K and M have columns, which tell all if nothing else differs
+    other = [
+        run
+        for at, run in enumerate(runs)
+        if not run.settings or any(key not in cuts or cuts[key][at] != value for key, value in run.settings.items())
+    ]
     columns = (
         Column("run", cells=[str(run.number) for run in runs], number=True),
-        Column("what differs", cells=[run.differs for run in runs]),
+        *(
+            Column(_SYMBOLS[key], cells=[_shown(value) for value in values], number=True)
+            for key, values in cuts.items()
+            if any(value is not None for value in values)
+        ),
+        *([] if not other else [Column("what differs", cells=[run.differs for run in runs])]),
         Column("status", cells=[run.status for run in runs]),
         *(
             Column(heading, cells=[cell(run.result) for run in runs], number=True)
@@ -102,6 +114,16 @@ def show_sweep(runs: Sequence[Run]) -> None:
     for run in runs:
         if run.failed and run.error:
             show_line(console, f"run {run.number}: {run.error}")
+
+
+def _cut(run: Run, key: str) -> Any:
+    """K or M of a run: as it was resolved, or of one that left no result, as it was asked for; None if it was not."""
+    known = value_of(run.result, "config", key)
+    return run.settings.get(key) if known is None else known
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else show(value)
 
 
 def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
@@ -148,7 +170,7 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
         Column(heading, cells=cells, number=all(cell == "-" or cell[:1].isdigit() for cell in cells))
         for heading, cells in _columns(rows, varies)
     ]
-    show_table(console, Table("", columns), repeated=len(varies) + 1)
+    show_table(console, Table("", columns), repeated=len(_naming(varies)) + 1)
     console.print()
     reasons: dict[str, list[str]] = {}  # what became of cells that were not measured -> which ones
     for number, row in enumerate(rows, start=1):
@@ -191,6 +213,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run]) -> 
         speeds |= {key: middle(key), f"{key}_quartiles": each(f"{key}_quartiles", median)}
     return {
         "settings": dict(cell[0].settings),
+        **{key: _cut((*measured, cell[0])[0], key) for key in _SYMBOLS},
         "status": status,
         "reason": (statuses[status].error or None) if status not in ("measured", "interrupted") else None,
         **speeds,
@@ -216,9 +239,10 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run]) -> 
 
 def _line(row: Row, varies: Sequence[str]) -> dict[str, Any]:
     """A row as bench.csv has it; what was resolved after what was measured."""
-    values = {key: value for key, value in row.items() if key not in ("settings", "breakdown", "resolved", "folders")}
+    apart = ("settings", "breakdown", "resolved", "folders", *(key for key in _SYMBOLS if key in varies))
+    values = {key: value for key, value in row.items() if key not in apart}
     values |= {f"breakdown_{name}": (row["breakdown"] or {}).get(name) for name in SHARES}
-    values |= {key: value for key, value in row["resolved"].items() if key not in row}
+    values |= {key: value for key, value in row["resolved"].items() if key not in values}
     line = {key: row["settings"].get(key) for key in varies}
     for key, value in values.items():
         name = f"{key}_resolved" if key in varies else key
@@ -291,8 +315,9 @@ def _columns(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, 
     def numbers(key: str, form: Callable[[Any], str]) -> list[str]:
         return ["-" if row[key] is None else form(row[key]) for row in rows]
 
-    for key in varies:
-        yield _SYMBOLS.get(key, key), [asked(row, key) for row in rows]
+    for key in _naming(varies):
+        cells = [asked(row, key) for row in rows] if key in varies else [_shown(row[key]) for row in rows]
+        yield _SYMBOLS.get(key, key), cells
     yield "status", [row["status"].replace("_", " ") for row in rows]
     # Rows of text are compared by their tokens: samples are sentences there, which differ in length.
     tokens = [row.get("tokens_per_second") for row in rows]
@@ -319,6 +344,11 @@ def _columns(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, 
             yield key, [show(row["resolved"].get(key, "-")) for row in rows]
 
 
+def _naming(varies: Sequence[str]) -> list[str]:
+    """The settings that have columns: K and M whether they are varied or not, for tables to be read alone."""
+    return [*_SYMBOLS, *(key for key in varies if key not in _SYMBOLS)]
+
+
 def _notes(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, str]]:
     measured = [row for row in rows if row["status"] == "measured"]
     kinds = {row["kind"] for row in measured}
@@ -328,7 +358,7 @@ def _notes(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, st
     if measured:
         yield "memory", "peak of the fullest stage: its process's, on a GPU the allocator's"
         yield "activations", "of the fullest stage, counted; bubble measured"
-    for key in dict.fromkeys(key for row in rows for key in row["resolved"] if key not in (*_SHORT, *varies)):
+    for key in dict.fromkeys(key for row in rows for key in row["resolved"] if key not in (*_SHORT, *_naming(varies))):
         values = [show(row["resolved"].get(key, "-")) for row in rows]
         yield "differs too", f"{key}: {', '.join(values)}"
     if not measured and any(row["status"] in HOPELESS for row in rows):
