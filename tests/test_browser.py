@@ -82,7 +82,7 @@ def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> N
         table.get_by_text(shown, exact=True).first.wait_for()
     pane = page.locator("tf-hparams-query-pane")
     pane.get_by_text("final/memory_gib", exact=True).first.wait_for()
-    for curve in ("train/loss", "bubble/measured", "memory/stage_0_gib"):
+    for curve in ("train/loss", "bubble/measured", "memory/stage_0_gib", "memory/fullest_gib"):
         assert pane.get_by_text(curve).count() == 0, f"{curve} is taken for a metric"
     # A line for each run: TensorBoard leaves out one that lacks something of what is shown at first.
     page.get_by_text("Parallel Coordinates View").first.click()

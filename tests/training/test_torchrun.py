@@ -81,7 +81,7 @@ def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch
     (folder,) = (tmp_path / "0" / "outputs").iterdir()
     assert not [*(tmp_path / "1").iterdir()]
     assert read_result(folder)["resumed_from"] == str(folder)
-    assert [entry["stage"] for entry in read_result(folder)["memory"]] == ["0-1", "2-3"]
+    assert [entry["stage"] for entry in read_result(folder)["memory"]] == ["0,1", "2,3"]
     assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
     events = EventAccumulator(str(folder))
     events.Reload()

@@ -7,8 +7,10 @@ micro-batch. The slowest stage sets the pace of all (section 2.2), so the mean i
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from gpipe_cli.reporting.plots import palette, picture
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK
@@ -19,6 +21,10 @@ from gpipe_cli.units import count, duration, percent, plural, size
 LEFT_INCHES, RIGHT_INCHES = 0.78, 2.3  # at the right stand parameters and memory of each stage
 TITLE_INCHES, HEADING_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.24, 0.5, 0.46
 ROW_INCHES, PANEL_INCHES = 0.85, 5.2  # a row is lower where this would make the panel higher
+# Inches of the paper, of what is left and right of the bars, of the titles and of the legend. Beside the bars narrow
+# paper has room only for the memory.
+WIDE = (picture.WIDTH_INCHES, LEFT_INCHES, RIGHT_INCHES, TITLE_INCHES, LEGEND_INCHES)
+NARROW = (picture.NARROW_INCHES, 0.62, 0.78, 0.55, 0.62)
 PARTS: tuple[BarKind, ...] = ("F", "B")  # of a layer
 FONT, LEAST_FONT = 8.0, 6.0
 CHARACTER_INCHES, LINE_INCHES = 0.068, 0.13  # of a layer's name in the larger font
@@ -32,40 +38,42 @@ def known(run: RunDescription) -> bool:
     return max(_seconds(run)) > 0
 
 
-def draw(run: RunDescription) -> picture.Picture:
+def draw(run: RunDescription, *, narrow: bool = False) -> picture.Picture:
     """The cut as an image of shape (height, width, 3)."""
     stages = _seconds(run)
     slowest, mean = max(stages), sum(stages) / len(stages)
     panel = min(ROW_INCHES * len(stages), PANEL_INCHES)
-    width = picture.WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
-    figure = picture.new_figure(TITLE_INCHES + HEADING_INCHES + panel + AXIS_INCHES + LEGEND_INCHES)
-    axes = picture.add_axes(figure, LEFT_INCHES, AXIS_INCHES + LEGEND_INCHES, width, panel)
+    across, left, right, title, legend = NARROW if narrow else WIDE
+    width = across - left - right
+    figure = picture.new_figure(title + HEADING_INCHES + panel + AXIS_INCHES + legend, across)
+    axes = picture.add_axes(figure, left, AXIS_INCHES + legend, width, panel)
     shown = picture.name_stages(axes, len(stages))
     if run.prediction is not None:
         scale, (name, unit) = 1.0, axis_unit(slowest)
-        words = f"predicted time of one micro-batch, {name} (from {run.prediction.costs.source})"
+        source = "" if narrow else f" (from {run.prediction.costs.source})"
+        words = f"predicted time of one micro-batch, {name}{source}"
         longest = duration(slowest)
     else:  # without figures of this device seconds mean nothing; the shares of all stages do
         scale, unit, words = 1 / sum(stages), 0.01, "share of the model's computation, %"
         longest = percent(slowest / sum(stages))
     picture.show_axis(axes, scale * slowest, unit, words)
     _layers(axes, run, scale, width / (scale * slowest * picture.MARGIN), panel / len(stages))
-    _numbers(axes, run, shown, width, panel)
+    _numbers(axes, run, shown, width, panel, narrow)
+    marks: list[Artist] = [Patch(color=palette.layer_colour(what, 0), label=palette.WORDS[what]) for what in PARTS]
     if len(stages) > 1:
         longest = f"slowest stage {longest} ({percent(slowest / mean - 1)} over the mean)"
         axes.axvline(scale * mean, zorder=3, **MEAN_LINE)
-        line = Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE)
-        picture.add_legend(figure, [line], LEFT_INCHES + 4.1, 0.2, handlelength=3.0)
-    title = f"{run.model_name}  ·  {run.layers:,} layers on {plural(len(stages), 'stage')}"
-    look: dict[str, Any] = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
-    y = 1 + (TITLE_INCHES - 0.27 + HEADING_INCHES) / panel
-    axes.text(0, y, title, fontweight="bold", **look)
-    axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **look)
-    layers = min(64, run.layers)
-    rows = {palette.WORDS[what]: [palette.colour(what, n, layers) for n in range(layers)] for what in PARTS}
-    table = picture.add_colour_table(figure, rows, LEFT_INCHES + 0.75, 0.42, 1.8)
-    beside: dict[str, Any] = {"transform": table.transAxes, "va": "center_baseline", "fontsize": FONT, "color": INK}
-    table.text(1.06, 0.5, "first to last layer", **beside)
+        marks.append(Line2D([], [], label="mean of the stages: no cut is faster", **MEAN_LINE))
+    look: dict[str, Any] = {"ncols": 1, "labelspacing": 0.3} if narrow else {"columnspacing": 3.0}
+    picture.add_legend(figure, marks, left, 0.08 if narrow else 0.2, handlelength=3.0, **look)
+    heading = f"{run.model_name}  ·  {run.layers:,} layers on {plural(len(stages), 'stage')}"
+    look = {"fontsize": 11, "color": INK, "va": "center_baseline", "transform": axes.transAxes}
+    y = 1 + (title - 0.27 + HEADING_INCHES) / panel
+    axes.text(-(left - 0.05) / width if narrow else 0, y, heading, fontweight="bold", **look)
+    if narrow:
+        axes.text(-(left - 0.05) / width, y - 0.2 / panel, longest, **look | {"fontsize": 9})
+    else:
+        axes.text(1 + MEMORY_AT / width, y, longest, ha="right", **look)
     return picture.pixels(figure)
 
 
@@ -78,7 +86,7 @@ def _layers(axes: Axes, run: RunDescription, scale: float, inches: float, row: f
         left = 0.0
         for name, (forward, backward) in zip(names, seconds, strict=True):
             middle, right = left + scale * forward, left + scale * (forward + backward)
-            light, dark = (palette.colour(what, len(layers), run.layers) for what in PARTS)
+            light, dark = (palette.layer_colour(what, len(layers)) for what in PARTS)
             parts += [(stage, left, middle), (stage, middle, right)]
             faces += [light, dark]
             layers.append((stage, left, right))
@@ -105,11 +113,14 @@ def _name(axes: Axes, name: str, x: float, stage: int, width: float, row: float,
         axes.text(x, stage, name, va="center", fontsize=min(FONT, upwards), rotation=90, **style)
 
 
-def _numbers(axes: Axes, run: RunDescription, shown: Sequence[int], width: float, panel: float) -> None:
+def _numbers(axes: Axes, run: RunDescription, shown: Sequence[int], width: float, panel: float, narrow: bool) -> None:
     """Beside each bar: the parameters of the stage, and the memory that it is predicted to need, without libraries."""
-    columns = [("parameters", PARAMETERS_AT, [count(number) for number in run.placement.parameters])]
+    columns = []
+    if not narrow:
+        columns.append(("parameters", PARAMETERS_AT, [count(number) for number in run.placement.parameters]))
     if run.prediction is not None:
-        columns.append(("memory of the model", MEMORY_AT, [size(stage.total_bytes) for stage in run.prediction.memory]))
+        heading, at = ("memory", NARROW[2] - 0.05) if narrow else ("memory of the model", MEMORY_AT)
+        columns.append((heading, at, [size(stage.total_bytes) for stage in run.prediction.memory]))
     for heading, at, numbers in columns:
         place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right"}  # of the width, and a stage
         x, above = 1 + at / width, -0.5 - 0.1 * len(numbers) / panel

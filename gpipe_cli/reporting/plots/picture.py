@@ -22,15 +22,17 @@ Picture = NDArray[np.uint8]  # of shape (height, width, 3)
 
 DPI = 160
 WIDTH_INCHES = 11.0
+# TensorBoard shows pictures about 350 pixels wide: on so little paper letters stay readable there.
+NARROW_INCHES = 4.0
 SHOWN_STAGES = 16  # of more than these only some are named
 BAR_HEIGHT = 0.86  # of a row
 MARGIN = 1.004  # of an axis behind the longest bar
 LEGEND_LINE_INCHES = 0.16
 
 
-def new_figure(height_inches: float) -> Figure:
-    """An empty picture as wide as all are."""
-    return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, facecolor="white")
+def new_figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Figure:
+    """An empty picture."""
+    return Figure(figsize=(width_inches, height_inches), dpi=DPI, facecolor="white")
 
 
 def add_axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -42,6 +44,17 @@ def add_axes(figure: Figure, left: float, bottom: float, width: float, height: f
     axes.tick_params(axis="both", which="both", length=0, pad=5, labelsize=9, labelcolor=PALE_INK)
     axes.set_axisbelow(True)
     return axes
+
+
+def put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
+    """Above a panel: in bold what it shows, and beside that, or on narrow paper below it, numbers."""
+    look: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0}
+    axes.set_title(left, loc="left", fontweight="bold", **look, pad=21 if narrow else 7)
+    if narrow:
+        below: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "fontsize": 9, "color": INK}
+        axes.annotate(right, (0, 1), xycoords="axes fraction", **below)
+    else:
+        axes.set_title(right, loc="right", **look, pad=7)
 
 
 def name_stages(axes: Axes, stages: int) -> range:

@@ -18,41 +18,44 @@ from gpipe_cli.units import duration
 
 MOST_BARS = 3000  # of all panels, with names
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
-TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
+TITLE_INCHES, NARROW_TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.6, 0.5, 0.82
 LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # of its colours, with so many kinds of actions: F, R, B; more make it higher
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 CHARACTER_INCHES = 0.068  # of a bar's name
-TITLE: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0, "pad": 7}
+# Inches of the paper, of what is left and right of the bars, and of the titles above them.
+WIDE = (picture.WIDTH_INCHES, LEFT_INCHES, RIGHT_INCHES, TITLE_INCHES)
+NARROW = (picture.NARROW_INCHES, 0.62, 0.1, NARROW_TITLE_INCHES)
 
 
-def draw(views: Sequence[TimelineView]) -> picture.Picture:
+def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Picture:
     """The timelines under each other on one time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
+    across, left, right, title = WIDE if not narrow else NARROW
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
     seen = {bar.what for view in views for bars in view.stages for bar in bars}
     lines = picture.LEGEND_LINE_INCHES * max(0, sum(what in seen for what in ACTIONS) - LEGEND_LINES)
-    top = sum(heights) + TITLE_INCHES * len(views) + AXIS_INCHES + LEGEND_INCHES + lines
-    figure = picture.new_figure(top)
+    top = sum(heights) + title * len(views) + AXIS_INCHES + LEGEND_INCHES + lines
+    figure = picture.new_figure(top, across)
     end = max(view.end_seconds for view in views) or 1.0
     name, unit = axis_unit(end)
     micro_batches = max(view.micro_batches for view in views)
     single = sum(len(bars) for view in views for bars in view.stages) <= MOST_BARS
-    width = picture.WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES
+    width = across - left - right
     for view, height in zip(views, heights, strict=True):
-        top -= TITLE_INCHES + height
-        axes = picture.add_axes(figure, LEFT_INCHES, top, width, height)
+        top -= title + height
+        axes = picture.add_axes(figure, left, top, width, height)
         picture.name_stages(axes, len(view.stages))
         picture.show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
         shares = in_percent(view.breakdown)
         idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
-        axes.set_title(f"{view.kind}  ·  {view.title}", loc="left", fontweight="bold", **TITLE)
-        axes.set_title(f"step {duration(view.step_seconds)}   {idle}", loc="right", **TITLE)
+        numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
+        picture.put_titles(axes, f"{view.kind}  ·  {view.title}", numbers, narrow)
         if single:
             _bars(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
         else:
             _many_bars(axes, view, micro_batches)
-    _legend(figure, micro_batches, seen, single, LEGEND_TOP_INCHES + lines)
+    _legend(figure, micro_batches, seen, single, LEGEND_TOP_INCHES + lines, narrow)
     return picture.pixels(figure)
 
 
@@ -102,22 +105,22 @@ def _many_bars(axes: Axes, view: TimelineView, micro_batches: int) -> None:
     picture.add_bars(axes, bars, facecolors=faces, **plain)
 
 
-def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool, top: float) -> None:
+def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool, top: float, narrow: bool) -> None:
     """Micro-batches across, kinds of actions down; beside it what has no micro-batch."""
-    left = LEFT_INCHES
+    left, table = (0.05, 1.25) if narrow else (LEFT_INCHES, 2.3)
     rows = {
         f"{what}  {palette.WORDS[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
         for what in ACTIONS
         if what in seen
     }
     if rows:
-        axes = picture.add_colour_table(figure, rows, left + 0.95, top, 2.3)
+        axes = picture.add_colour_table(figure, rows, left + 0.95, top, table)
         axes.xaxis.tick_top()
         axes.set_xticks(sorted({0, micro_batches - 1}))
         axes.tick_params(axis="x", pad=2, labelsize=8, labelcolor=INK)
         if micro_batches > 1:
             axes.set_title("micro-batch", fontsize=8, color=PALE_INK, y=1.0, pad=3.5)
-        left += 3.65
+        left += 0.95 + table + (0.15 if narrow else 0.4)
     marks = {
         palette.WORDS["waiting"]: (palette.WAITING, palette.IDLE_LINE, HATCHES["waiting"], "waiting" in seen),
         palette.WORDS["transfer"]: (palette.TRANSFER, "white", HATCHES["transfer"], "transfer" in seen),
@@ -129,4 +132,6 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
         for name, (face, edge, hatch, there) in marks.items()
         if there
     ]
-    picture.add_legend(figure, patches, left, 0.22, handlelength=3.0, handleheight=1.4, columnspacing=3.0)
+    look: dict[str, Any] = {"ncols": 1, "handlelength": 2.0, "labelspacing": 0.25} if narrow else {"handlelength": 3.0}
+    bottom = 0.06 if narrow else 0.22
+    picture.add_legend(figure, patches, left, bottom, **{"handleheight": 1.4, "columnspacing": 3.0} | look)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpipe_cli.config.groups import CustomConfig, ModelConfig
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.source_code import Commit, commit_of
+from gpipe_cli.units import spans
 
 if TYPE_CHECKING:  # they import torch
     from gpipe_cli.planner.placement import Placement, StepFlops
@@ -92,7 +93,7 @@ def memory_result(
     libraries: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
     """The entry ``memory`` of result.json: the bytes of each stage, or of several that share a device or a process on a
-    CPU, as they share the peak that is measured. The parts add up to it; ``stage`` is 1, `0-1`, `0,2`, or None for all.
+    CPU, as they share the peak that is measured. The parts add up to it; ``stage`` is 1, `0,1`, `0-2`, or None for all.
 
     ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
@@ -107,7 +108,7 @@ def memory_result(
             "activations": sum(counted[k] if counted else planned[k].activations_bytes for k in stages),
         }
         peak = peaks[stages[0]]
-        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else named(stages)
+        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else stages_named(stages)
         result.append({"stage": stage, **parts, "other": peak - sum(parts.values()), "peak": peak})
     return result
 
@@ -117,11 +118,9 @@ def stages_together(turns: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(k for k, other in enumerate(turns) if other == device) for device in dict.fromkeys(turns)]
 
 
-def named(stages: Sequence[int]) -> str:
-    """`2`, `2-4` of neighbours, or `0,2`."""
-    if len(stages) > 1 and stages[-1] - stages[0] == len(stages) - 1:
-        return f"{stages[0]}-{stages[-1]}"
-    return ",".join(map(str, stages))
+def stages_named(stages: Sequence[int]) -> str:
+    """`2`, `0,1`, `2-4` of neighbours."""
+    return ",".join(spans(stages, "-"))
 
 
 def process_seconds() -> float:

@@ -124,8 +124,18 @@ class Reporter:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         with self.optional():
             write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
-            self._show("timeline", picture.step, draw(picture.views))
+            self._show("timeline", picture.step, draw(picture.views), draw(picture.views, narrow=True))
+        self._draw_memory()
         self._draw_cut()
+
+    def _draw_memory(self) -> None:
+        """What the processes hold, in TensorBoard: numbers of parts, and bars of them."""
+        from gpipe_cli.reporting.plots.memory import draw
+
+        if memory := self._memory():
+            with self.optional():
+                self._dashboard.memory(self._steps, memory)
+                self._dashboard.picture("memory", self._steps, draw(memory, f"memory  ·  step {self._steps:,}"))
 
     def _draw_cut(self) -> None:
         """The partitions as a picture, once: with the first timeline, as whoever waits for one waits for both."""
@@ -134,13 +144,15 @@ class Reporter:
         if not self._cut_drawn and partition.known(self._run):
             self._cut_drawn = True
             with self.optional():
-                self._show("partitions", self._run.first_step, partition.draw(self._run))
+                run = self._run
+                self._show("partitions", run.first_step, partition.draw(run), partition.draw(run, narrow=True))
 
-    def _show(self, name: str, step: int, picture: "Picture") -> None:
+    def _show(self, name: str, step: int, picture: "Picture", narrow: "Picture") -> None:
+        """As a file, and in TensorBoard, where it stands small beside others."""
         from gpipe_cli.reporting.plots.picture import write_picture
 
         write_picture(self._folder / f"{name}.png", picture)
-        self._dashboard.picture(name, step, picture)
+        self._dashboard.picture(name, step, narrow)
 
     def evaluated(self, message: Evaluated) -> None:
         """The test set was seen."""
@@ -226,6 +238,10 @@ class Reporter:
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
 
+    def _memory(self) -> list[dict[str, Any]]:
+        run = self._run
+        return measurement.memory_result(run.placement, run.plan.memory, self._memory_bytes, *self._counted)
+
     def _result(self) -> dict[str, Any]:
         run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median
         steps = len(self._medians.counted("step_seconds"))
@@ -254,7 +270,7 @@ class Reporter:
             "warm_up_steps": run.warm_up_steps,
             **measurement.flops_result(run.flops, of("samples_per_second"), of("tokens_per_second")),
             "memory_bytes": self._memory_bytes,
-            "memory": measurement.memory_result(placement, run.plan.memory, self._memory_bytes, *self._counted),
+            "memory": self._memory(),
             "global_batch": config.batch_size,
             "executor": run.executor,
             "ideal_bubble": run.ideal_bubble,

@@ -22,7 +22,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of, words_of
-from gpipe_cli.reporting.run.measurement import named, stages_together
+from gpipe_cli.reporting.run.measurement import stages_named, stages_together
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.run.trackers import AllEvents, trackers
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
@@ -44,6 +44,7 @@ TEST_TOP1 = "test/top1"
 TEST_PERPLEXITY = "test/perplexity"  # of the cross-entropy
 SAMPLES_PER_SECOND = "speed/samples_per_second"
 TOKENS_PER_SECOND = "speed/tokens_per_second"
+FULLEST = "memory/fullest_gib"  # the peak of the process that has most; memory_parts/ tells what each peak is made of
 # What became of a run, once, beside its settings. HParams shows the first five of a task at first, and as parallel
 # coordinates only runs that have all of what is shown. The memory is that of the fullest stage.
 _OF_ALL = ("step_seconds", "bubble", "memory_gib", "loss")
@@ -102,7 +103,6 @@ class Dashboard:
             shares = asdict(plan.breakdown)
             self._constants["idle/predicted"] = idle(shares)
             self._constants["bubble/predicted"] = shares["bubble"]
-            self._constants["speed/predicted_step_seconds"] = plan.step_seconds
         self._events.add(self._summary.custom_scalars(_layout(text, run.prediction is not None)))
         self._events.flush()
 
@@ -116,12 +116,21 @@ class Dashboard:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
+        if (plan := self._run.prediction) is not None:
+            named["speed/step_over_predicted"] = message.seconds / plan.step_seconds
         self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.turns))
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         shares = {f"step/{share}": value for share, value in breakdown.items()}
         measured = {"idle/measured": idle(breakdown), "bubble/measured": breakdown["bubble"]}
         self._draw(step, measured | shares | self._constants)
+
+    def memory(self, step: int, processes: Sequence[Mapping[str, Any]]) -> None:
+        """What the peak of each process is made of, as result.json has it; the parts add up to it."""
+        for process in processes:
+            parts = {part: size / GIB for part, size in process.items() if part != "stage"}
+            name = "all_stages" if process["stage"] is None else f"stage_{process['stage']}"
+            self._draw(step, {f"memory_parts/{name}_{part}_gib": size for part, size in parts.items()})
 
     def evaluated(self, message: Evaluated) -> None:
         """The curves of the test set, and what was translated of it."""
@@ -131,9 +140,9 @@ class Dashboard:
             self._events.add(self._summary.text("translations", _translation_table(message.translations)), message.step)
         self._events.flush()
 
-    def picture(self, tag: str, step: int, picture: "NDArray[np.uint8]") -> None:
-        """An image of shape (height, width, 3)."""
-        self._events.add(self._summary.image(tag, picture, dataformats="HWC"), step)
+    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
+        """An image of shape (height, width, 3). All are of one group, as TensorBoard opens only the first two."""
+        self._events.add(self._summary.image(f"pictures/{name}", picture, dataformats="HWC"), step)
         self._events.flush()
 
     def flush(self) -> None:
@@ -149,8 +158,8 @@ def _training(message: StepDone) -> dict[str, float | None]:
     return {
         TRAIN_LOSS: message.loss,
         "train/cross_entropy": message.cross_entropy,
-        "learning_rate": message.learning_rate,
-        "gradient_norm": message.gradient_norm,
+        "train/learning_rate": message.learning_rate,
+        "train/gradient_norm": message.gradient_norm,
         SAMPLES_PER_SECOND: message.samples / message.seconds,
         TOKENS_PER_SECOND: None if message.tokens is None else message.tokens / message.seconds,
         "speed/step_seconds": message.seconds,
@@ -158,12 +167,14 @@ def _training(message: StepDone) -> dict[str, float | None]:
 
 
 def _memory(message: StepDone, turns: Sequence[int]) -> dict[str, float | None]:
-    """Stages that share a device, or a process on a CPU, share one curve."""
-    return {
-        f"memory/stage{'s' * (len(k) > 1)}_{named(k)}_gib": message.memory_bytes[k[0]] / GIB
+    """The peaks; stages that share a device, or a process on a CPU, share one curve."""
+    if not message.memory_bytes:
+        return {}
+    of_stages = {
+        f"memory/stage{'s' * (len(k) > 1)}_{stages_named(k)}_gib": message.memory_bytes[k[0]] / GIB
         for k in stages_together(turns)
-        if message.memory_bytes
     }
+    return {FULLEST: max(message.memory_bytes) / GIB, **of_stages}
 
 
 def _final(result: Mapping[str, Any]) -> dict[str, float | None]:
@@ -179,24 +190,32 @@ def _final(result: Mapping[str, Any]) -> dict[str, float | None]:
 def _layout(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     """The tab Custom Scalars: its charts show all runs that are ticked.
 
-    TensorBoard merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a chart
-    does not depend on K, and runs of images and of text add to each other.
+    TensorBoard has a colour for each run, so every chart has one line for each, and what belongs to that line is a band
+    around it. It merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a
+    chart does not depend on K, and runs of images and of text add to each other.
     """
-    accuracy = ("perplexity", ["train/perplexity", TEST_PERPLEXITY]) if text else ("top-1", ["train/top1", TEST_TOP1])
-    speed = ("tokens per second", [TOKENS_PER_SECOND]) if text else ("samples per second", [SAMPLES_PER_SECOND])
+    score, name = ("perplexity", "perplexity") if text else ("top1", "top-1")
+    speed = ("tokens per second", TOKENS_PER_SECOND) if text else ("samples per second", SAMPLES_PER_SECOND)
     runs = [
-        accuracy,
+        (f"{name} of the test set", f"test/{score}"),
+        (f"{name} in training", f"train/{score}"),
+        ("loss in training", TRAIN_LOSS),
         speed,
-        ("idle", ["idle/measured"]),
-        ("memory of every stage, GiB", [r"memory/stages?_[\d-]+_gib$"]),
+        ("peak memory of the fullest process, GiB", FULLEST),
     ]
-    layout = {"runs side by side": {title: ["Multiline", tags] for title, tags in runs}}
+    layout = {"runs side by side": {title: ["Multiline", [tag]] for title, tag in runs}}
+    layout["where the time of a step goes, in shares"] = {
+        share.replace("_", "-"): ["Multiline", [f"step/{share}"]] for share in SHARES
+    }
     if predicted:
+        idle = ["idle/measured", "idle/predicted", "idle/measured"]  # the line, and both edges of the band
         layout["measured and predicted"] = {
-            "idle": ["Multiline", ["idle/measured", "idle/predicted"]],
-            "bubble": ["Multiline", ["bubble/measured", "bubble/predicted", "bubble/ideal"]],
-            "step seconds": ["Multiline", ["speed/step_seconds", "speed/predicted_step_seconds"]],
-            "step": ["Multiline", [f"step/{share}" for share in SHARES]],
+            "idle; band: to what was predicted": ["Margin", idle],
+            "bubble; band: from ideal to predicted": [
+                "Margin",
+                ["bubble/measured", "bubble/ideal", "bubble/predicted"],
+            ],
+            "step: how many times as long as predicted": ["Multiline", ["speed/step_over_predicted"]],
         }
     return layout
 

@@ -195,8 +195,8 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
     html = (tmp_path / "timeline.html").read_text(encoding="utf-8")
     assert html.index("epoch 2, step 8") < html.index("epoch 1, step 4")
     assert f"timeline     {tmp_path}/timeline.html" in file.getvalue().splitlines()
-    one, both = events(tmp_path).Images("timeline")
+    one, both = events(tmp_path).Images("pictures/timeline")
     assert (one.step, both.step) == (4, 8)
     assert both.height > one.height
-    (partitions,) = events(tmp_path).Images("partitions")
+    (partitions,) = events(tmp_path).Images("pictures/partitions")
     assert partitions.step == 0

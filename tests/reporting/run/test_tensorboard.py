@@ -9,16 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, plan, reporter_in, shares, step
+from matplotlib.image import imread
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    MIB,
+    TRANSLATION,
+    description,
+    evaluation,
+    plan,
+    reporter_in,
+    shares,
+    step,
+    timeline,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch.utils.tensorboard.summary import scalar
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
+from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
+from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, hyperparameters, varied_by
 from gpipe_cli.training.events import Translation
+from gpipe_cli.units import GIB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
 
@@ -38,13 +53,19 @@ def words(folder: Path, tag: str) -> str:
     return str(events(folder).Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0], "utf-8")
 
 
-def charts(folder: Path) -> dict[str, dict[str, list[str]]]:
-    """The tags of every chart in Custom Scalars, by category and title."""
+def charts(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    """The tags of every chart in Custom Scalars, of margins three, by category and title."""
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     (event,) = events(folder).Tensors("custom_scalars__config__")
     categories = Layout.FromString(event.tensor_proto.string_val[0]).category
-    return {category.title: {c.title: list(c.multiline.tag) for c in category.chart} for category in categories}
+    return {
+        category.title: {
+            c.title: list(c.multiline.tag) or [(one.value, one.lower, one.upper) for one in c.margin.series]
+            for c in category.chart
+        }
+        for category in categories
+    }
 
 
 def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
@@ -69,10 +90,11 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
         "train/cross_entropy": [(1, 1.9), (2, 1.8)],
         "train/top1": [(1, 0.25), (2, 0.25)],
         "train/top5": [(1, 0.75), (2, 0.75)],
-        "learning_rate": [(1, 0.04), (2, 0.04)],
-        "gradient_norm": [(1, 1.5), (2, 1.5)],
+        "train/learning_rate": [(1, 0.04), (2, 0.04)],
+        "train/gradient_norm": [(1, 1.5), (2, 1.5)],
         "speed/samples_per_second": [(1, 512.0), (2, 512.0)],
         "speed/step_seconds": [(1, 0.0625), (2, 0.0625)],
+        "memory/fullest_gib": [(1, 0.5), (2, 0.5)],
         "memory/stage_0_gib": [(1, 3 / 1024), (2, 3 / 1024)],
         "memory/stage_1_gib": [(1, 0.5), (2, 0.5)],
         "test/loss": [(2, 1.25)],
@@ -83,7 +105,7 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
         "bubble/ideal": [(1, 0.2), (2, 0.2)],
         "idle/predicted": [(1, 0.2), (2, 0.2)],
         "bubble/predicted": [(1, 0.12), (2, 0.12)],
-        "speed/predicted_step_seconds": [(1, 0.06), (2, 0.06)],
+        "speed/step_over_predicted": [(1, 0.0625 / 0.06), (2, 0.0625 / 0.06)],
         **{f"step/{share}": [(1, value), (2, value)] for share, value in shares(0.1).items()},
         "final/top1": [(2, 0.875)],
         "final/top5": [(2, 1.0)],
@@ -103,8 +125,16 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     final = {tag for tag in expected if tag.startswith("final/")}
     assert {*final, "final/perplexity", "final/tokens_per_second", "final/token_accuracy"} == set(metrics)
     assert len(list(tmp_path.glob("**/*tfevents*"))) == 1  # no run beside the run
-    chart = charts(tmp_path)["measured and predicted"]["bubble"]
-    assert chart == ["bubble/measured", "bubble/predicted", "bubble/ideal"]
+    shown = charts(tmp_path)
+    compared = list(shown.pop("measured and predicted").values())
+    assert compared == [
+        [("idle/measured", "idle/predicted", "idle/measured")],
+        [("bubble/measured", "bubble/ideal", "bubble/predicted")],
+        ["speed/step_over_predicted"],
+    ]
+    lines = [tags for category in shown.values() for tags in category.values()]
+    assert all(len(tags) == 1 for tags in lines), "runs have colours, so each has one line in a chart"
+    assert {tag for tags in lines for tag in tags} <= set(expected)
 
 
 def test_the_curves_of_text(tmp_path: Path) -> None:
@@ -127,16 +157,44 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
     assert "translations/text_summary" not in stored["tensors"]  # nothing was translated
     _, experiment, status = of_hparams(tmp_path)
     assert (status, experiment.metric_infos[0].name.tag) == (api_pb2.STATUS_FAILURE, "final/perplexity")
-    (side_by_side,) = charts(tmp_path).values()  # and nothing predicted
-    (memory,) = side_by_side.pop("memory of every stage, GiB")
+    side_by_side, _ = charts(tmp_path).values()  # shares of a step, and nothing predicted
     assert side_by_side == {
-        "perplexity": ["train/perplexity", "test/perplexity"],
+        "perplexity of the test set": ["test/perplexity"],
+        "perplexity in training": ["train/perplexity"],
+        "loss in training": ["train/loss"],
         "tokens per second": ["speed/tokens_per_second"],
-        "idle": ["idle/measured"],
+        "peak memory of the fullest process, GiB": ["memory/fullest_gib"],
     }
-    drawn = [*stored["scalars"], "memory/stage_11_gib", "memory/stages_2-11_gib"]
-    found = {tag for tag in drawn if re.match(memory, tag)}  # as TensorBoard does
-    assert found == {"memory/stages_2-11_gib", *(f"memory/stage_{k}_gib" for k in (0, 1, 11))}
+
+
+def test_the_memory_of_each_process_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    """Numbers and a picture, whenever a step is drawn."""
+    reporter, _ = reporter_in(tmp_path, plan=plan())
+    reporter.step(step(1, activation_bytes=(MIB, 2 * MIB), library_bytes=(0, MIB)))
+    reporter.timeline(StepPicture(1, 1, (timeline(),)))
+    reporter.finish("completed")
+    stored = events(tmp_path).Tags()
+    for stage, peak in ((0, 3 * MIB), (1, 2**29)):
+        start = f"memory_parts/stage_{stage}_"
+        parts = {tag: curve(tmp_path, tag)[0][1].expected for tag in stored["scalars"] if tag.startswith(start)}
+        assert parts.pop(f"{start}peak_gib") == peak / GIB
+        assert parts[f"{start}activations_gib"] == (stage + 1) * MIB / GIB
+        assert sum(parts.values()) == pytest.approx(peak / GIB)
+        assert len(parts) == 6
+    assert set(stored["images"]) == {"pictures/timeline", "pictures/memory"}
+
+
+def test_pictures_in_tensorboard_are_narrow_so_that_their_letters_can_be_read(tmp_path: Path) -> None:
+    """It shows them about 350 pixels wide."""
+    reporter, _ = reporter_in(tmp_path, plan=plan(layers=[(1.0, 2.0)] * 5))
+    reporter.step(step(1))
+    reporter.timeline(StepPicture(1, 1, (timeline(), timeline(kind="predicted"))))
+    reporter.finish("completed")
+    stored = events(tmp_path)
+    assert set(stored.Tags()["images"]) == {f"pictures/{name}" for name in ("timeline", "partitions", "memory")}
+    for tag in stored.Tags()["images"]:
+        assert stored.Images(tag)[-1].width == NARROW_INCHES * DPI == 640
+    assert imread(tmp_path / "timeline.png").shape[1] == WIDTH_INCHES * DPI, "as a file it is as wide as before"
 
 
 def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
@@ -164,7 +222,7 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
     board.flush()
     assert [event.value for event in events(tmp_path).Scalars("train/perplexity")] == [math.inf, math.inf]
     assert all(math.isnan(event.value) for event in events(tmp_path).Scalars("train/loss"))
-    assert [step for step, _ in curve(tmp_path, "gradient_norm")] == [2]
+    assert [step for step, _ in curve(tmp_path, "train/gradient_norm")] == [2]
     assert [step for step, _ in curve(tmp_path, "memory/stage_0_gib")] == [2]
 
 
