@@ -60,7 +60,7 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
     assert (result["command"], result["status"], result["steps"]) == ("bench", "completed", 5)
     assert (result["warm_up_steps"], result["speed_steps"]) == (2, 3)
     assert not (measured / "checkpoints").exists()
-    assert {path.name for path in measured.iterdir()} >= {"config.yaml", "timeline.html", "timeline.png", "log.txt"}
+    assert {path.name for path in measured.iterdir()} >= {"config.yaml", "pipeline.html", "timeline.png", "log.txt"}
     (start,) = result["starts"]
     assert start["command"].startswith("gpipe bench model.normal_cells=3 ")
     assert start["code"] == {"gpipe": commit_of(Path(bench.__file__))}

@@ -97,7 +97,7 @@ def test_the_command_trains_on_the_device(precision: str, tmp_path: Path, monkey
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["compute"] > 0
     assert 0 <= result["bubble"]["measured"] < 1
-    assert (folder / "timeline.html").is_file()
+    assert (folder / "pipeline.html").is_file()
 
 
 def test_the_device_is_timed_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: py
     (folder,) = Path("outputs").iterdir()
     assert "_plan_amoebanet_synthetic_images_K2_M4" in folder.name
     assert {file.name for file in folder.iterdir()} == {
-        "settings.yaml", "plan.json", "timeline.png", "timeline_trace.json",
+        "settings.yaml", "plan.json", "pipeline.html", "timeline.png", "timeline_trace.json",
     }  # fmt: skip
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads((folder / "timeline_trace.json").read_text(encoding="utf-8"))

@@ -1,6 +1,8 @@
 """What `gpipe plan` does: profile the model, choose what is auto, simulate; then show and write the plan."""
 
 import gc
+import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,10 +17,13 @@ from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.reporting.page.page import PAGE, write_page
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
+from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.system.files import write_whole
@@ -44,7 +49,8 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
             config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
         if config.compile:
             log(f"planned {not_compiled(config)}")
-        files = {"picture": str(folder / PICTURE), "trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+        files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
+        files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
         files |= {} if file is None else {"schedule_file": str(file)}
         written = plan_json(config, profile, made, comparisons, files)
         title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
@@ -53,6 +59,9 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(file, csv_of(of_all, place(config).rows))
             write_whole(folder / SETTINGS, to_yaml(config))
+            about = f"{model_name(config)} on {config.dataset.name}"
+            command = shlex.join(["gpipe", *sys.argv[1:]])
+            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), command=command)
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
             write_trace(folder, [predicted_step(config, profile, made)])
         finally:  # a plan that cannot be written is still shown

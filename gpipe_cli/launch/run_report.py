@@ -20,6 +20,7 @@ from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import step_flops
+from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.reporting.plots.chrome_trace import TracedStep
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
@@ -119,7 +120,8 @@ class RunReport:
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
             first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled,
-            start=self._start_of_run, restarts=self._restarts, test=ready.test, best=ready.best, **bench,
+            start=self._start_of_run, restarts=self._restarts, test=ready.test, best=ready.best,
+            simulation=simulation_data(self._prepared.config, self._prepared.profile, self._prepared.plan), **bench,
         )  # fmt: skip
         self._reporter, self.started = Reporter(self._folder, run), True
         self._reporter.banner(shown=not self._restarts)

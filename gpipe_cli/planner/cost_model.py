@@ -43,11 +43,15 @@ class StepCosts:
     sums: tuple[float, ...] = ()  # of each layer, seconds per step to add up its gradients; (): there is one replica
     figures: Figures | None = None  # of a device that was timed
     weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
+    rates: DeviceRates | None = None  # that they were predicted by; None: they were measured
+    together: tuple[float, int] = (1.0, 1)  # how much slower everything is while so many processes compute
 
 
-def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRates | None = None) -> StepCosts:
+def predicted_costs(
+    config: TrainConfig, profile: ModelProfile, rates: DeviceRates | None = None, *, linked: bool = False
+) -> StepCosts:
     """The costs of a mean micro-batch of `config` by `rates`, or else by the data sheet of its hardware; how layers
-    differ from each other may be the user's word.
+    differ from each other may be the user's word. `linked`: as if stages were on several devices, wherever they are.
 
     Raises ValueError for a number of costs that is not that of the layers.
     """
@@ -57,7 +61,7 @@ def predicted_costs(config: TrainConfig, profile: ModelProfile, rates: DeviceRat
         rates or rates_of_sheet(resolved(config.hardware, devices.stages), devices.threads, config.precision),
         mean_micro_batch(config, profile.lengths),
         at_once=devices.at_once,
-        linked=len(set(devices.turns)) > 1,
+        linked=linked or len(set(devices.turns)) > 1,
         replicas=config.replicas,
     )
     given = config.partition.costs
@@ -100,6 +104,8 @@ def costs_by_rates(
         rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
         sums_over_replicas(profile, replicas, rates.link_byte_seconds),
         rates.figures,
+        rates=rates,
+        together=(rates.slowdown, rates.together),
     )
 
 
@@ -187,5 +193,6 @@ def measured_costs(
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
     sums = sums_over_replicas(profile, replicas, sum_byte_seconds)
     return StepCosts(
-        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, times.figures
-    )
+        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, times.figures,
+        together=(times.slowdown, at_once),
+    )  # fmt: skip

@@ -4,9 +4,10 @@ It is judged by top-1 for the paper's images (section 4), by the loss of a token
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
@@ -60,6 +61,7 @@ class RunDescription:
     start: Start | None = None  # None: by no command
     restarts: tuple[Restart, ...] = ()  # of this command
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
+    simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
 
     @property
     def model_name(self) -> str:

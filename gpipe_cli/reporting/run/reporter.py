@@ -4,6 +4,8 @@
 """
 
 import io
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.config.typed import one_line
-from gpipe_cli.reporting.plots.timeline_page import MOST_PICTURES, write_page
+from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
@@ -25,7 +27,7 @@ from gpipe_cli.reporting.run.description import RunDescription, Status, Task, sc
 from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
-from gpipe_cli.reporting.run.summary import TIMELINE_PAGE, show_summary, speed_kind
+from gpipe_cli.reporting.run.summary import show_summary, speed_kind
 from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.training.checkpoint.store import Progress
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
@@ -117,13 +119,17 @@ class Reporter:
             self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """A step was recorded: timeline.html has the last ones, timeline.png the last one, TensorBoard all."""
+        """A step was recorded: pipeline.html has the last ones, timeline.png the last one, TensorBoard all."""
         from gpipe_cli.reporting.plots.timeline import draw
 
-        self._pictures = [*self._pictures, picture][-MOST_PICTURES:]
+        self._pictures = [*self._pictures, picture][-MOST_STEPS:]
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         with self.optional():
-            write_page(self._folder / TIMELINE_PAGE, title, self._pictures)
+            start = self._run.start
+            write_page(
+                self._folder / PAGE, title, self._run.simulation, self._pictures,
+                command=None if start is None else start.command, run=str(self._folder),
+            )  # fmt: skip
             self._show("timeline", picture.step, draw(picture.views), draw(picture.views, narrow=True))
         self._draw_memory()
         self._draw_cut()

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import Task, scores_of, words_of
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
 from gpipe_cli.reporting.run.result import write_result
@@ -16,7 +17,6 @@ from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_lines
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
 from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded
 
-TIMELINE_PAGE = "timeline.html"
 EVALUATION = "evaluate.json"
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
@@ -56,8 +56,8 @@ def show_summary(
     if bench:
         show_facts(console, _flops(result, peak))
     show_facts(console, [("run folder", str(folder))])
-    if (folder / TIMELINE_PAGE).exists():
-        show_facts(console, [("timeline", str(folder / TIMELINE_PAGE))])
+    if (folder / PAGE).exists():
+        show_facts(console, [("page", str(folder / PAGE))])
     if bench:
         return
     if failed := result["failed_checkpoints"]:

@@ -192,9 +192,9 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
     reporter.timeline(StepPicture(2, 8, (timeline(), timeline(0.008, kind="predicted"))))
     reporter.finish("completed")
     assert (tmp_path / "timeline.png").read_bytes() != first
-    html = (tmp_path / "timeline.html").read_text(encoding="utf-8")
-    assert html.index("epoch 2, step 8") < html.index("epoch 1, step 4")
-    assert f"timeline     {tmp_path}/timeline.html" in file.getvalue().splitlines()
+    html = (tmp_path / "pipeline.html").read_text(encoding="utf-8")
+    assert html.index('"epoch":1,"step":4') < html.index('"epoch":2,"step":8')
+    assert f"page         {tmp_path}/pipeline.html" in file.getvalue().splitlines()
     one, both = events(tmp_path).Images("pictures/timeline")
     assert (one.step, both.step) == (4, 8)
     assert both.height > one.height

@@ -1,0 +1,170 @@
+"""All that a step is simulated from, for any K, M and schedule, as a value that JSON can hold: the page beside a plan
+or a run lets one try other settings, and simulates by itself.
+
+What seconds and bytes are of is said where they come from: `cost_model.py`, `ActivationMemory` and `stage_memory.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, Saved
+from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost
+from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
+from gpipe_cli.planner.devices import Devices, Memory, memory_of, place
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.system.machine import usable_cores
+
+SimulationData = dict[str, Any]
+
+_MOST_MICRO_BATCHES = 64
+_MOST_COSTS = 4000  # layers times numbers of micro-batches: more take longer to predict than a plan takes
+
+
+def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
+    """Of a plan and what it was made from. Seconds and bytes; sequences have an entry per layer or stage."""
+    costs, devices, samples = plan.costs, place(config), mini_batch_samples(config, profile.lengths)
+    memory = memory_of(config, devices)
+    return {
+        "setting": {
+            "partitions": len(plan.stages),
+            "micro_batches": plan.micro_batches,
+            "schedule": "file" if config.schedule_is_file else config.schedule,
+            "schedule_file": config.schedule if config.schedule_is_file else None,
+            "recompute": config.recompute,
+            "stages_per_process": -(-len(plan.stages) // len(set(plan.turns))),
+            "replicas": config.replicas,
+            "samples": samples // config.replicas,
+            "step_samples": samples,  # of all replicas
+            "splits": not config.compile,
+        },
+        "rows": [list(map(str, row)) for row in plan.schedule],
+        "balance": plan.balance,
+        "turns": plan.turns,
+        "layers": [
+            {
+                "name": cost.name,
+                "weights_bytes": weights.weight_bytes,
+                "gradients_bytes": weights.gradient_bytes,
+                "optimizer_bytes": weights.optimizer_bytes,
+                "update": update,
+                "sum": added_up,
+            }
+            for cost, weights, update, added_up in zip(
+                profile.costs, profile.weights, costs.updates, costs.sums or (0.0,) * len(profile.costs), strict=True
+            )
+        ],
+        "shared": [[one.first, one.second, one.text] for one in profile.shared],
+        "costs": {
+            "source": costs.source,
+            "basis": costs.basis,
+            "set_up": costs.set_up,
+            "halves": "known" if profile.splits else "assumed",
+            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas),
+        },
+        "slowdown": {
+            "at_once": _at_once(config, plan, devices),
+            "factor": costs.together[0],
+            "together": costs.together[1],
+        },
+        "memory": _memory(profile),
+        "limit_bytes": None if memory is None else memory.limit_bytes,
+        "limit": None if memory is None else _limit(config, plan, memory),
+    }
+
+
+def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
+    """Of a mean micro-batch for each number of them. Layers that cost the same for all numbers are of one kind."""
+    layers = len(profile.costs)
+    offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
+    if len(offered) * layers > _MOST_COSTS:
+        offered = [1 << power for power in range(7)]
+    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
+    found = [_costs(config, profile, plan, m) for m in offered]
+    split = any(of.inputs or of.weights for of in plan.costs.layers)
+    free = EdgeCost(0.0, 0.0)
+    columns = [
+        tuple((costs.layers[at], costs.edges[at] if at < layers - 1 else free) for costs in found)
+        for at in range(layers)
+    ]
+    kinds = {column: number for number, column in enumerate(dict.fromkeys(columns))}
+    return {
+        "kinds": [kinds[column] for column in columns],
+        "of": {
+            str(m): {
+                "layers": [_seconds(column[at][0], split) for column in kinds],
+                "edges": [[column[at][1].forward_seconds, column[at][1].backward_seconds] for column in kinds],
+            }
+            for at, m in enumerate(offered)
+        },
+    }
+
+
+def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
+    halves = [layer.inputs, layer.weights] if split else []
+    return [layer.forward, layer.graph, layer.backward, *halves]
+
+
+def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: int) -> StepCosts:
+    """With links between all stages; what was measured of micro-batches of one size is in proportion to it."""
+    costs, same = plan.costs, micro_batches == plan.micro_batches
+    if costs.rates is not None:
+        schedule = "gpipe" if config.schedule_is_file else config.schedule  # a file has one M; costs know no schedule
+        wanted = config if same else replace(config, micro_batches=micro_batches, schedule=schedule)
+        return predicted_costs(wanted, profile, costs.rates, linked=True)
+    scale = plan.micro_batches / micro_batches
+    layers = tuple(LayerSeconds(*(scale * seconds for seconds in asdict(layer).values())) for layer in costs.layers)
+    edges = tuple(EdgeCost(scale * edge.forward_seconds, scale * edge.backward_seconds) for edge in costs.edges)
+    return replace(costs, layers=layers, edges=edges)
+
+
+def _at_once(config: TrainConfig, plan: Plan, devices: Devices) -> int | None:
+    """How many devices of all pipelines can compute at the same time, whatever K is; None: all of them."""
+    if config.hardware.name != "auto" or devices.stages[0] != "cpu" or torchrun() is not None:
+        return None
+    if plan.costs.basis == "timed_layers" and devices.distributed and config.replicas == 1:
+        return None  # they were timed together
+    return max(1, usable_cores() // devices.threads)
+
+
+def _limit(config: TrainConfig, plan: Plan, memory: Memory) -> dict[str, Any]:
+    """The memory that stages share: those of a device, all of the machine, or none, if each stage has its own."""
+    shared = "stage"
+    if config.hardware.memory_gib is None or config.hardware.name != "auto":
+        of_a_device = max(map(plan.turns.count, plan.turns))
+        shared = "device" if memory.stages == of_a_device else "machine"
+    return {"bytes": memory.device_bytes, "of": shared}
+
+
+def _memory(profile: ModelProfile) -> dict[str, Any]:
+    """What `ActivationMemory` is made from; `a + b n` bytes of a tensor for n samples."""
+    return {
+        "boundaries": [_tensors(of, profile.lengths) for of in (profile.inputs, *(c.outputs for c in profile.costs))],
+        "trained": [cost.trained for cost in profile.costs],
+        "saved": [_saved(cost.saved) for cost in profile.costs],
+        "kept": [_kept(cost) for cost in profile.costs] if profile.splits else None,
+    }
+
+
+def _tensors(boundary: Boundary, lengths: Sequence[int]) -> list[list[int]]:
+    """[a, b, whether a gradient returns] of each tensor."""
+    sizes = [(tensor.bytes(0, lengths), tensor.bytes(1, lengths), tensor.has_gradient) for tensor in boundary]
+    return [[none, one - none, int(has_gradient)] for none, one, has_gradient in sizes]
+
+
+def _saved(saved: Saved) -> list[Any]:
+    return [saved.tensors, saved.base_bytes, saved.per_sample_bytes, saved.same_memory]
+
+
+def _kept(cost: LayerCost) -> list[Any]:
+    """Inputs and gradients between the two halves of a backward."""
+    none = Saved()
+    halves = cost.halves
+    return (
+        [_saved(none), _saved(none)] if halves is None else [_saved(halves.kept_inputs), _saved(halves.kept_gradients)]
+    )

@@ -1,0 +1,78 @@
+"""pipeline.html: one file that loads nothing, made of the parts beside this one, so that it can be sent and kept.
+
+What was measured is drawn beside what is simulated, and everything simulated is computed in the page: from the value of
+`planner/simulation_data.py`, by the same rules as in `pipeline/schedule/`, which a test holds against each other.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, TimelineView
+from gpipe_cli.system.files import write_whole
+
+PAGE = "pipeline.html"
+MOST_STEPS = 12
+MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many megabytes
+
+# in this order: each reads names of those before it
+SCRIPTS = ("schedules.js", "simulator.js", "model.js")
+
+
+def write_page(path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **more: Any) -> None:
+    """Writes the page about what `title` says: the newest of `steps`, as far as there is room for their bars.
+
+    Of a newest step that has too many bars a picture is shown. `more`: `command` and `run`, where there is one.
+    """
+    values = {"title": title, "command": None, "run": None, **more, **data, **_measured(steps)}
+    # no end of the element, and no comment, can begin in it
+    parts = {"data": json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")}
+    parts["css"] = _part("page.css")
+    parts["script"] = "\n".join(_part(name) for name in SCRIPTS)
+    page = _part("page.html").split("{{")
+    write_whole(path, page[0] + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in page[1:])))
+
+
+def _part(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
+    """The newest steps, the newest last, and how many older ones are left out as they would make the page too large."""
+    shown: list[dict[str, Any]] = []
+    room = MOST_BARS
+    newest = sorted(steps, key=lambda step: step.step, reverse=True)[:MOST_STEPS]
+    for step in newest:
+        view = next(view for view in step.views if view.kind == "measured")
+        room -= sum(map(len, view.stages))
+        if room < 0 and shown:
+            break
+        facts: dict[str, Any] = {"epoch": step.epoch, "step": step.step, "step_seconds": view.step_seconds}
+        facts["breakdown"] = dict(view.breakdown)
+        shown.append(facts | (_bars(view) if room >= 0 else {"stages": [], "events": [], "picture": _picture(view)}))
+    return {"steps": shown[::-1], "steps_left_out": len(newest) - len(shown)}
+
+
+def _bars(view: TimelineView) -> dict[str, Any]:
+    """[what, micro-batch, start, end] of actions, and of what lies between them; whole nanoseconds."""
+
+    def of_stages(actions: bool) -> list[list[list[Any]]]:
+        return [
+            [
+                [bar.what, bar.micro_batch, round(bar.start_seconds, 9), round(bar.end_seconds, 9)]
+                for bar in bars
+                if (bar.what in ACTIONS) is actions
+            ]
+            for bars in view.stages
+        ]
+
+    return {"stages": of_stages(True), "events": of_stages(False)}
+
+
+def _picture(view: TimelineView) -> str:
+    from gpipe_cli.reporting.plots.picture import png
+    from gpipe_cli.reporting.plots.timeline import draw
+
+    return f"data:image/png;base64,{base64.b64encode(png(draw([view]))).decode()}"
