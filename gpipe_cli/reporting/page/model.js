@@ -1,0 +1,364 @@
+// From the data of the page to a step: what layers and stages cost and hold, where to cut, and what a choice of
+// settings leads to. The same rules as in planner/{plan,cost_model,devices,stage_memory}.py,
+// pipeline/profile/layer_cost.py and pipeline/schedule/partitioner.py.
+
+// --- memory: what ActivationMemory says
+
+const memories = new WeakMap(); // by the data: by the samples of a micro-batch
+
+/** The bytes of a micro-batch of `samples` on a stage of layers `first` to `end - 1`, in each way to hold it. Where
+ *  backwards were not traced in halves, as much is held between them as before. */
+function held(data, first, end, samples) {
+  const of = activationMemory(data, samples);
+  if (!of.hasGradient[first] && of.trained[end] === of.trained[first]) return NONE;
+  const input = of.inputBytes[first], graph = graphBytes(of, first, end);
+  if (!data.memory.kept) return {graph, input, gradients: 0, weights: graph};
+  const gradients = keptGradients(data, of, end)[end - first];
+  return {graph, input, gradients, weights: keptInputs(data, of, first)[end - first] + gradients};
+}
+
+function activationMemory(data, samples) {
+  if (!memories.has(data)) memories.set(data, new Map());
+  const known = memories.get(data);
+  if (!known.has(samples)) known.set(samples, chargedTensors(data.memory, samples));
+  return known.get(samples);
+}
+
+/** Each tensor is charged to the first layer that saves it, so that sums over layers answer for any stage but for the
+ *  few tensors that cross its first boundary. */
+function chargedTensors({boundaries, saved, trained}, samples) {
+  const tensorBytes = boundaries.map((boundary) => boundary.map(([base, each]) => base + each * samples));
+  const tensor = (bytes) => ({bytes, saver: null});
+  let current = tensorBytes[0].map(tensor);
+  const crossing = [current], charged = [0], trainedBefore = [0];
+  saved.forEach(([positions, base, each, sameMemory], at) => {
+    const tensors = [...current];
+    tensorBytes[at + 1].forEach((bytes, n) => {
+      const other = sameMemory.length ? sameMemory[n] : null;
+      tensors.push(other === null ? tensor(bytes) : tensors[other]);
+    });
+    let own = base + each * samples;
+    for (const one of positions.map((position) => tensors[position])) {
+      if (one.saver !== null) continue;
+      one.saver = at;
+      own += one.bytes;
+    }
+    current = tensors.slice(current.length);
+    crossing.push(current);
+    charged.push(charged[at] + own);
+    trainedBefore.push(trainedBefore[at] + trained[at]);
+  });
+  const hasGradient = boundaries.map((boundary) => boundary.some(([, , returned]) => returned));
+  const inputBytes = tensorBytes.map(sum);
+  return {samples, tensorBytes, inputBytes, hasGradient, trained: trainedBefore, crossing, charged, walks: new Map()};
+}
+
+function graphBytes(of, first, end) {
+  let charged = of.charged[end] - of.charged[first];
+  for (const tensor of new Set(of.crossing[first])) { // it is there as an input
+    if (tensor.saver !== null && first <= tensor.saver && tensor.saver < end) charged -= tensor.bytes;
+  }
+  return of.inputBytes[first] + charged;
+}
+
+const keptInputs = (data, of, first) => once(of.walks, `inputs ${first}`, () =>
+  walked(of, of.tensorBytes.slice(first), data.memory.kept.slice(first).map(([inputs]) => inputs)));
+
+const keptGradients = (data, of, end) => once(of.walks, `gradients ${end}`, () =>
+  walked(of, of.tensorBytes.slice(0, end + 1).reverse(),
+    data.memory.kept.slice(0, end).map(([, gradients]) => gradients).reverse()));
+
+function once(known, name, make) {
+  if (!known.has(name)) known.set(name, make());
+  return known.get(name);
+}
+
+/** What is kept in the first 0, 1, ... of the layers between boundaries, no tensor twice. */
+function walked(of, boundaries, kept) {
+  const tensor = (bytes) => ({bytes, counted: false});
+  let current = boundaries[0].map(tensor);
+  const total = [0];
+  kept.forEach(([positions, base, each, sameMemory], at) => {
+    const tensors = [...current];
+    boundaries[at + 1].forEach((bytes, n) => {
+      const other = sameMemory.length ? sameMemory[n] : null;
+      tensors.push(other === null ? tensor(bytes) : tensors[other]);
+    });
+    let found = base + each * of.samples;
+    for (const one of positions.map((position) => tensors[position])) {
+      if (!one.counted) found += one.bytes;
+      one.counted = true;
+    }
+    total.push(total[at] + found);
+    current = tensors.slice(current.length);
+  });
+  return total;
+}
+
+// --- seconds
+
+/** Seconds of a mean micro-batch if there are M of them: {layers: [[forward, graph, backward, inputs, weights]], edges:
+ *  [[forward, backward]]}; undefined for an M that is not offered. */
+function layerCosts(data, M) {
+  const found = data.costs.of[M], {kinds} = data.costs;
+  if (!found) return undefined;
+  const halves = ([forward, graph, backward, inputs = backward / 2, weights = backward / 2]) =>
+    [forward, graph, backward, inputs, weights];
+  const layers = found.layers.map(halves);
+  return {layers: kinds.map((kind) => layers[kind]), edges: kinds.slice(0, -1).map((kind) => found.edges[kind])};
+}
+
+function stageCost(data, layers, first, end) {
+  const of = layers.slice(first, end), own = data.layers.slice(first, end);
+  const [forward, graph, backward, inputs, weights] = range(5, (n) => sum(of.map((layer) => layer[n])));
+  const update = sum(own.map((layer) => layer.update)), added = sum(own.map((layer) => layer.sum));
+  return {forward, graph, backward, inputs, weights, update, sum: added};
+}
+
+/** The samples of the micro-batches of the first pipeline, the largest first. */
+function microBatchSizes(data, M) {
+  const {step_samples: samples, replicas} = data.setting, pieces = Math.min(samples, replicas * M);
+  const sizes = range(pieces, (n) => Math.floor(samples / pieces) + (n < samples % pieces ? 1 : 0));
+  return sizes.slice(0, Math.floor(pieces / replicas) + (pieces % replicas ? 1 : 0));
+}
+
+/** By how much 1, 2, ... of so many devices slow each other down while they compute. */
+function slowdowns({slowdown, setting}, devices) {
+  const {at_once: limit, factor, together} = slowdown, {replicas} = setting, others = Math.max(1, together - 1);
+  const atOnce = limit === null ? devices * replicas : Math.min(limit, devices * replicas);
+  if (factor === 1 && atOnce === devices * replicas) return [];
+  return range(devices, (n) => {
+    const all = (n + 1) * replicas;
+    return (1 + (factor - 1) * Math.min(all - 1, others) / others) * Math.max(1, all / atOnce);
+  });
+}
+
+// --- where to cut
+
+const cuts = new Map();
+
+/** Layers of each of K partitions: the least maximum of their costs, then the least variance, then cuts that are early.
+ *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back. */
+function partition(costs, K, forwardSends = [], backwardSends = []) {
+  const L = costs.length, sends = (given) => range(L - 1, (n) => given[n] || 0);
+  const given = [...costs, ...sends(forwardSends), ...sends(backwardSends)];
+  if (cuts.size > 200) cuts.clear();
+  return once(cuts, `${K}: ${given}`, () => bestCut(wholeNumbers(given), L, K));
+}
+
+function bestCut(whole, L, K) {
+  const before = [0];
+  for (let n = 0; n < L; n++) before.push(before[n] + whole[n]);
+  const on = before.map((cost, n) => 0 < n && n < L ? cost + whole[L + n - 1] : cost);
+  const back = before.map((cost, n) => 0 < n && n < L ? cost - whole[2 * L + n - 2] : cost);
+  let least = range(L + 1, (j) => j ? Infinity : 0);
+  for (let k = 0; k < K; k++) { // the least maximum
+    const longer = range(L + 1, () => Infinity);
+    for (let j = k + 1; j <= L - K + k + 1; j++) {
+      for (let i = k; i < j; i++) longer[j] = Math.min(longer[j], Math.max(least[i], on[j] - back[i]));
+    }
+    least = longer;
+  }
+  const most = least[L], begins = [];
+  let squares = range(L + 1, (j) => j ? null : 0n); // null: cannot be; of 62 bits, which a number does not have
+  for (let k = 0; k < K; k++) {
+    const longer = range(L + 1, () => null), begin = range(L + 1, () => 0);
+    for (let j = k + 1; j <= L - K + k + 1; j++) {
+      for (let i = k; i < j; i++) {
+        const cost = on[j] - back[i];
+        if (cost > most || squares[i] === null) continue;
+        const total = squares[i] + BigInt(cost) ** 2n;
+        if (longer[j] === null || total < longer[j]) [longer[j], begin[j]] = [total, i];
+      }
+    }
+    squares = longer;
+    begins.push(begin);
+  }
+  const sizes = [];
+  for (let k = K - 1, end = L; k >= 0; end = begins[k--][end]) sizes.unshift(end - begins[k][end]);
+  return sizes;
+}
+
+/** Costs times one common factor, below 2^31 in sum; exact if they are simple enough for that. */
+function wholeNumbers(costs) {
+  const view = new DataView(new ArrayBuffer(8));
+  const parts = costs.map((cost) => { // mantissa and exponent of two
+    view.setFloat64(0, cost);
+    const bits = view.getBigUint64(0), exponent = Number((bits >> 52n) & 2047n), rest = bits & ((1n << 52n) - 1n);
+    return exponent ? [rest | (1n << 52n), exponent - 1075] : [rest, -1074];
+  });
+  const lowest = -greatest(parts.filter(([part]) => part).map(([, exponent]) => -exponent), 0);
+  const exact = parts.map(([part, exponent]) => part ? part << BigInt(exponent - lowest) : 0n);
+  const gcd = (a, b) => { while (b) [a, b] = [b, a % b]; return a; };
+  const common = exact.reduce(gcd, 0n) || 1n, total = exact.reduce((a, b) => a + b, 0n) / common;
+  if (total < 1n << 31n) return exact.map((number) => Number(number / common));
+  const room = (1n << 31n) - 1n - BigInt(costs.length); // rounding may add a half for each
+  return exact.map((number) => Number((2n * (number / common) * room + total) / (2n * total)));
+}
+
+// --- a choice of settings
+
+const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"];
+
+/** The controls that stand for the plan or the run itself. */
+const ownControls = (data) => ({...Object.fromEntries(OWN.map((name) => [name, data.setting[name]])),
+  backward_factor: 1, link_factor: 1});
+
+const boundsOf = (balance) => {
+  let end = 0;
+  return balance.map((size) => [end, end += size]);
+};
+
+/** The device of each stage. Throws a line that says why there can be none. */
+function turnsOf(data, {partitions: K, stages_per_process: each, schedule}) {
+  const own = data.setting, dealt = (name) => name === "interleaved" || name === "auto";
+  const same = K === own.partitions && each === own.stages_per_process;
+  if (schedule === "file" || (same && dealt(schedule) === dealt(own.schedule))) return data.turns;
+  const devices = Math.ceil(K / each);
+  if (!dealt(schedule)) return range(K, (k) => Math.floor(k / each));
+  if (K % devices) {
+    const use = `use K = ${Math.ceil(K / devices) * devices}`;
+    throw new Error(`${schedule}: ${devices} devices would have different numbers of stages; ${use}`);
+  }
+  return range(K, (k) => k % devices);
+}
+
+/** The bytes that each stage must stay below, or null. */
+function limitOf({limit, setting}, turns) {
+  if (!limit) return null;
+  const most = greatest(turns.map((device) => turns.filter((other) => other === device).length));
+  return Math.floor(limit.bytes / {stage: 1, device: most, machine: turns.length * setting.replicas}[limit.of]);
+}
+
+/** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
+function configured(data, controls) {
+  const chosen = {...ownControls(data), ...controls};
+  try {
+    return chosenStep(data, chosen);
+  } catch (error) {
+    return {problem: error.message, timeline: null, rows: null};
+  }
+}
+
+function chosenStep(data, chosen) {
+  const {partitions: K, schedule, backward_factor: slower, link_factor: link} = chosen, own = data.setting;
+  const sizes = microBatchSizes(data, chosen.micro_batches), M = sizes.length;
+  if (K > data.layers.length) throw new Error(`K = ${K}: the model has only ${data.layers.length} layers`);
+  if (M < chosen.micro_batches) throw new Error(`M = ${chosen.micro_batches}: there are only ${own.samples} samples`);
+  const costs = layerCosts(data, M);
+  if (!costs) throw new Error(`M = ${M}: not among ${Object.keys(data.costs.of).join(", ")}`);
+  const turns = turnsOf(data, chosen), devices = new Set(turns).size, linked = devices > 1 ? link : 0;
+  const layers = costs.layers.map(([forward, graph, ...back]) => [forward, graph, ...back.map((s) => s * slower)]);
+  const sends = costs.edges.map(([forward, backward]) => [forward * linked, backward * linked]);
+  const balance = balanceOf(data, chosen, layers, sends), bounds = boundsOf(balance);
+  const problems = [];
+  if (balance.length !== K || sum(balance) !== data.layers.length || balance.some((size) => size < 1)) {
+    throw new Error(`the cut ${balance.join(" + ")} is none of ${data.layers.length} layers into ${K} stages`);
+  }
+  for (const [first, second, why] of data.shared) {
+    if (bounds.some(([, end]) => first < end && end <= second)) problems.push(why);
+  }
+  const stages = bounds.map(([first, end]) => stageCost(data, layers, first, end));
+  const edges = bounds.slice(0, -1).map(([, end]) => ({forward: sends[end - 1][0], backward: sends[end - 1][1]}));
+  const slowdown = slowdowns(data, devices);
+  const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
+  const limit = limitOf(data, turns), fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
+  const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
+  const problem = {stages, edges, slowdown, turns, micro_batches: M, sizes: largest, room, recompute: chosen.recompute,
+    split: own.splits};
+  const rows = rowsFor(data, chosen, problem, problems);
+  const base = {rows, balance, stages, edges, turns, slowdown, micro_batches: M, sizes, devices, limit_bytes: limit};
+  const faulty = check(rows);
+  if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
+  const timeline = simulate(rows, {stages, edges, slowdown, turns});
+  const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
+  const memoryOf = stagesOf(rows).map((actions, k) => {
+    const [first, end] = bounds[k], ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
+    return {...fixed[k], held: memory(actions, sizes.map((n) => ofSize.get(n)))};
+  });
+  memoryOf.forEach((one, k) => {
+    const over = limit === null ? 0 : sum(Object.values(fixed[k])) + greatest(one.held, 0) - limit;
+    if (over > 0) problems.push(`stage ${k} needs ${(over / 2 ** 20).toFixed(1)} MiB more than there are`);
+  });
+  const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
+    breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf};
+  return problems.length ? {...result, problem: problems[0]} : result;
+}
+
+/** What a stage stores all the time, and the workspace of its largest layer. */
+function fixedMemory(data, first, end, samples) {
+  const own = data.layers.slice(first, end), all = (name) => sum(own.map((layer) => layer[name]));
+  const workspace = greatest(range(end - first, (n) => held(data, first + n, first + n + 1, samples).graph));
+  return {weights: all("weights_bytes"), gradients: all("gradients_bytes"), optimizer: all("optimizer_bytes"),
+    workspace};
+}
+
+/** The cut: as given, that of the plan where it was made for the same, or the best one. */
+function balanceOf(data, chosen, layers, sends) {
+  const own = data.setting, again = (mode) => mode === "always" || mode === "except_last";
+  const sameK = chosen.partitions === own.partitions;
+  const same = sameK && chosen.micro_batches === own.micro_batches && again(chosen.recompute) === again(own.recompute)
+    && chosen.backward_factor === 1 && chosen.link_factor === 1 && chosen.stages_per_process === own.stages_per_process;
+  if (chosen.balance) return chosen.balance;
+  if (same || (sameK && own.balance_given)) return data.balance;
+  const work = layers.map(([forward, graph, backward]) => graph + backward + (again(chosen.recompute) ? forward : 0));
+  return partition(work, chosen.partitions, sends.map(([on]) => on), sends.map(([, back]) => back));
+}
+
+/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
+function rowsFor(data, chosen, problem, problems) {
+  const {schedule, recompute, partitions: K, micro_batches: M} = chosen, own = data.setting;
+  if (chosen.rows) return chosen.rows.map((row) => row.map((a) => typeof a === "string" ? action(a) : a));
+  const planned = () => data.rows.map((row) => row.map(action));
+  const same = OWN.every((name) => chosen[name] === own[name]);
+  const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
+  if (same && !(changed && (schedule === "auto" || recompute === "auto"))) return planned();
+  if (schedule === "file") {
+    if (K !== own.partitions || M !== own.micro_batches) {
+      throw new Error(`${own.schedule_file} is of K = ${own.partitions} and M = ${own.micro_batches}`);
+    }
+    const bare = planned().map((row) => row.filter((a) => a.kind !== "R"));
+    return recomputedRows(bare, recompute, problem, problems);
+  }
+  if (schedule === "zero_bubble" && !own.splits) throw new Error("zero_bubble: compiled backwards cannot be halved");
+  if (schedule === "auto") return auto(problem).schedule;
+  return recomputedRows(order(schedule, K, M, new Set(problem.turns).size), recompute, problem, problems);
+}
+
+/** `auto`: as few as fit, none without a limit. */
+function recomputedRows(rows, recompute, {sizes, room}, problems) {
+  if (recompute !== "auto") return withRecomputation(rows, recompute);
+  if (room === null) return rows;
+  const {recomputed, missing} = fewestRecomputations(rows, sizes, room), most = greatest(missing);
+  if (most <= 0) return withRecomputation(rows, recomputed);
+  const stage = missing.indexOf(most), lacks = `${(most / 2 ** 20).toFixed(1)} MiB`;
+  problems.push(`stage ${stage} lacks ${lacks} for activations even if it recomputes all it can`);
+  return withRecomputation(rows, "except_last");
+}
+
+/** What a step takes if one layer moves over a boundary, the shortest first: {from_stage, to_stage, layer, balance,
+ *  step_seconds}; moves that do not fit are left out. */
+function moves(data, controls) {
+  const base = configured(data, controls);
+  if (!base.timeline) return [];
+  const found = [];
+  base.balance.slice(0, -1).forEach((_, stage) => {
+    const end = boundsOf(base.balance)[stage][1];
+    for (const [from, to, layer] of [[stage, stage + 1, end - 1], [stage + 1, stage, end]]) {
+      const balance = base.balance.map((size, k) => size + (k === to) - (k === from));
+      if (balance[from] < 1) continue;
+      const moved = configured(data, {...controls, balance, rows: base.rows});
+      if (moved.problem) continue;
+      found.push({from_stage: from, to_stage: to, layer, balance, step_seconds: moved.step_seconds});
+    }
+  });
+  return found.sort((a, b) => a.step_seconds - b.step_seconds);
+}
+
+function auto() { throw new Error("auto: not yet in this page"); }
+
+window.gpipe = {
+  action, key, order, withRecomputation, fewestRecomputations, check, linearize, csv, stagesOf, clock, SCHEDULES,
+  simulate, breakdown, idleRegions, memory, critical, held, layerCosts, microBatchSizes, slowdowns, partition,
+  ownControls, configured, moves, auto,
+};

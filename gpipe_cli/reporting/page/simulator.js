@@ -1,0 +1,288 @@
+// What a schedule takes, by the same rules as pipeline/schedule/{simulator,breakdown}.py: seconds of each action, idle
+// time and its causes, and the bytes held.
+
+/** When each action runs. `stages`: {forward, graph, backward, inputs, weights, update, sum} seconds of each; `edges`:
+ *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: how much slower everything is
+ *  while n devices compute; `turns`: the device of each stage. Throws for a schedule that deadlocks. */
+function simulate(rows, {stages, edges = [], slowdown = [], turns = null}) {
+  const device = turns && turns.length ? turns : rowsOf(rows), source = sources(rows);
+  const devices = range(1 + greatest(device)), left = devices.map(() => []), next = devices.map(() => 0);
+  const retains = new Map(), seconds = {B: "backward", I: "inputs", W: "weights"};
+  const ofStage = stagesOf(rows).map((actions) => {
+    retained(actions).forEach((what, n) => retains.set(key(actions[n]), what));
+    return actions.length;
+  });
+  const cost = (a) => stages[a.stage][seconds[a.kind] || (retains.get(key(a)) === "graph" ? "graph" : "forward")];
+  for (const a of linearize(rows, device)) left[device[a.stage]].push(a);
+  const updates = devices.map((d) => [...stages.keys()].filter((k) => device[k] === d && stages[k].update > 0));
+  const spans = stages.map(() => []), events = stages.map(() => []);
+  const free = devices.map(() => 0), started = devices.map(() => 0), addedUp = devices.map(() => 0);
+  const computing = new Heap(), arriving = new Heap();
+  const ended = new Map(), arrivals = new Map(), linkFree = new Map(), waiting = new Map();
+  let now = 0, virtual = 0; // ends are on a virtual clock, which stands for undisturbed work
+
+  function begin(d) {
+    const a = left[d][next[d]];
+    if (!a) {
+      if (addedUp[d] > now) {
+        events[device.indexOf(d)].push({what: "transfer", start: now, end: addedUp[d], action: null});
+        arriving.push([addedUp[d], d]);
+      } else if (updates[d].length) {
+        compute(d, stages[updates[d][0]].update);
+      }
+      return;
+    }
+    const needed = source(a);
+    let sent = null;
+    if (needed !== null) {
+      if (!ended.has(needed)) {
+        waiting.set(needed, d);
+        return;
+      }
+      sent = ended.get(needed);
+      const arrival = arrivalOf(a, sent);
+      if (arrival > now) {
+        arriving.push([arrival, d]);
+        return;
+      }
+    }
+    if (now > free[d]) events[a.stage].push(...gap(a, free[d], now, sent));
+    compute(d, cost(a));
+  }
+
+  function compute(d, duration) {
+    started[d] = now;
+    computing.push([virtual + duration, d]);
+  }
+
+  function finish(d) {
+    const start = started[d], a = left[d][next[d]];
+    free[d] = now;
+    if (!a) {
+      events[updates[d].shift()].push({what: "update", start, end: now, action: null});
+      begin(d);
+      return;
+    }
+    next[d]++;
+    spans[a.stage].push({action: a, start, end: now});
+    ended.set(key(a), now);
+    if (!--ofStage[a.stage]) addedUp[d] = Math.max(addedUp[d], now) + stages[a.stage].sum;
+    begin(d);
+    if (waiting.has(key(a))) {
+      const other = waiting.get(key(a));
+      waiting.delete(key(a));
+      begin(other);
+    }
+  }
+
+  /** A link moves one micro-batch after another. */
+  function arrivalOf(a, sent) {
+    const forward = a.kind === "F", from = forward ? a.stage - 1 : a.stage + 1;
+    if (!edges.length || device[a.stage] === device[from]) return sent;
+    if (!arrivals.has(key(a))) {
+      const link = `${forward}${a.stage}`, edge = edges[Math.min(a.stage, from)];
+      const arrival = Math.max(sent, linkFree.get(link) || 0) + (forward ? edge.forward : edge.backward);
+      linkFree.set(link, arrival);
+      arrivals.set(key(a), arrival);
+    }
+    return arrivals.get(key(a));
+  }
+
+  devices.forEach(begin);
+  while (computing.size || arriving.size) {
+    const busy = computing.size;
+    const factor = slowdown.length && busy ? slowdown[Math.min(busy, slowdown.length) - 1] : 1;
+    if (busy) {
+      const to = computing.first[0], end = slowdown.length ? now + Math.max(0, to - virtual) * factor : to;
+      if (!arriving.size || end <= arriving.first[0]) {
+        now = end;
+        virtual = to;
+        finish(computing.pop()[1]);
+        continue;
+      }
+    }
+    const [arrival, d] = arriving.pop();
+    virtual = slowdown.length ? virtual + (arrival - now) / factor : arrival;
+    now = arrival;
+    begin(d);
+  }
+  return {spans, events, turns: [...device]};
+}
+
+/** What lies before an action that starts when its device had been free for a while. */
+function gap(a, free, start, sent) {
+  const came = sent === null ? start : Math.max(free, Math.min(sent, start));
+  const parts = [["waiting", free, came], ["transfer", came, start]];
+  return parts.filter(([, from, to]) => to > from).map(([what, from, to]) => ({what, start: from, end: to, action: a}));
+}
+
+/** When the first action begins and the last one ends. */
+function windowOf(timeline) {
+  const spans = timeline.spans.flat();
+  if (!spans.length) return [0, 0];
+  return [-greatest(spans.map((span) => -span.start)), greatest(spans.map((span) => span.end))];
+}
+
+/** Of the last action, or of what comes after it. */
+const endOf = (timeline) => greatest(timeline.events.flat().map((event) => event.end), windowOf(timeline)[1]);
+
+const inside = (event, begin, end) => Math.max(0, Math.min(event.end, end) - Math.max(event.start, begin));
+
+/** Of each device, the actions and events of its stages and how long it was busy, idle and neither. */
+function devicesOf(timeline, stepSeconds) {
+  const [begin, end] = windowOf(timeline), found = new Map();
+  timeline.spans.forEach((spans, k) => {
+    const d = timeline.turns && timeline.turns.length ? timeline.turns[k] : k;
+    if (!found.has(d)) found.set(d, {device: d, spans: [], events: []});
+    found.get(d).spans.push(...spans);
+    found.get(d).events.push(...timeline.events[k]);
+  });
+  return [...found.values()].map((one) => {
+    const besides = one.events.filter((event) => event.what === "transfer" || event.what === "update");
+    const busy = sum(one.spans.map((span) => span.end - span.start));
+    const within = sum(besides.map((event) => inside(event, begin, end)));
+    const alone = besides.filter((event) => event.action === null);
+    const outside = sum(alone.map((event) => event.end - event.start - inside(event, begin, end)));
+    const setUp = Math.max(0, stepSeconds - (end - begin) - outside);
+    return {...one, besides, busy, idle: Math.max(0, end - begin - busy - within), setUp};
+  });
+}
+
+/** Seconds of imbalance of each device: what it has less to do than the busiest one, as far as it is idle. */
+function imbalances(devices, M) {
+  const most = greatest(devices.map((one) => one.busy));
+  const unequal = devices.map((one) => (most - one.busy) * (M - 1) / M);
+  const found = devices.map((one, n) => Math.min(one.idle, unequal[n]));
+  let rest = Math.min(sum(devices.map((one) => one.idle)), sum(unequal)) - sum(found);
+  return found.map((seconds, n) => {
+    const more = Math.max(0, Math.min(rest, devices[n].idle - seconds));
+    rest -= more;
+    return seconds + more;
+  });
+}
+
+/** Shares of the time of all devices: compute, recompute, bubble, imbalance, transfer, update, set_up. */
+function breakdown(timeline, M, stepSeconds) {
+  const [begin, end] = windowOf(timeline), devices = devicesOf(timeline, stepSeconds);
+  const busy = sum(devices.map((one) => one.busy)), idle = sum(devices.map((one) => one.idle));
+  const again = timeline.spans.flat().filter((span) => span.action.kind === "R");
+  const recompute = sum(again.map((span) => span.end - span.start));
+  const length = (event) => event.action === null ? event.end - event.start : inside(event, begin, end);
+  const of = (what) => devices.flatMap((one) => one.besides).filter((event) => event.what === what);
+  const transfer = sum(of("transfer").map(length)), update = sum(of("update").map((event) => event.end - event.start));
+  const setUp = sum(devices.map((one) => one.setUp)), imbalance = Math.min(idle, sum(imbalances(devices, M)));
+  const total = busy + transfer + update + idle + setUp, scale = total > 0 ? 1 / total : 0;
+  return {
+    compute: (busy - recompute) * scale, recompute: recompute * scale, bubble: (idle - imbalance) * scale,
+    imbalance: imbalance * scale, transfer: transfer * scale, update: update * scale, set_up: setUp * scale,
+  };
+}
+
+/** Of each device, in the order of their numbers, its idle times {start, end, why}: bubble, imbalance, transfer or
+ *  set_up. Imbalance is laid onto its waits between its first and its last action, the longest first. */
+function idleRegions(timeline, M, stepSeconds) {
+  const [begin, end] = windowOf(timeline), devices = devicesOf(timeline, stepSeconds), unequal = imbalances(devices, M);
+  const found = devices.map((one, n) => {
+    const within = one.besides.map((e) => ({start: Math.max(e.start, begin), end: Math.min(e.end, end)}));
+    const waits = between([...one.spans, ...within], begin, end);
+    const first = -greatest(one.spans.map((span) => -span.start)), last = greatest(one.spans.map((span) => span.end));
+    const outer = (wait) => wait.end <= first || wait.start >= last ? 1 : 0;
+    const regions = [];
+    let left = unequal[n];
+    const length = (wait) => wait.end - wait.start;
+    for (const wait of [...waits].sort((a, b) => outer(a) - outer(b) || length(b) - length(a))) {
+      const middle = wait.end - Math.min(left, length(wait));
+      left -= wait.end - middle;
+      regions.push({start: wait.start, end: middle, why: "bubble"}, {start: middle, end: wait.end, why: "imbalance"});
+    }
+    for (const event of one.besides.filter((e) => e.what === "transfer")) {
+      const cut = event.action === null ? event : {start: Math.max(event.start, begin), end: Math.min(event.end, end)};
+      regions.push({start: cut.start, end: cut.end, why: "transfer"});
+    }
+    const alone = one.besides.filter((event) => event.action === null);
+    const step = between([{start: begin, end}, ...alone], Math.min(0, begin), Math.min(0, begin) + stepSeconds);
+    regions.push(...step.map((wait) => ({...wait, why: "set_up"})));
+    const seen = regions.filter((region) => region.end > region.start).sort((a, b) => a.start - b.start);
+    return [one.device, seen];
+  });
+  return found.sort((a, b) => a[0] - b[0]).map(([, regions]) => regions);
+}
+
+/** The parts of a window that none of `pieces` covers. */
+function between(pieces, begin, end) {
+  const found = [];
+  let free = begin;
+  for (const piece of [...pieces].sort((a, b) => a.start - b.start)) {
+    if (piece.end <= piece.start) continue;
+    if (piece.start > free) found.push({start: free, end: Math.min(piece.start, end)});
+    free = Math.max(free, piece.end);
+  }
+  if (free < end) found.push({start: free, end});
+  return found;
+}
+
+const NONE = {graph: 0, input: 0, gradients: 0, weights: 0};
+
+/** The bytes held for micro-batches in flight while each action of a stage runs; `sizes` of each micro-batch. */
+function memory(stageActions, sizes) {
+  const kept = retained(stageActions);
+  let now = 0;
+  return stageActions.map((a, n) => {
+    const size = sizes[a.micro_batch];
+    const [begins, ends] = {
+      F: [kept[n] === "graph" ? size.graph : kept[n] === "input" ? size.input : 0, 0],
+      R: [size.graph - size.input, 0],
+      B: [0, -size.graph],
+      I: [size.gradients, size.weights - size.gradients - size.graph],
+      W: [0, -size.weights],
+    }[a.kind];
+    now += begins;
+    const held = now;
+    now += ends;
+    return held;
+  });
+}
+
+/** What the end of the step waits for, from its beginning on: {action, start, end}, and {from, to, start, end} of
+ *  transfers between two actions. */
+function critical(timeline, rows, edges = []) {
+  const source = sources(rows), spans = new Map(), previous = new Map(), travelled = new Map(), ends = [];
+  for (const one of devicesOf(timeline, 0)) {
+    const ordered = [...one.spans].sort((a, b) => a.start - b.start || a.end - b.end);
+    ordered.forEach((span, n) => {
+      spans.set(key(span.action), span);
+      if (n) previous.set(key(span.action), ordered[n - 1]);
+    });
+    const last = greatest(one.events.filter((e) => e.what === "update").map((e) => e.end), ordered.at(-1).end);
+    ends.push([last, ordered.at(-1)]);
+  }
+  for (const list of timeline.spans) { // what went over the same link just before
+    for (const forward of [true, false]) {
+      const received = list.filter((span) => forward ? span.action.kind === "F" : returns(span.action));
+      received.forEach((span, n) => { if (n) travelled.set(key(span.action), received[n - 1]); });
+    }
+  }
+  const slack = 1e-12 * greatest(ends.map(([end]) => end)), chain = [];
+  const same = (device, other) => timeline.turns[device] === timeline.turns[other];
+  let at = ends.sort((a, b) => b[0] - a[0])[0][1];
+  while (at) {
+    chain.push({action: at.action, start: at.start, end: at.end});
+    const before = previous.get(key(at.action)), needed = source(at.action);
+    if (needed === null || (before && before.end >= at.start - slack)) {
+      at = before;
+      continue;
+    }
+    let sender = spans.get(needed), receiver = at, arrived = at.start;
+    while (edges.length && !same(sender.action.stage, receiver.action.stage)) {
+      const edge = edges[Math.min(sender.action.stage, receiver.action.stage)];
+      const start = arrived - (receiver.action.kind === "F" ? edge.forward : edge.backward);
+      chain.push({from: sender.action, to: receiver.action, start, end: arrived});
+      const earlier = travelled.get(key(receiver.action));
+      if (start <= sender.end + slack || !earlier) break;
+      [receiver, arrived] = [earlier, start]; // the link was busy
+      sender = spans.get(source(earlier.action));
+    }
+    at = sender;
+  }
+  return chain.reverse();
+}
