@@ -1,0 +1,342 @@
+"""The JavaScript that the page simulates with, in a real browser, against the Python that runs and plans."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from browser import NEEDED, opened_page
+from plan_runs import EVEN, traced
+from training_runs import configure
+
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
+from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.partitioner import partition
+from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
+from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, bytes_held, simulate
+from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+from gpipe_cli.planner.simulation_data import simulation_data
+from gpipe_cli.reporting.page.page import write_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = NEEDED
+SETTINGS = (*EVEN, "hardware=v100", "batch_size=22", "partitions=2")
+TEXT = (
+    "model=transformer_lm", "dataset=synthetic_text", "model.layers=3", "model.width=16", "model.heads=2",
+    "model.length=8", "device=cpu", "hardware=v100", "~presets",
+)  # fmt: skip
+SPLIT = (*SETTINGS, "schedule=zero_bubble")  # so that both halves of backwards are traced
+
+
+@cache
+def planned(*settings: str) -> tuple[dict[str, Any], Plan]:
+    """A plan by figures, and what the page gets of it. The model is traced once."""
+    config, profile = configure(*SPLIT, *settings), traced(*SPLIT)
+    plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+    return simulation_data(config, profile, plan), plan
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
+    path = tmp_path_factory.mktemp("page") / "pipeline.html"
+    write_page(path, "AmoebaNet-D on digits", planned()[0], ())
+    for page in opened_page():
+        page.goto(f"file://{path}")
+        yield page
+
+
+def assert_close(found: Any, expected: Any, where: str = "") -> None:
+    """Nested lists and mappings alike, fractions to 1e-9 of each other."""
+    if isinstance(expected, float):
+        assert abs(found - expected) <= 1e-9 * abs(expected) + 1e-15, (where, found, expected)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_close(one, other, f"{where}/{n}")
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_close(found[key], value, f"{where}/{key}")
+    else:
+        assert found == expected, where
+
+
+# --- schedules and their simulation
+
+ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds, sizes}) => {
+  const rows = gpipe.withRecomputation(gpipe.order(name, K, M, devices), recompute);
+  const timeline = gpipe.simulate(rows, costs);
+  const idle = {};
+  gpipe.idleRegions(timeline, M, seconds).flat().forEach(({start, end, why}) => {
+    idle[why] = (idle[why] || 0) + (end - start);
+  });
+  const chain = gpipe.critical(timeline, rows, costs.edges);
+  return {
+    rows: rows.map(row => row.map(gpipe.key)),
+    spans: timeline.spans.map(of => of.map(({action, start, end}) => [gpipe.key(action), start, end])),
+    events: timeline.events.map(of => of.map(({what, start, end, action}) =>
+      [what, start, end, action && gpipe.key(action)])),
+    shares: gpipe.breakdown(timeline, M, seconds),
+    held: gpipe.stagesOf(rows).map((of, k) => gpipe.memory(of, sizes[k])),
+    checked: gpipe.check(rows), csv: gpipe.csv(rows), ofDevices: gpipe.csv(rows, timeline.turns), idle,
+    chain: chain.map(({start, end}) => [start, end]),
+  };
+})"""
+
+
+def random_case(random: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What JavaScript is asked, and what Python says."""
+    name, devices = random.choice(SCHEDULES), random.randint(1, 4)
+    K = devices * random.randint(1, 8 // devices) if name == "interleaved" else random.randint(1, 8)
+    M = random.randint(1, 32)
+    sets = [random.sample(range(M), random.randint(0, M)) for _ in range(K)]
+    recompute: Any = random.choice([*RECOMPUTE, sets])
+    stages = [
+        StageCost(*(random.uniform(0.1, 2) for _ in range(5)), random.choice((0.0, 0.3)), random.choice((0.0, 0.5)))
+        for _ in range(K)
+    ]
+    edges = [EdgeCost(random.uniform(0, 1), random.uniform(0, 1)) for _ in range(K - 1)] * random.randint(0, 1)
+    slowdown = [1.0, *(random.uniform(1, 3) for _ in range(random.randint(1, 4)))] * random.randint(0, 1)
+    of_rows = list(range(K)) if name != "interleaved" else [k % devices for k in range(K)]
+    turns = random.choice([of_rows, [row // 2 for row in of_rows]])
+    sizes = [[Held(*(random.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
+
+    mode = recompute if isinstance(recompute, str) else tuple(map(frozenset, recompute))
+    schedule = with_recomputation(order(name, K, M, devices), mode)
+    check(schedule)
+    timeline = simulate(schedule, stages, edges, slowdown, turns)
+    seconds = max([timeline.end_seconds, *(e.end_seconds for of in timeline.events for e in of)]) * 1.1
+    shares = breakdown(timeline, M, seconds)
+    keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
+    asked = {
+        "name": name, "K": K, "M": M, "devices": devices, "recompute": recompute, "seconds": seconds,
+        "costs": {
+            "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
+            "edges": [{"forward": edge.forward_seconds, "backward": edge.backward_seconds} for edge in edges],
+            "slowdown": slowdown, "turns": turns,
+        },
+        "sizes": [[one._asdict() for one in of] for of in sizes],
+    }  # fmt: skip
+    devices_used = len(set(turns))
+    idle = {why: getattr(shares, why) * seconds * devices_used for why in ("bubble", "imbalance", "transfer", "set_up")}
+    expected = {
+        "rows": [list(map(str, row)) for row in schedule],
+        "spans": [[[str(s.action), s.start_seconds, s.end_seconds] for s in of] for of in timeline.stages],
+        "events": _events(timeline),
+        "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
+        "held": [list(bytes_held(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
+        "checked": None, "csv": csv_of(schedule), "ofDevices": csv_of(schedule, turns),
+        "idle": {why: value for why, value in idle.items() if value > 1e-9},
+    }  # fmt: skip
+    return asked, expected
+
+
+def _events(timeline: Timeline) -> list[list[list[Any]]]:
+    return [
+        [[e.what.value, e.start_seconds, e.end_seconds, None if e.action is None else str(e.action)] for e in of]
+        for of in timeline.events
+    ]
+
+
+def test_simulations_are_those_of_python(page: "Page", tmp_path: Path) -> None:
+    """Every action's times, every event, every share, all bytes held; idle regions add up to their shares, and the
+    critical path is one chain from the beginning to the last action."""
+    cases = [random_case(random.Random(seed)) for seed in range(24)]
+    for (asked, expected), found in zip(cases, page.evaluate(ENGINE, [asked for asked, _ in cases]), strict=True):
+        chain = found.pop("chain")
+        end = max(span[2] for of in found["spans"] for span in of)
+        assert chain[0][0] == pytest.approx(0, abs=1e-9)
+        assert [before[1] for before in chain[:-1]] == pytest.approx([after[0] for after in chain[1:]], abs=1e-9)
+        assert all(chain[-1][1] <= end + 1e-9 for _ in chain)
+        found["idle"] = {why: value for why, value in found["idle"].items() if value > 1e-9}
+        assert_close(found, expected, asked["name"])
+        file = tmp_path / "drawn.csv"
+        file.write_text(found["csv"], encoding="utf-8")
+        read_schedule.cache_clear()
+        assert [list(map(str, row)) for row in read_schedule(str(file), asked["K"], asked["M"])] == expected["rows"]
+
+
+def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
+    """What an edit may lead to: actions that change places, are missing or double."""
+    chance, schedules = random.Random(0), []
+    for _ in range(300):
+        K, M = chance.randint(1, 4), chance.randint(1, 4)
+        name = chance.choice(("gpipe", "1f1b", "zero_bubble"))
+        rows = [list(row) for row in with_recomputation(order(name, K, M), chance.choice(RECOMPUTE))]
+        for _ in range(chance.randint(0, 3)):
+            row, other, at = chance.choice(rows), chance.choice(rows), chance.randint(1, 9)
+            match chance.choice((*["neighbours"] * 8, "move", "lose", "double", "row")):
+                case "neighbours" if at < len(row) and row[at].micro_batch != row[at - 1].micro_batch:
+                    row[at - 1 : at + 1] = row[at], row[at - 1]
+                case "move":
+                    row.insert(chance.randrange(len(row)), row.pop(chance.randrange(len(row))))
+                case "lose" if len(row) > 1:
+                    row.pop(chance.randrange(len(row)))
+                case "double":
+                    row.insert(chance.randrange(len(row)), chance.choice(row))
+                case "row" if len(row) > 1:
+                    other.append(row.pop(chance.randrange(len(row))))
+        schedules.append(Schedule(map(tuple, rows)))
+    asked = [[list(map(str, row)) for row in schedule] for schedule in schedules]
+    found = page.evaluate("all => all.map(rows => gpipe.check(rows.map(row => row.map(gpipe.action))))", asked)
+    refused = 0
+    for schedule, verdict in zip(schedules, found, strict=True):
+        expected = None
+        try:
+            check(schedule)
+        except ScheduleError as error:
+            expected = error.what
+        assert (verdict and verdict["what"]) == expected
+        refused += expected is not None
+    assert 100 < refused < 250
+    assert any(verdict and "deadlock" in verdict["what"] and verdict["waits"] for verdict in found)
+
+
+# --- what settings lead to
+
+TOO_LARGE = ("partitions=6", "micro_batches=3", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
+OTHERS = (
+    ("partitions=2",),
+    ("partitions=1", "micro_batches=1"),
+    ("partitions=4", "micro_batches=8", "schedule=1f1b", "recompute=never"),
+    ("partitions=5", "micro_batches=7", "schedule=gpipe", "recompute=always"),
+    ("partitions=3", "micro_batches=16", "schedule=zero_bubble", "recompute=never"),
+    TOO_LARGE,
+    ("partitions=6", "micro_batches=11", "schedule=gpipe", "stages_per_process=3"),
+)
+LIMITED = ("hardware.memory_gib=0.005", "recompute=auto")
+
+
+def controls(settings: Sequence[str]) -> dict[str, Any]:
+    """Those of the page, at the defaults of the plan that it begins with."""
+    given = dict(setting.split("=") for setting in settings if "." not in setting)
+    own = {"partitions": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "except_last",
+           "stages_per_process": 1}  # fmt: skip
+    return {key: type(value)(given.get(key, value)) for key, value in own.items()}
+
+
+@pytest.mark.parametrize("given", [(), LIMITED, ("replicas=2",)], ids=["plain", "limited", "replicas"])
+def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tuple[str, ...]) -> None:
+    """From the data of one plan: the cut, the order, the step, its shares, and the memory of each stage."""
+    data, _ = planned(*given)
+    others = [one for one in OTHERS if "micro_batches=16" not in one or not given]  # more than a replica has samples
+    if given == LIMITED:
+        others = [(*one, "recompute=auto") for one in others if "micro_batches=1" not in one and one != TOO_LARGE]
+    found = page.evaluate(
+        """([data, all]) => all.map(controls => {
+          const {problem, balance, rows, step_seconds, breakdown, memory, samples_per_second} =
+            gpipe.configured(data, controls);
+          return {problem: problem || null, balance, rows: rows.map(row => row.map(gpipe.key)), step_seconds, breakdown,
+            memory: memory.map(({held, ...rest}) => ({...rest, held: Math.max(...held)})), samples_per_second};
+        })""",
+        [data, [controls((*given, *other)) for other in others]],
+    )
+    for other, one in zip(others, found, strict=True):
+        _, plan = planned(*given, *other)
+        shares = plan.breakdown
+        assert_close(one, {
+            "problem": None,
+            "balance": list(plan.balance),
+            "rows": [list(map(str, row)) for row in plan.schedule],
+            "step_seconds": plan.step_seconds,
+            "breakdown": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
+            "memory": [{"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
+                        "workspace": m.workspace_bytes, "held": m.activations_bytes} for m in plan.memory],
+            "samples_per_second": 22 / plan.step_seconds,
+        }, str(other))  # fmt: skip
+
+
+def test_what_cannot_be_is_said(page: "Page") -> None:
+    data, _ = planned(*LIMITED)
+    said = page.evaluate(
+        "([data, all]) => all.map(controls => gpipe.configured(data, controls).problem)",
+        [data, [
+            {"partitions": 6, "micro_batches": 3, "schedule": "interleaved", "stages_per_process": 2},
+            {"partitions": 8}, {"micro_batches": 23}, {"partitions": 5, "schedule": "interleaved",
+            "stages_per_process": 2}, {"rows": [["0F0", "0B0"], ["1B0", "1F0"]]},
+        ]],
+    )  # fmt: skip
+    with pytest.raises(TooLargeError) as over:
+        planned(*LIMITED, *TOO_LARGE, "recompute=auto")
+    assert f"stage {over.value.stage} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]
+    assert "the model has only 7 layers" in said[1]
+    assert "there are only 22 samples" in said[2]
+    assert "use K = 6" in said[3]
+    assert said[4] == "1B0 comes before 1F0, which it needs; put 1F0 first"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SPLIT, TEXT],
+    ids=["several tensors between layers", "lengths"],
+)
+def test_bytes_of_any_span_of_layers_are_exact(page: "Page", settings: tuple[str, ...]) -> None:
+    config, profile = configure(*settings), traced(*settings)
+    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    data, layers = simulation_data(config, profile, plan), len(profile.costs)
+    spans = [(first, end) for first in range(layers) for end in range(first + 1, layers + 1)]
+    asked = [(first, end, samples) for first, end in spans for samples in (1, 2, 7)]
+    found = page.evaluate("([data, all]) => all.map(one => gpipe.held(data, ...one))", [data, asked])
+    for (first, end, samples), one in zip(asked, found, strict=True):
+        of = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
+        expected = Held(of.graph_bytes(first, end), of.input_bytes(first, end), of.gradients_bytes(first, end),
+                        of.weights_bytes(first, end))  # fmt: skip
+        if not profile.splits:  # not known, and said to be as much as before
+            expected = expected._replace(weights=expected.graph)
+        assert one == expected._asdict()
+
+
+def test_cuts_and_fewest_recomputations_are_those_of_python(page: "Page") -> None:
+    chance, cuts, stages = random.Random(1), [], []
+    for number in range(30):
+        layers = chance.randint(1, 24)
+        draw = (lambda: float(chance.randint(0, 9))) if number % 2 else chance.random
+        costs, sends, back = ([draw() for _ in range(count)] for count in (layers, layers - 1, layers - 1))
+        cuts.append([costs, chance.randint(1, layers), sends, back])
+    for _ in range(30):
+        K, M = chance.randint(1, 4), chance.randint(1, 12)
+        rows = order(chance.choice(("gpipe", "1f1b", "zero_bubble")), K, M)
+        sizes = [Held(chance.randint(10, 20), chance.randint(0, 10), 3, chance.randint(3, 12)) for _ in range(K)]
+        stages.append((rows, sizes, [chance.randint(20, 120) for _ in range(K)]))
+    found = page.evaluate("all => all.map(one => gpipe.partition(...one))", cuts)
+    for (costs, partitions, sends, back), cut in zip(cuts, found, strict=True):
+        assert cut == list(partition(costs, partitions, forward_sends=sends, backward_sends=back))
+    found = page.evaluate(
+        """all => all.map(([rows, sizes, room]) => {
+          const of = gpipe.fewestRecomputations(rows.map(row => row.map(gpipe.action)), sizes, room);
+          return [of.recomputed.map(set => [...set].sort((a, b) => a - b)), Math.max(...of.missing)];
+        })""",
+        [[[list(map(str, row)) for row in rows], [s._asdict() for s in sizes], room] for rows, sizes, room in stages],
+    )
+    for (rows, sizes, room), (recomputed, missing) in zip(stages, found, strict=True):
+        if missing > 0:
+            with pytest.raises(DoesNotFitError) as lacks:
+                fewest_recomputations(rows, sizes, room)
+            assert lacks.value.missing_bytes == missing
+        else:
+            assert recomputed == [sorted(of) for of in fewest_recomputations(rows, sizes, room)]
+
+
+def test_a_layer_that_moves_is_simulated(page: "Page") -> None:
+    data, plan = planned()
+    moved = page.evaluate("data => gpipe.moves(data, {})", data)
+    assert [one["step_seconds"] for one in moved] == sorted(one["step_seconds"] for one in moved)
+    assert {(one["from_stage"], one["to_stage"]) for one in moved} == {(0, 1), (1, 0)}
+    config, profile = configure(*SPLIT), traced(*SPLIT)
+    for one in moved:
+        cut = replace(config, partition=replace(config.partition, balance=tuple(one["balance"])))
+        other = make_plan(cut, profile, predicted_costs(cut, profile), None)
+        assert one["step_seconds"] == pytest.approx(other.step_seconds, rel=1e-9)
+        assert other.balance != plan.balance
