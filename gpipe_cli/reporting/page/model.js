@@ -68,11 +68,6 @@ const keptGradients = (data, of, end) => once(of.walks, `gradients ${end}`, () =
   walked(of, of.tensorBytes.slice(0, end + 1).reverse(),
     data.memory.kept.slice(0, end).map(([, gradients]) => gradients).reverse()));
 
-function once(known, name, make) {
-  if (!known.has(name)) known.set(name, make());
-  return known.get(name);
-}
-
 /** What is kept in the first 0, 1, ... of the layers between boundaries, no tensor twice. */
 function walked(of, boundaries, kept) {
   const tensor = (bytes) => ({bytes, counted: false});
@@ -212,8 +207,8 @@ const boundsOf = (balance) => {
 /** The device of each stage. Throws a line that says why there can be none. */
 function turnsOf(data, {partitions: K, stages_per_process: each, schedule}) {
   const own = data.setting, dealt = (name) => name === "interleaved" || name === "auto";
-  const same = K === own.partitions && each === own.stages_per_process;
-  if (schedule === "file" || (same && dealt(schedule) === dealt(own.schedule))) return data.turns;
+  const planned = schedule === "file" || schedule === "planned" || dealt(schedule) === dealt(own.schedule);
+  if (planned && K === own.partitions && each === own.stages_per_process) return data.turns;
   const devices = Math.ceil(K / each);
   if (!dealt(schedule)) return range(K, (k) => Math.floor(k / each));
   if (K % devices) {
@@ -233,6 +228,7 @@ function limitOf({limit, setting}, turns) {
 /** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
 function configured(data, controls) {
   const chosen = {...ownControls(data), ...controls};
+  if (chosen.recompute === "as planned") chosen.recompute = data.setting.recompute;
   try {
     return chosenStep(data, chosen);
   } catch (error) {
@@ -313,15 +309,22 @@ function rowsFor(data, chosen, problem, problems) {
   const same = OWN.every((name) => chosen[name] === own[name]);
   const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
   if (same && !(changed && (schedule === "auto" || recompute === "auto"))) return planned();
-  if (schedule === "file") {
-    if (K !== own.partitions || M !== own.micro_batches) {
-      throw new Error(`${own.schedule_file} is of K = ${own.partitions} and M = ${own.micro_batches}`);
+  if (schedule === "file" || schedule === "planned") { // the rows are all that is known of it
+    if (K !== own.partitions || M !== own.micro_batches || chosen.stages_per_process !== own.stages_per_process) {
+      const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
+      throw new Error(`the planned order is of ${of} and its own devices; choose another schedule`);
     }
+    if (recompute === own.recompute) return planned();
     const bare = planned().map((row) => row.filter((a) => a.kind !== "R"));
     return recomputedRows(bare, recompute, problem, problems);
   }
   if (schedule === "zero_bubble" && !own.splits) throw new Error("zero_bubble: compiled backwards cannot be halved");
-  if (schedule === "auto") return auto(problem).schedule;
+  if (schedule === "auto") {
+    const {best} = auto(problem);
+    if (best) return best.rows;
+    problems.push("auto: no order fits the memory");
+    return withRecomputation(order("1f1b", K, M), recompute === "auto" ? "except_last" : recompute);
+  }
   return recomputedRows(order(schedule, K, M, new Set(problem.turns).size), recompute, problem, problems);
 }
 
@@ -354,8 +357,6 @@ function moves(data, controls) {
   });
   return found.sort((a, b) => a.step_seconds - b.step_seconds);
 }
-
-function auto() { throw new Error("auto: not yet in this page"); }
 
 window.gpipe = {
   action, key, order, withRecomputation, fewestRecomputations, check, linearize, csv, stagesOf, clock, SCHEDULES,

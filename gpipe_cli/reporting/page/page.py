@@ -18,7 +18,7 @@ MOST_STEPS = 12
 MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many megabytes
 
 # in this order: each reads names of those before it
-SCRIPTS = ("schedules.js", "simulator.js", "model.js")
+SCRIPTS = ("schedules.js", "simulator.js", "search.js", "model.js")
 
 
 def write_page(path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **more: Any) -> None:

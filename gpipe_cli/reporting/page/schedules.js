@@ -12,6 +12,12 @@ const range = (count, make = (n) => n) => Array.from({length: count}, (_, n) => 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const greatest = (values, least = -Infinity) => values.reduce((most, value) => Math.max(most, value), least);
 
+/** What was made for a name before, or is made now. */
+function once(known, name, make) {
+  if (!known.has(name)) known.set(name, make());
+  return known.get(name);
+}
+
 /** The action that is written `2F0`. */
 function action(text) {
   const found = /^(\d+)([FRBIW])(\d+)$/.exec(text);

@@ -243,8 +243,8 @@ function memory(stageActions, sizes) {
   });
 }
 
-/** What the end of the step waits for, from its beginning on: {action, start, end}, and {from, to, start, end} of
- *  transfers between two actions. */
+/** What the end of the step waits for, from its beginning on: {action, start, end}, and of transfers to an action
+ *  {action, from, what: "transfer", start, end}. */
 function critical(timeline, rows, edges = []) {
   const source = sources(rows), spans = new Map(), previous = new Map(), travelled = new Map(), ends = [];
   for (const one of devicesOf(timeline, 0)) {
@@ -276,7 +276,7 @@ function critical(timeline, rows, edges = []) {
     while (edges.length && !same(sender.action.stage, receiver.action.stage)) {
       const edge = edges[Math.min(sender.action.stage, receiver.action.stage)];
       const start = arrived - (receiver.action.kind === "F" ? edge.forward : edge.backward);
-      chain.push({from: sender.action, to: receiver.action, start, end: arrived});
+      chain.push({action: receiver.action, from: sender.action, what: "transfer", start, end: arrived});
       const earlier = travelled.get(key(receiver.action));
       if (start <= sender.end + slack || !earlier) break;
       [receiver, arrived] = [earlier, start]; // the link was busy

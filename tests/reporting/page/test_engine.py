@@ -20,6 +20,7 @@ from gpipe_cli.pipeline.schedule.partitioner import partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, bytes_held, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import predicted_costs
@@ -96,22 +97,35 @@ ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds,
 })"""
 
 
-def random_case(random: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+def costs_of(
+    stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float], turns: Sequence[int]
+) -> dict[str, Any]:
+    """As the page's simulator takes them."""
+    keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
+    return {
+        "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
+        "edges": [{"forward": edge.forward_seconds, "backward": edge.backward_seconds} for edge in edges],
+        "slowdown": slowdown,
+        "turns": turns,
+    }
+
+
+def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """What JavaScript is asked, and what Python says."""
-    name, devices = random.choice(SCHEDULES), random.randint(1, 4)
-    K = devices * random.randint(1, 8 // devices) if name == "interleaved" else random.randint(1, 8)
-    M = random.randint(1, 32)
-    sets = [random.sample(range(M), random.randint(0, M)) for _ in range(K)]
-    recompute: Any = random.choice([*RECOMPUTE, sets])
+    name, devices = chance.choice(SCHEDULES), chance.randint(1, 4)
+    K = devices * chance.randint(1, 8 // devices) if name == "interleaved" else chance.randint(1, 8)
+    M = chance.randint(1, 32)
+    sets = [chance.sample(range(M), chance.randint(0, M)) for _ in range(K)]
+    recompute: Any = chance.choice([*RECOMPUTE, sets])
     stages = [
-        StageCost(*(random.uniform(0.1, 2) for _ in range(5)), random.choice((0.0, 0.3)), random.choice((0.0, 0.5)))
+        StageCost(*(chance.uniform(0.1, 2) for _ in range(5)), chance.choice((0.0, 0.3)), chance.choice((0.0, 0.5)))
         for _ in range(K)
     ]
-    edges = [EdgeCost(random.uniform(0, 1), random.uniform(0, 1)) for _ in range(K - 1)] * random.randint(0, 1)
-    slowdown = [1.0, *(random.uniform(1, 3) for _ in range(random.randint(1, 4)))] * random.randint(0, 1)
+    edges = [EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for _ in range(K - 1)] * chance.randint(0, 1)
+    slowdown = [1.0, *(chance.uniform(1, 3) for _ in range(chance.randint(1, 4)))] * chance.randint(0, 1)
     of_rows = list(range(K)) if name != "interleaved" else [k % devices for k in range(K)]
-    turns = random.choice([of_rows, [row // 2 for row in of_rows]])
-    sizes = [[Held(*(random.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
+    turns = chance.choice([of_rows, [row // 2 for row in of_rows]])
+    sizes = [[Held(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
 
     mode = recompute if isinstance(recompute, str) else tuple(map(frozenset, recompute))
     schedule = with_recomputation(order(name, K, M, devices), mode)
@@ -119,14 +133,9 @@ def random_case(random: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     timeline = simulate(schedule, stages, edges, slowdown, turns)
     seconds = max([timeline.end_seconds, *(e.end_seconds for of in timeline.events for e in of)]) * 1.1
     shares = breakdown(timeline, M, seconds)
-    keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
     asked = {
         "name": name, "K": K, "M": M, "devices": devices, "recompute": recompute, "seconds": seconds,
-        "costs": {
-            "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
-            "edges": [{"forward": edge.forward_seconds, "backward": edge.backward_seconds} for edge in edges],
-            "slowdown": slowdown, "turns": turns,
-        },
+        "costs": costs_of(stages, edges, slowdown, turns),
         "sizes": [[one._asdict() for one in of] for of in sizes],
     }  # fmt: skip
     devices_used = len(set(turns))
@@ -204,6 +213,44 @@ def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
     assert any(verdict and "deadlock" in verdict["what"] and verdict["waits"] for verdict in found)
 
 
+def random_problem(chance: random.Random) -> tuple[dict[str, Any], Problem]:
+    """For JavaScript and for Python."""
+    devices = chance.randint(1, 4)
+    K, M = devices * chance.randint(1, 2), chance.randint(2, 9)
+    stages = [StageCost(*(chance.uniform(0.5, 1.5) for _ in range(5))) for _ in range(K)]
+    edges = [EdgeCost(chance.uniform(0, 0.3), chance.uniform(0, 0.3)) for _ in range(K - 1)]
+    slowdown = [1.0, 1.2] * chance.randint(0, 1)
+    turns = chance.choice([[k % devices for k in range(K)], [k * devices // K for k in range(K)]])
+    sizes = [Held(10, chance.randint(0, 3), 3, chance.randint(3, 9)) for _ in range(K)]
+    room = chance.choice([None, [chance.randint(25, 60) for _ in range(K)], [9] * K])
+    recompute, split = chance.choice([*RECOMPUTE, "auto"]), chance.random() < 0.5
+    problem = Problem(stages, edges, slowdown, turns, M, sizes, room, recompute, split)
+    return {
+        **costs_of(stages, edges, slowdown, turns), "micro_batches": M, "sizes": [size._asdict() for size in sizes],
+        "room": room, "recompute": recompute, "split": split,
+    }, problem  # fmt: skip
+
+
+def test_orders_that_are_made_for_a_problem_are_those_of_python(page: "Page") -> None:
+    problems = [random_problem(random.Random(seed)) for seed in range(12)]
+    found = page.evaluate(
+        """all => all.map(problem => {
+          const {best, tried} = gpipe.auto(problem);
+          const shown = ({name, seconds, rows}) => [name, seconds, rows.map(row => row.map(gpipe.key))];
+          return [best && best.name, tried.map(shown).sort(([one], [other]) => one < other ? -1 : 1)];
+        })""",
+        [asked for asked, _ in problems],
+    )
+    for (name, orders), (_, problem) in zip(found, problems, strict=True):
+        best, tried = find(problem)
+        expected = sorted((one.name, one.seconds, [list(map(str, row)) for row in one.schedule]) for one in tried)
+        assert_close(orders, [list(one) for one in expected], best.name if best else "")
+        assert name == (best and best.name)
+    names = {name for name, _ in found}
+    assert len(names) > 3
+    assert None in names, "nothing fits"
+
+
 # --- what settings lead to
 
 TOO_LARGE = ("partitions=6", "micro_batches=3", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
@@ -215,6 +262,7 @@ OTHERS = (
     ("partitions=3", "micro_batches=16", "schedule=zero_bubble", "recompute=never"),
     TOO_LARGE,
     ("partitions=6", "micro_batches=11", "schedule=gpipe", "stages_per_process=3"),
+    ("partitions=4", "micro_batches=6", "schedule=auto", "stages_per_process=2"),
 )
 LIMITED = ("hardware.memory_gib=0.005", "recompute=auto")
 
