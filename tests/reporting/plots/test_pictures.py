@@ -15,7 +15,7 @@ from gpipe_cli.reporting.plots import partition as partition_picture
 from gpipe_cli.reporting.plots import timeline as drawing
 from gpipe_cli.reporting.plots.picture import DPI, MARGIN, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline import draw
-from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView
+from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView, axis_ticks, axis_unit
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
 
@@ -165,3 +165,12 @@ def test_few_and_many_stages_are_all_there(stages: int) -> None:
 def test_a_run_without_a_timeline_is_drawn_at_its_end(tmp_path: Path, ending: Any, known: bool, drawn: bool) -> None:
     Reporter(tmp_path, cut(((1.0, 2.0),)) if known else description(), log()[0]).finish(ending)
     assert (tmp_path / "partitions.png").exists() == drawn
+
+
+def test_axes_have_five_to_eleven_round_times() -> None:
+    for end, unit in ((3e-6, "µs"), (0.0013, "µs"), (0.9999, "ms"), (86_400.0, "s")):
+        ticks = axis_ticks(end)
+        assert 5 <= len(ticks) <= 11
+        assert (ticks[0], ticks[-1] <= end * (1 + 1e-6)) == (0, True)
+        assert f"{ticks[1]:.0e}"[0] in "125"
+        assert axis_unit(end)[0] == unit
