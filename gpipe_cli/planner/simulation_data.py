@@ -75,7 +75,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
         },
         "memory": _memory(profile),
         "limit_bytes": None if memory is None else memory.limit_bytes,
-        "limit": None if memory is None else _limit(config, plan, memory),
+        "limit": None if memory is None else _limit(config, devices, memory),
     }
 
 
@@ -133,13 +133,13 @@ def _at_once(config: TrainConfig, plan: Plan, devices: Devices) -> int | None:
     return max(1, usable_cores() // devices.threads)
 
 
-def _limit(config: TrainConfig, plan: Plan, memory: Memory) -> dict[str, Any]:
+def _limit(config: TrainConfig, devices: Devices, memory: Memory) -> dict[str, Any]:
     """The memory that stages share: those of a device, all of the machine, or none, if each stage has its own."""
-    shared = "stage"
-    if config.hardware.memory_gib is None or config.hardware.name != "auto":
-        of_a_device = max(map(plan.turns.count, plan.turns))
-        shared = "device" if memory.stages == of_a_device else "machine"
-    return {"bytes": memory.device_bytes, "of": shared}
+    of = "device"
+    if config.hardware.name == "auto":
+        own = config.hardware.memory_gib is not None
+        of = "stage" if own else "machine" if devices.stages[0] == "cpu" else "device"
+    return {"bytes": memory.device_bytes, "of": of}
 
 
 def _memory(profile: ModelProfile) -> dict[str, Any]:

@@ -133,15 +133,17 @@ function slowdowns({slowdown, setting}, devices) {
 const cuts = new Map();
 
 /** Layers of each of K partitions: the least maximum of their costs, then the least variance, then cuts that are early.
- *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back. */
-function partition(costs, K, forwardSends = [], backwardSends = []) {
+ *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back.
+ *  `furthest[k][i]`: how far partition k can reach from layer i; null if that leaves no cut. */
+function partition(costs, K, forwardSends = [], backwardSends = [], furthest = null) {
   const L = costs.length, sends = (given) => range(L - 1, (n) => given[n] || 0);
   const given = [...costs, ...sends(forwardSends), ...sends(backwardSends)];
   if (cuts.size > 200) cuts.clear();
-  return once(cuts, `${K}: ${given}`, () => bestCut(wholeNumbers(given), L, K));
+  return once(cuts, `${K}: ${given}: ${furthest}`, () => bestCut(wholeNumbers(given), L, K, furthest));
 }
 
-function bestCut(whole, L, K) {
+function bestCut(whole, L, K, furthest) {
+  const reaches = (k, i, j) => furthest === null || j <= furthest[k][i];
   const before = [0];
   for (let n = 0; n < L; n++) before.push(before[n] + whole[n]);
   const on = before.map((cost, n) => 0 < n && n < L ? cost + whole[L + n - 1] : cost);
@@ -150,18 +152,21 @@ function bestCut(whole, L, K) {
   for (let k = 0; k < K; k++) { // the least maximum
     const longer = range(L + 1, () => Infinity);
     for (let j = k + 1; j <= L - K + k + 1; j++) {
-      for (let i = k; i < j; i++) longer[j] = Math.min(longer[j], Math.max(least[i], on[j] - back[i]));
+      for (let i = k; i < j; i++) {
+        if (reaches(k, i, j)) longer[j] = Math.min(longer[j], Math.max(least[i], on[j] - back[i]));
+      }
     }
     least = longer;
   }
   const most = least[L], begins = [];
+  if (most === Infinity) return null;
   let squares = range(L + 1, (j) => j ? null : 0n); // null: cannot be; of 62 bits, which a number does not have
   for (let k = 0; k < K; k++) {
     const longer = range(L + 1, () => null), begin = range(L + 1, () => 0);
     for (let j = k + 1; j <= L - K + k + 1; j++) {
       for (let i = k; i < j; i++) {
         const cost = on[j] - back[i];
-        if (cost > most || squares[i] === null) continue;
+        if (cost > most || squares[i] === null || !reaches(k, i, j)) continue;
         const total = squares[i] + BigInt(cost) ** 2n;
         if (longer[j] === null || total < longer[j]) [longer[j], begin[j]] = [total, i];
       }
@@ -243,10 +248,12 @@ function chosenStep(data, chosen) {
   if (M < chosen.micro_batches) throw new Error(`M = ${chosen.micro_batches}: there are only ${own.samples} samples`);
   const costs = layerCosts(data, M);
   if (!costs) throw new Error(`M = ${M}: not among ${Object.keys(data.costs.of).join(", ")}`);
-  const turns = turnsOf(data, chosen), devices = new Set(turns).size, linked = devices > 1 ? link : 0;
+  const turns = turnsOf(data, chosen), devices = new Set(turns).size;
+  const limit = limitOf(data, turns), linked = devices > 1 ? link : 0;
   const layers = costs.layers.map(([forward, graph, ...back]) => [forward, graph, ...back.map((s) => s * slower)]);
   const sends = costs.edges.map(([forward, backward]) => [forward * linked, backward * linked]);
-  const balance = balanceOf(data, chosen, layers, sends), bounds = boundsOf(balance);
+  const reach = () => limit === null ? null : furthestOf(data, chosen, turns, sizes, limit);
+  const balance = balanceOf(data, chosen, layers, sends, reach), bounds = boundsOf(balance);
   const problems = [];
   if (balance.length !== K || sum(balance) !== data.layers.length || balance.some((size) => size < 1)) {
     throw new Error(`the cut ${balance.join(" + ")} is none of ${data.layers.length} layers into ${K} stages`);
@@ -258,7 +265,7 @@ function chosenStep(data, chosen) {
   const edges = bounds.slice(0, -1).map(([, end]) => ({forward: sends[end - 1][0], backward: sends[end - 1][1]}));
   const slowdown = slowdowns(data, devices);
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
-  const limit = limitOf(data, turns), fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
+  const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
   const problem = {stages, edges, slowdown, turns, micro_batches: M, sizes: largest, room, recompute: chosen.recompute,
     split: own.splits};
@@ -290,7 +297,7 @@ function fixedMemory(data, first, end, samples) {
 }
 
 /** The cut: as given, that of the plan where it was made for the same, or the best one. */
-function balanceOf(data, chosen, layers, sends) {
+function balanceOf(data, chosen, layers, sends, reach) {
   const own = data.setting, again = (mode) => mode === "always" || mode === "except_last";
   const sameK = chosen.partitions === own.partitions;
   const same = sameK && chosen.micro_batches === own.micro_batches && again(chosen.recompute) === again(own.recompute)
@@ -298,7 +305,50 @@ function balanceOf(data, chosen, layers, sends) {
   if (chosen.balance) return chosen.balance;
   if (same || (sameK && own.balance_given)) return data.balance;
   const work = layers.map(([forward, graph, backward]) => graph + backward + (again(chosen.recompute) ? forward : 0));
-  return partition(work, chosen.partitions, sends.map(([on]) => on), sends.map(([, back]) => back));
+  const cut = (furthest) => partition(work, chosen.partitions, ...[0, 1].map((way) => sends.map((one) => one[way])),
+    furthest);
+  return cut(reach()) || cut(null); // over the limit with any
+}
+
+/** For each stage and each layer that it may begin with, how far it can reach within the limit, as if all micro-batches
+ *  were as large as the largest. */
+function furthestOf(data, {schedule, recompute, partitions: K}, turns, sizes, limit) {
+  const L = data.layers.length, M = sizes.length, name = SCHEDULES.includes(schedule) ? schedule : "1f1b";
+  const stored = [0], work = range(L, (at) => held(data, at, at + 1, sizes[0]).graph);
+  for (const layer of data.layers) {
+    stored.push(stored.at(-1) + layer.weights_bytes + layer.gradients_bytes + layer.optimizer_bytes);
+  }
+  const planned = schedule === "file" || schedule === "planned";
+  const bare = planned ? data.rows.map((row) => row.map(action)) : order(name, K, M, new Set(turns).size);
+  const rows = withRecomputation(bare, recompute === "auto" ? "except_last" : recompute);
+  const known = new Map();
+  return stagesOf(rows).map((actions) => { // stages that hold as much at the same time reach as far
+    const moments = fullest(actions, M);
+    return once(known, moments.join(), () => range(L, (first) => {
+      const needed = (end) => {
+        const size = Object.values(held(data, first, end, sizes[0]));
+        const most = greatest(moments.map((moment) => sum(moment.map((number, way) => number * size[way]))));
+        return stored[end] - stored[first] + most + greatest(work.slice(first, end));
+      };
+      let end = first, beyond = L;
+      while (end < beyond) { // halving
+        const middle = Math.floor((end + beyond) / 2);
+        if (needed(middle + 1) > limit) beyond = middle;
+        else end = middle + 1;
+      }
+      while (end > first && needed(end) > limit) end--; // it may need less again behind a layer
+      return end;
+    }));
+  });
+}
+
+/** How many micro-batches a stage holds in each way while its actions run, of moments that no other exceeds in all. */
+function fullest(actions, M) {
+  const ways = Object.keys(NONE).map((way) => memory(actions, range(M, () => ({...NONE, [way]: 1}))));
+  const moments = new Map(actions.map((_, n) => ways.map((of) => of[n])).map((moment) => [moment.join(), moment]));
+  const exceeds = (one, other) => one !== other && one.every((number, way) => number >= other[way]);
+  const all = [...moments.values()];
+  return all.filter((moment) => !all.some((other) => exceeds(other, moment)));
 }
 
 /** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
@@ -340,12 +390,14 @@ function recomputedRows(rows, recompute, {sizes, room}, problems) {
 }
 
 /** What a step takes if one layer moves over a boundary, the shortest first: {from_stage, to_stage, layer, balance,
- *  step_seconds}; moves that do not fit are left out. */
+ *  step_seconds}; moves that do not fit are left out, and of a large step those that do not touch its slowest stage. */
 function moves(data, controls) {
   const base = configured(data, controls);
   if (!base.timeline) return [];
-  const found = [];
+  const found = [], work = base.stages.map((stage) => stage.graph + stage.backward);
+  const slowest = work.indexOf(greatest(work)), all = 2 * base.rows.flat().length * base.balance.length < MOST_TRIED;
   base.balance.slice(0, -1).forEach((_, stage) => {
+    if (!all && stage !== slowest && stage + 1 !== slowest) return; // so many would take seconds
     const end = boundsOf(base.balance)[stage][1];
     for (const [from, to, layer] of [[stage, stage + 1, end - 1], [stage + 1, stage, end]]) {
       const balance = base.balance.map((size, k) => size + (k === to) - (k === from));

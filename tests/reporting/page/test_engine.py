@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,6 +305,32 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tu
                         "workspace": m.workspace_bytes, "held": m.activations_bytes} for m in plan.memory],
             "samples_per_second": 22 / plan.step_seconds,
         }, str(other))  # fmt: skip
+
+
+def test_cuts_keep_within_the_memory(page: "Page") -> None:
+    """Also where another cut would be faster; that no cut fits is said."""
+    data, _ = planned()
+    settings = [(*one, f"recompute={mode}") for one in OTHERS[2:] for mode in ("auto", "never")]
+    asked, expected, moved = [], [], 0
+    for given, quarters in product(settings, (6, 9, 12, 16, 24)):  # of a MiB
+        asked.append([{**data, "limit": {"bytes": quarters << 18, "of": "device"}}, controls(given)])
+        try:
+            _, plan = planned(*given, f"hardware.memory_gib={quarters / 4096}")
+        except TooLargeError:
+            expected.append(None)
+        else:
+            expected.append([list(plan.balance), plan.step_seconds])
+            moved += plan.balance != planned(*given)[1].balance
+    found = page.evaluate(
+        """all => all.map(([data, controls]) => {
+          const {balance, step_seconds, problem} = gpipe.configured(data, controls);
+          return problem ? null : [balance, step_seconds];
+        })""",
+        asked,
+    )
+    assert_close(found, expected)
+    assert expected.count(None) in range(10, len(expected) - 10)
+    assert moved > 2
 
 
 def test_what_cannot_be_is_said(page: "Page") -> None:
