@@ -48,10 +48,16 @@ class StepCosts:
 
 
 def predicted_costs(
-    config: TrainConfig, profile: ModelProfile, rates: DeviceRates | None = None, *, linked: bool = False
+    config: TrainConfig,
+    profile: ModelProfile,
+    rates: DeviceRates | None = None,
+    *,
+    samples: float | None = None,
+    linked: bool = False,
 ) -> StepCosts:
-    """The costs of a mean micro-batch of `config` by `rates`, or else by the data sheet of its hardware; how layers
-    differ from each other may be the user's word. `linked`: as if stages were on several devices, wherever they are.
+    """The costs of a micro-batch of `samples`, by default a mean one, by `rates`, or else by the data sheet of its
+    hardware; how layers differ from each other may be the user's word. `linked`: as if stages were on several devices,
+    wherever they are.
 
     Raises ValueError for a number of costs that is not that of the layers.
     """
@@ -59,7 +65,7 @@ def predicted_costs(
     costs = costs_by_rates(
         profile,
         rates or rates_of_sheet(resolved(config.hardware, devices.stages), devices.threads, config.precision),
-        mean_micro_batch(config, profile.lengths),
+        mean_micro_batch(config, profile.lengths) if samples is None else samples,
         at_once=devices.at_once,
         linked=linked or len(set(devices.turns)) > 1,
         replicas=config.replicas,

@@ -113,11 +113,11 @@ def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
 
 def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: int) -> StepCosts:
     """With links between all stages; what was measured of micro-batches of one size is in proportion to it."""
-    costs, same = plan.costs, micro_batches == plan.micro_batches
+    costs = plan.costs
     if costs.rates is not None:
-        schedule = "gpipe" if config.schedule_is_file else config.schedule  # a file has one M; costs know no schedule
-        wanted = config if same else replace(config, micro_batches=micro_batches, schedule=schedule)
-        return predicted_costs(wanted, profile, costs.rates, linked=True)
+        samples = mini_batch_samples(config, profile.lengths)
+        mean = samples / min(samples, config.replicas * micro_batches)
+        return predicted_costs(config, profile, costs.rates, samples=mean, linked=True)
     scale = plan.micro_batches / micro_batches
     layers = tuple(LayerSeconds(*(scale * seconds for seconds in asdict(layer).values())) for layer in costs.layers)
     edges = tuple(EdgeCost(scale * edge.forward_seconds, scale * edge.backward_seconds) for edge in costs.edges)
