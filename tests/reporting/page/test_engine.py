@@ -25,7 +25,9 @@ from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, bytes_held, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.planner.devices import memory_limit, place
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
@@ -305,6 +307,23 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tu
                         "workspace": m.workspace_bytes, "held": m.activations_bytes} for m in plan.memory],
             "samples_per_second": 22 / plan.step_seconds,
         }, str(other))  # fmt: skip
+
+
+def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:
+    """Where processes share cores and slow each other down, or stages take turns in one process."""
+    for settings in (("partitions=2",), ("partitions=3", "executor=in_process"), ("partitions=2", "replicas=2")):
+        config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
+        sheet = rates_of_sheet(resolved(config.hardware, place(config).stages), 1)
+        costs = predicted_costs(config, profile, replace(sheet, slowdown=1.3, together=2))
+        plan = make_plan(config, profile, costs, None)
+        data = simulation_data(config, profile, plan)
+        own = {"balance": data["balance"], "schedule": "1f1b"}  # whose order is made again
+        found = page.evaluate(
+            "([data, own]) => [{}, own].map(one => gpipe.configured({...data}, one).step_seconds)",
+            [{**data, "setting": {**data["setting"], "schedule": "gpipe"}}, own],
+        )
+        assert found[1] == pytest.approx(plan.step_seconds, rel=1e-9)
+        assert found[0] == pytest.approx(plan.step_seconds, rel=1e-9)
 
 
 def test_cuts_keep_within_the_memory(page: "Page") -> None:
