@@ -21,12 +21,21 @@ MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many 
 SCRIPTS = ("schedules.js", "simulator.js", "search.js", "model.js")
 
 
-def write_page(path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **more: Any) -> None:
+def write_page(
+    path: Path,
+    title: str,
+    data: Mapping[str, Any],
+    steps: Sequence[StepPicture],
+    *,
+    command: str | None = None,
+    run: str | None = None,
+) -> None:
     """Writes the page about what `title` says: the newest of `steps`, as far as there is room for their bars.
 
-    Of a newest step that has too many bars a picture is shown. `more`: `command` and `run`, where there is one.
+    Of a newest step that has too many bars a picture is shown. `command` and `run`: what was typed, and the run's
+    folder, if it is one.
     """
-    values = {"title": title, "command": None, "run": None, **more, **data, **_measured(steps)}
+    values = {"title": title, "command": command, "run": run, **data, **_measured(steps)}
     # no end of the element, and no comment, can begin in it
     parts = {"data": json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")}
     parts["css"] = _part("page.css")
