@@ -18,7 +18,9 @@ MOST_STEPS = 12
 MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many megabytes
 
 # in this order: each reads names of those before it
-SCRIPTS = ("schedules.js", "simulator.js", "search.js", "model.js")
+ENGINE = ("schedules.js", "simulator.js", "search.js", "model.js")
+VIEW = ("colours.js", "words.js", "lanes.js", "explain.js", "navigate.js", "edit.js", "controls.js", "main.js")
+SCRIPTS = (*ENGINE, *VIEW)
 
 
 def write_page(

@@ -1,0 +1,396 @@
+// The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
+const FIELDS = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "backward_factor",
+                "link_factor"];
+
+function offeredMicroBatches() {
+  return Object.keys(data.costs.of).map(Number).sort((a, b) => a - b);
+}
+
+// ---- changing it ----
+
+// New values for some controls. An order by hand belongs to the setting that it was made for, a cut to its K.
+function change(values, again = false) {
+  const controls = {...state.controls, ...values};
+  const kept = Object.keys(values).every(name => ["rows", "backward_factor", "link_factor"].includes(name));
+  if (!kept && !("rows" in values)) controls.rows = undefined;
+  if ("partitions" in values) {
+    const before = state.controls, oneDevice = before.partitions > 1 && before.stages_per_process >= before.partitions;
+    controls.balance = undefined;
+    controls.stages_per_process = oneDevice ? controls.partitions
+      : Math.min(controls.partitions, controls.stages_per_process);
+  }
+  if (!again) state.history.push(state.controls);
+  setControls(controls);
+}
+
+function setControls(controls) {
+  state.controls = controls;
+  update();
+}
+
+// A slider sends many values while it is dragged: to undo them is one step.
+function onField(id, read) {
+  let sliding = false;
+  field(id).addEventListener("input", event => {
+    const value = read(event.target.value);
+    if (value === state.controls[id]) return;
+    change({[id]: value}, sliding);
+    sliding = event.target.type === "range";
+  });
+  field(id).addEventListener("change", () => {
+    sliding = false;
+    live.textContent = explained.textContent;
+  });
+}
+
+function startControls() {
+  field("partitions").max = Math.min(data.layers.length, Math.max(16, state.own.partitions));
+  field("micro_batches").max = offeredMicroBatches().length - 1;
+  addChoices("schedule", ORDERS, name => name !== "file" || state.own.schedule === "file");
+  addChoices("recompute", RECOMPUTES, () => true);
+  onField("partitions", Number);
+  onField("micro_batches", at => offeredMicroBatches()[at]);
+  onField("schedule", String);
+  onField("recompute", String);
+  onField("stages_per_process", Number);
+  onField("backward_factor", at => 2 ** (at / 4));
+  onField("link_factor", at => 2 ** (-at / 4));
+  field("own").addEventListener("click", () => {
+    state.history.push(state.controls);
+    setControls(state.own);
+  });
+  field("move").addEventListener("click", () => change({balance: state.move, rows: state.controls.rows}));
+}
+
+function addChoices(id, texts, offered) {
+  for (const name of Object.keys(texts).filter(offered)) field(id).append(new Option(name, name));
+}
+
+// ---- questions, each answered by a change or a place in the picture ----
+
+function startQuestions() {
+  const {own} = state, most = offeredMicroBatches().at(-1);
+  const more = offeredMicroBatches().findLast(many => many <= 4 * own.micro_batches);
+  ask("Where is the bubble?", showBubble);
+  if (own.micro_batches < most) tryIt(`What would M = ${more} do?`, {micro_batches: more});
+  tryIt("What does recomputation cost and save?", {recompute: own.recompute === "never" ? "always" : "never"});
+  if (own.schedule !== "1f1b") tryIt("What does 1f1b change?", {schedule: "1f1b"});
+  ask("Which layer should move?", () => {
+    field("moves").scrollIntoView({block: "center"});
+    live.textContent = explained.textContent = field("move-text").textContent;
+  });
+}
+
+function ask(text, answer) {
+  const button = field("questions").appendChild(document.createElement("button"));
+  button.type = "button";
+  button.textContent = text;
+  button.addEventListener("click", answer);
+}
+
+// One thing changed of the run's own setting, so that the answer is about nothing else.
+function tryIt(text, values) {
+  ask(text, () => {
+    state.history.push(state.controls);
+    setControls({...state.own, ...values});
+    live.textContent = explained.textContent;
+  });
+}
+
+// The longest piece of it.
+function showBubble() {
+  const pieces = [...svg.querySelectorAll(".simulated .region.bubble")].map(node => node.piece);
+  if (!pieces.length) {
+    explained.textContent = "There is none: no device waits for another.";
+    return;
+  }
+  const long = ({region}) => region.end - region.start;
+  pointAt(pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most));
+  const {bubble} = state.figure.breakdown;
+  explained.textContent = `${percent(bubble)} of the step is bubble; its longest piece, ${sentence(state.pointed)}`;
+  live.textContent = explained.textContent;
+}
+
+// What the changes lead to, against the run's own setting.
+function changeInWords() {
+  const {figure, ownFigure} = state, most = of => Math.max(...of.memory.map(peak));
+  const shown = of => [
+    ["the step takes", duration(of.step_seconds)], ["recomputation is", percent(of.breakdown.recompute)],
+    ["the bubble is", percent(of.breakdown.bubble)], ["the fullest stage holds", size(most(of))],
+  ];
+  const before = shown(ownFigure);
+  const parts = shown(figure).flatMap(([name, now], at) =>
+    now === before[at][1] ? [] : [`${name} ${now} in place of ${before[at][1]}`]);
+  return `${changes().join("; ")}: ${list(parts) || "step, recomputation, bubble and memory stay as they are"}.`;
+}
+
+// ---- what the controls say ----
+
+function showControls() {
+  const {controls} = state;
+  field("partitions").value = controls.partitions;
+  field("micro_batches").value = offeredMicroBatches().indexOf(controls.micro_batches);
+  field("schedule").value = controls.schedule;
+  field("recompute").value = controls.recompute;
+  field("stages_per_process").max = controls.partitions;
+  field("stages_per_process").disabled = controls.partitions === 1;
+  field("stages_per_process").value = controls.stages_per_process;
+  field("backward_factor").value = 4 * Math.log2(controls.backward_factor);
+  field("link_factor").value = -4 * Math.log2(controls.link_factor);
+  const faster = 1 / controls.link_factor;
+  say("partitions", controls.partitions);
+  say("micro_batches", controls.micro_batches);
+  say("stages_per_process", controls.stages_per_process);
+  say("backward_factor", `1 : ${decimal(backwardRatio())}`);
+  say("link_factor", faster === 1 ? "as it is" :
+    faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
+  for (const [name, texts] of [["schedule", ORDERS], ["recompute", RECOMPUTES]]) {
+    field(`${name}-meaning`).textContent = texts[controls[name]];
+  }
+  field("undo").disabled = !state.history.length;
+  field("own").disabled = !changes().length;
+}
+
+function say(id, text) {
+  field(`${id}-value`).textContent = text;
+  field(id).setAttribute("aria-valuetext", text);
+}
+
+// How many times as long as the forwards all backwards take.
+function backwardRatio() {
+  const seconds = {F: 0, R: 0, B: 0, I: 0, W: 0};
+  for (const spans of state.figure.timeline.spans) {
+    for (const span of spans) seconds[span.action.kind] += span.end - span.start;
+  }
+  return seconds.F ? (seconds.B + seconds.I + seconds.W) / seconds.F : 0;
+}
+
+// What differs from the run's own setting, in words.
+function changes() {
+  const {controls, own} = state;
+  const names = {partitions: "K", micro_batches: "M", stages_per_process: "stages per device"};
+  const found = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"]
+    .filter(name => controls[name] !== own[name])
+    .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${controls[name]}`);
+  if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
+  if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
+  if (controls.balance) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
+  if (controls.rows) found.push("order by hand");
+  return found;
+}
+
+// Where the seconds come from, and what is assumed.
+function costsInWords() {
+  const {source, basis, halves} = data.costs, parts = [`Times of layers: ${source}.`];
+  if (basis === "other_device") parts.push("They are of another device, and only tell layers from each other.");
+  if (basis === "timed_layers") parts.push("Those of another M are in proportion to what was measured.");
+  const split = state.figure.timeline.spans.flat().some(({action}) => action.kind === "I");
+  if (split && halves === "assumed") parts.push("I and W are taken to be half of a backward each.");
+  return parts.join(" ");
+}
+
+// ---- numbers ----
+
+function tile(parent, name, value, ...lines) {
+  const node = parent.appendChild(document.createElement("div"));
+  const title = node.appendChild(document.createElement("span"));
+  title.append(name);
+  node.appendChild(document.createElement("b")).textContent = value;
+  lines.filter(Boolean).forEach(line => node.appendChild(document.createElement("small")).append(line));
+  return node;
+}
+
+function showNumbers() {
+  const section = field("numbers"), {figure, ownFigure} = state, one = state.oneFigure;
+  section.replaceChildren();
+  const same = !changes().length, devices = figure.ofDevice.size, M = figure.micro_batches;
+  tile(section, "step", duration(figure.step_seconds), same ? measuredLine() :
+    `${difference(figure.step_seconds, ownFigure.step_seconds, "shorter than", "longer than", "as long as")} ` +
+    `with the ${owner()}'s own setting, ${duration(ownFigure.step_seconds)}`);
+  tile(section, "samples per second", decimal(figure.samples_per_second), same ? "" :
+    `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
+    `with the ${owner()}'s own setting, ${decimal(ownFigure.samples_per_second)}`);
+  const speedup = one.step_seconds / figure.step_seconds;
+  tile(section, "speed-up", `${decimal(speedup)} \u00d7`, "over K = 1", devices === 1 ? "one device has all stages" :
+    `${percent(speedup / devices)} of what ${devices} devices could give`);
+  bubbleTile(section, devices, M);
+  memoryTile(section);
+  section.classList.toggle("stale", Boolean(state.stale));
+}
+
+function bubbleTile(section, devices, M) {
+  const {breakdown} = state.figure, K = state.controls.stages_per_process > 1 ? "D" : "K";
+  const node = tile(section, "", percent((devices - 1) / (M + devices - 1)),
+    `(${K}\u22121)/(M+${K}\u22121) = (${devices}\u22121)/(${M}+${devices}\u22121)` +
+      (K === "D" ? ", D devices" : ""),
+    `here: bubble ${percent(breakdown.bubble)}, idle in all ${percent(idleShare(state.figure))}`);
+  node.firstChild.append(word("bubble"), " of K equal stages");
+  node.id = "ideal";
+}
+
+function memoryTile(section) {
+  const peaks = state.figure.memory.map(peak), limit = state.figure.limit_bytes;
+  const most = peaks.indexOf(Math.max(...peaks));
+  const versus = limit && `${peaks[most] > limit ? "over" : "within"} the limit of ${size(limit)} a stage`;
+  const before = Math.max(...state.ownFigure.memory.map(peak));
+  const own = changes().length ? `${owner()}'s own setting: ${size(before)}` : "";
+  const node = tile(section, "most ", size(peaks[most]), `on stage ${most}`, versus, own);
+  node.firstChild.append(word("memory"));
+}
+
+function measuredLine() {
+  const step = data.steps[state.recorded];
+  return step ? `measured: ${duration(step.step_seconds)}` : `the ${owner()}'s own setting`;
+}
+
+function word(name) {
+  const node = document.createElement("span");
+  node.className = "word";
+  node.dataset.word = name;
+  node.textContent = name;
+  explainWord(node);
+  return node;
+}
+
+// A term tells its meaning to pointer, keyboard and screen reader.
+function explainWord(node) {
+  node.tabIndex = 0;
+  node.setAttribute("aria-description", WORDS[node.dataset.word]);
+  const show = () => {
+    const {left, bottom} = node.getBoundingClientRect();
+    tip.textContent = WORDS[node.dataset.word];
+    tip.hidden = false;
+    tip.style.left = `${Math.max(4, Math.min(left, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${bottom + 6}px`;
+  };
+  for (const what of ["pointerenter", "focus"]) node.addEventListener(what, show);
+  for (const what of ["pointerleave", "blur"]) node.addEventListener(what, () => tip.hidden = true);
+}
+
+// ---- where the time goes ----
+
+function showShares() {
+  const table = field("shares"), step = data.steps[state.recorded];
+  const columns = [["simulated", state.figure]];
+  if (step) columns.unshift(["measured", step]);
+  if (changes().length) columns.push([`${owner()}'s own setting, simulated`, state.ownFigure]);
+  table.replaceChildren();
+  const head = table.createTHead().insertRow(), body = table.createTBody();
+  for (const name of ["", ...columns.map(column => column[0])]) {
+    head.appendChild(document.createElement("th")).textContent = name;
+  }
+  const row = (name, cell, part) => {
+    const line = body.insertRow();
+    if (part) line.className = "part";
+    const title = line.appendChild(document.createElement("th"));
+    title.append(...name);
+    columns.forEach(([, of]) => cell(line.insertCell(), of));
+  };
+  row(["step"], (cell, of) => cell.textContent = duration(of.step_seconds));
+  const share = name => (cell, of) => gauge(cell, name === "idle" ? idleShare(of) : of.breakdown[name]);
+  for (const name of ["compute", "recompute", "update", "idle", ...IDLE]) {
+    const shown = shareWord(name);
+    row([WORDS[shown] ? word(shown) : shown], share(name), IDLE.includes(name));
+  }
+}
+
+function gauge(cell, share) {
+  cell.textContent = percent(share);
+  const room = cell.appendChild(document.createElement("span"));
+  room.className = "gauge";
+  room.appendChild(document.createElement("i")).style.width = `${60 * Math.min(1, share)}px`;
+}
+
+// ---- which layer should move ----
+
+let askingMoves = 0;
+function showMoves() {
+  clearTimeout(askingMoves);
+  field("move").hidden = true;
+  if (state.stale) return;
+  // each is a simulation of its own: not while a slider is dragged
+  askingMoves = setTimeout(() => {
+    const text = field("move-text"), {figure} = state;
+    if (figure.large) {
+      text.textContent = "With so many actions not every move is tried here.";
+      return;
+    }
+    if (figure.turns.length < 2) {
+      text.textContent = "With one stage there is no boundary that a layer could cross.";
+      return;
+    }
+    const [best] = gpipe.moves(data, state.controls), now = figure.step_seconds;
+    const cut = `Layers of the stages: ${figure.balance.join(", ")}; ${mostWork(figure)}.`;
+    if (!best || best.step_seconds > now * (1 - 5e-4)) {
+      text.textContent = `None: no single layer that moves to a neighbour makes the step shorter. ${cut}`;
+      return;
+    }
+    state.move = best.balance;
+    text.textContent = `${data.layers[best.layer].name}, from stage ${best.from_stage} to stage ${best.to_stage}: ` +
+      `the step would take ${duration(best.step_seconds)} in place of ${duration(now)}, ` +
+      `${difference(best.step_seconds, now, "shorter", "longer", "the same")}. ${cut}`;
+    field("move").hidden = false;
+  }, 200);
+}
+
+// ---- the address ----
+
+const SHORT = {partitions: "K", micro_batches: "M", stages_per_process: "stages", schedule: "schedule",
+               recompute: "recompute", backward_factor: "backward", link_factor: "transfers"};
+
+function writeAddress() {
+  const words = new URLSearchParams();
+  for (const name of FIELDS) {
+    if (state.controls[name] !== state.own[name]) words.set(SHORT[name], state.controls[name]);
+  }
+  if (state.controls.balance) words.set("layers", state.controls.balance.join("-"));
+  if (state.controls.rows) {
+    words.set("order", state.controls.rows.map(row => row.map(gpipe.key).join(".")).join("~"));
+  }
+  if (data.steps.length && state.recorded !== data.steps.length - 1) words.set("step", data.steps[state.recorded].step);
+  try {
+    history.replaceState(null, "", `${location.href.split("#")[0]}${words.size ? `#${words}` : ""}`);
+  } catch {
+    // a page that is shown inside another one may not change its address
+  }
+}
+
+// The controls that an address asks for; what it has that is not offered is left as it is.
+function readAddress() {
+  const words = new URLSearchParams(location.hash.slice(1)), controls = {...state.own};
+  const offered = {
+    partitions: value => Number.isInteger(value) && value >= 1 && value <= Number(field("partitions").max),
+    micro_batches: value => offeredMicroBatches().includes(value),
+    stages_per_process: value => Number.isInteger(value) && value >= 1 && value <= controls.partitions,
+    schedule: value => [...field("schedule").options].some(option => option.value === value),
+    recompute: value => [...field("recompute").options].some(option => option.value === value),
+    backward_factor: value => value >= 0.25 && value <= 4,
+    link_factor: value => value >= 1 / 16 && value <= 16,
+  };
+  for (const name of FIELDS) {
+    const given = words.get(SHORT[name]);
+    if (given === null) continue;
+    const value = name === "schedule" || name === "recompute" ? given : Number(given);
+    if (offered[name](value)) controls[name] = value;
+  }
+  const balance = words.get("layers")?.split("-").map(Number);
+  const total = balance?.reduce((sum, many) => sum + (many >= 1 ? many : NaN), 0);
+  if (balance?.length === controls.partitions && total === data.layers.length) controls.balance = balance;
+  controls.rows = rowsOfAddress(words.get("order"), controls);
+  const recorded = data.steps.findIndex(step => String(step.step) === words.get("step"));
+  if (recorded >= 0) state.recorded = recorded;
+  return controls;
+}
+
+// The rows of an address, if they are as many actions of as many stages as the setting has.
+function rowsOfAddress(text, {partitions, micro_batches}) {
+  if (!text) return undefined;
+  const rows = text.split("~").map(row => row.split(".").map(actionOf));
+  const fits = rows.flat().every(action => action && action.stage < partitions && action.micro_batch < micro_batches);
+  return fits && new Set(rows.flat().map(action => action.stage)).size === partitions ? rows : undefined;
+}
+
+function actionOf(text) {
+  const found = /^(\d+)([FRBIW])(\d+)$/.exec(text);
+  return found && {kind: found[2], stage: Number(found[1]), micro_batch: Number(found[3])};
+}

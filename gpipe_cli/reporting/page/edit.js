@@ -1,0 +1,168 @@
+// The order of actions, changed by hand: an action is dragged, or moved with Alt and an arrow, within its row.
+
+// Where an action is: its row and its place there.
+function placeOf(rows, key) {
+  const row = rows.findIndex(actions => actions.some(action => gpipe.key(action) === key));
+  return [row, rows[row].findIndex(action => gpipe.key(action) === key)];
+}
+
+function withMoved(rows, key, to) {
+  const [row, from] = placeOf(rows, key);
+  const actions = [...rows[row]];
+  const [action] = actions.splice(from, 1);
+  actions.splice(to, 0, action);
+  return rows.map((others, number) => number === row ? actions : others);
+}
+
+function moveByKey({figure, span}, arrowKey) {
+  const key = gpipe.key(span.action), [row, from] = placeOf(figure.rows, key), last = figure.rows[row].length - 1;
+  const to = {ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last}[arrowKey] ?? from;
+  if (to < 0 || to > last || to === from) return;
+  moveAction(figure, key, to);
+  const said = explained.textContent;
+  focusAction("simulated", key);
+  live.textContent = explained.textContent = said;
+}
+
+function moveAction(figure, key, to) {
+  pointAt(null);
+  change({rows: withMoved(figure.rows, key, to)});
+  explained.textContent = `${key} is now number ${to + 1} of its row: ${outcome(figure)}`;
+}
+
+// What a change by hand led to.
+function outcome(before) {
+  if (state.stale) return "this order cannot run.";
+  const now = state.figure.step_seconds;
+  const change = difference(now, before.step_seconds, "shorter than", "longer than", "as long as");
+  const than = before.order ? "" : `, ${change} before`;
+  return `a step of ${duration(now)}${than}. Idle: ${percent(idleShare(state.figure))}.`;
+}
+
+function dragAction(event, piece) {
+  const {figure, span} = piece, key = gpipe.key(span.action), [row] = placeOf(figure.rows, key);
+  const others = figure.rows[row].map(action => figure.spanOf.get(gpipe.key(action))).filter(other => other !== span);
+  const grabbed = pointerTime(event) - span.start;
+  const {node} = drawn.get("simulated").bars.get(key);
+  let to = null, ghost = null;
+  const follow = at => {
+    const start = pointerTime(at) - grabbed, middle = start + (span.end - span.start) / 2;
+    to = others.filter(other => (other.start + other.end) / 2 < middle).length;
+    ghost ??= startGhost(node);
+    ghost.bar.setAttribute("x", xOf(start));
+    placeInsertion(ghost.line, others, to, piece.stage);
+  };
+  drag(event, follow, false, done => {
+    ghost?.bar.remove();
+    ghost?.line.remove();
+    node.style.opacity = "";
+    if (done && to !== null && to !== placeOf(figure.rows, key)[1]) {
+      moveAction(figure, key, to);
+    }
+  });
+}
+
+function startGhost(node) {
+  const bar = node.cloneNode();
+  bar.classList.add("ghost");
+  bar.removeAttribute("tabindex");
+  bar.removeAttribute("data-key");
+  node.parentNode.append(bar);
+  node.style.opacity = 0.3;
+  return {bar, line: make("path", {class: "insert"}, node.parentNode)};
+}
+
+// A line where the action would go.
+function placeInsertion(line, others, to, stage) {
+  const x = xOf(to < others.length ? others[to].start : others.at(-1)?.end ?? 0);
+  const {top, bar} = drawn.get("simulated").rows[stage];
+  line.setAttribute("d", `M${x} ${top - 3}V${top + bar + 3}`);
+}
+
+// An order that cannot run, as far as it can be drawn: its rows without waits.
+function orderFigure({rows, turns, stages, balance, micro_batches, faulty}) {
+  const costs = {F: "graph", R: "graph", B: "backward", I: "inputs", W: "weights"};
+  const seconds = action => stages[action.stage][costs[action.kind]];
+  const spans = turns.map(() => []);
+  let most = 0;
+  for (const row of rows) {
+    let now = 0;
+    for (const action of row) spans[action.stage].push({action, start: now, end: now += seconds(action)});
+    most = Math.max(most, now);
+  }
+  const events = spans.map(() => []);
+  return figureOf("simulated", {spans, events, turns}, {
+    order: true, rows, step_seconds: most, marked: new Set(faulty.marked), waits: faulty.waits,
+    micro_batches, balance, about: "the order only: it cannot run",
+  });
+}
+
+function undo() {
+  const before = state.history.pop();
+  if (before) setControls(before);
+}
+
+function save(name, text, type) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], {type}));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+const FILE = "my_schedule.csv";
+
+// The command line that runs what is shown, as far as it differs from the run's own.
+function commandOf(command) {
+  const {controls} = state, {rows} = state.figure;
+  const recomputes = rows.some(row => row.some(action => action.kind === "R"));
+  const set = {partitions: controls.partitions, micro_batches: controls.micro_batches, schedule: FILE};
+  if (!recomputes) set.recompute = "never"; // of a file without an R this setting decides
+  if (controls.stages_per_process > 1) set.stages_per_process = controls.stages_per_process;
+  if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
+  const given = (data.command ?? "gpipe train").split(" ");
+  const own = ["run_folder", "write_schedule", "solve"]; // these are of that one run or plan
+  const words = given.slice(1 + given.findIndex(word => /^(train|plan|bench|check)$/.test(word)))
+    .filter(word => !(word.split("=")[0] in set) && !own.includes(word.split("=")[0]));
+  return ["gpipe", command, ...words, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");
+}
+
+function showOrder() {
+  const edited = Boolean(state.controls.rows), wrong = Boolean(drawn.get("simulated").figure.order);
+  field("order-text").textContent = wrong ? "An order that cannot run is not saved." : edited
+    ? `The order was changed by hand. Saved as ${FILE}, it is a schedule that gpipe runs.`
+    : "Drag an action to another place of its row: the step is simulated anew at once. What is shown can be saved, " +
+      "changed by hand or not.";
+  field("csv").disabled = wrong;
+  field("reset").disabled = !edited;
+  field("commands").classList.toggle("stale", wrong);
+  field("commands").textContent = `${commandOf("train")}\n${commandOf("check")}`;
+}
+
+// The picture as a file of its own: with its colours written out, as other programs know no variables of a page.
+function pictureFile() {
+  const copy = svg.cloneNode(true), colours = getComputedStyle(document.documentElement);
+  const resolved = text => text.replace(/var\((--[a-z-]+)\)/g, (_, name) => colours.getPropertyValue(name).trim());
+  const rules = [...document.styleSheets[0].cssRules].map(rule => rule.cssText)
+    .filter(text => text.startsWith("#lanes") && !/:hover|:focus/.test(text));
+  copy.prepend(make("title", {}, null, data.title), make("style", {}, null, resolved(rules.join("\n"))));
+  copy.querySelectorAll("[tabindex]").forEach(node => node.removeAttribute("tabindex"));
+  for (const node of copy.querySelectorAll("path, circle")) {
+    for (const name of ["fill", "stroke"]) {
+      if (node.hasAttribute(name)) node.setAttribute(name, resolved(node.getAttribute(name)));
+    }
+  }
+  const {width, height} = view;
+  copy.setAttribute("xmlns", SVG);
+  copy.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  copy.setAttribute("style", `background:${colours.getPropertyValue("--paper").trim()}`);
+  return new XMLSerializer().serializeToString(copy);
+}
+
+function startEditing() {
+  const on = (id, does) => field(id).addEventListener("click", does);
+  on("undo", undo);
+  on("reset", () => change({rows: undefined}));
+  on("csv", () => save(FILE, gpipe.csv(state.figure.rows, state.figure.turns), "text/csv"));
+  on("svg", () => save("pipeline.svg", pictureFile(), "image/svg+xml"));
+}

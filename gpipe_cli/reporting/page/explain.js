@@ -1,0 +1,125 @@
+// Sentences about what is seen: what an action is, what it waits for, and why a device is idle.
+const NEAR = 1e-9; // seconds: times of one moment, reached by different sums
+
+// The action of another stage whose result this one waits for, if any.
+function source(figure, action) {
+  const {kind, stage, micro_batch} = action;
+  if (kind === "F" && stage > 0) return figure.spanOf.get(gpipe.key({kind, stage: stage - 1, micro_batch}));
+  if (kind !== "B" && kind !== "I") return undefined;
+  const after = half => figure.spanOf.get(gpipe.key({kind: half, stage: stage + 1, micro_batch}));
+  return after("I") || after("B");
+}
+
+// The action of the same stage whose result this one needs: a backward its forward, or its recomputation.
+function ownSource(figure, action) {
+  const {kind, stage, micro_batch} = action;
+  const found = {R: ["F"], B: ["R", "F"], I: ["R", "F"], W: ["I"], F: []}[kind];
+  return found.map(needed => figure.spanOf.get(gpipe.key({kind: needed, stage, micro_batch}))).find(Boolean);
+}
+
+function explainAction(figure, span) {
+  const {action, start, end} = span;
+  const {kind, stage, micro_batch} = action;
+  const first = `${gpipe.key(action)} is the ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on stage ${stage}: ` +
+    `${duration(end - start)}, from ${duration(start)} to ${duration(end)}.`;
+  return `${first} ${whyThen(figure, span)}`;
+}
+
+// Why an action did not start earlier.
+function whyThen(figure, span) {
+  const {action, start} = span;
+  const needed = source(figure, action), before = figure.beforeOnDevice.get(span), own = ownSource(figure, action);
+  const free = before ? before.end : 0;
+  if (needed && start - free > shortest(figure)) return waitSentence(figure, span, needed, free);
+  if (before) {
+    const ready = needed ? `${gpipe.key(needed.action)} was ready at ${duration(needed.end)}` : null;
+    const reason = `It starts as soon as its device has ended ${gpipe.key(before.action)}`;
+    return ready && needed.end < free ? `${reason}; ${ready}.` : `${reason}.`;
+  }
+  if (needed) return `It waits for ${gpipe.key(needed.action)} of stage ${needed.action.stage}.`;
+  return own ? `It needs ${gpipe.key(own.action)}.` : "It is the first of its device and waits for nothing.";
+}
+
+function waitSentence(figure, span, needed, free) {
+  const {action, start} = span, on = needed.action.stage, name = gpipe.key(needed.action);
+  const computed = Math.min(Math.max(needed.end, free), start);
+  const who = `stage ${action.stage} waits ${duration(start - free)} for ${name}`;
+  if (computed - free < shortest(figure)) return `Before it, ${who}, which stage ${on} has computed: it is on its way.`;
+  const way = start - computed > shortest(figure) ? `, and it is ${duration(start - computed)} on its way` : "";
+  return `Before it, ${who}: stage ${on} computes it until ${duration(needed.end)}${way}.`;
+}
+
+// Below this a wait is not told: nobody sees it.
+function shortest(figure) {
+  return Math.max(NEAR, figure.step_seconds * 1e-4);
+}
+
+function explainRegion(figure, region) {
+  const {device, start, end, why} = region, who = deviceWord(figure, device);
+  const first = `${shareWord(why)}, ${duration(end - start)}, from ${duration(start)} to ${duration(end)}:`;
+  if (why === "set_up") return `${first} ${WORDS["set-up"]}`;
+  const next = figure.ofDevice.get(device).find(span => span.start >= end - NEAR);
+  const needed = next && source(figure, next.action);
+  const cause = why === "imbalance" ? ` There is imbalance as stages have unequal work: ${mostWork(figure)}.` : "";
+  if (!next) return `${first} ${who} has done all of its work; the step goes on until ${lastAction(figure)}.${cause}`;
+  if (!needed) return `${first} ${who} is idle before ${gpipe.key(next.action)}.${cause}`;
+  const name = gpipe.key(needed.action), on = needed.action.stage;
+  if (why === "transfer") {
+    return `${first} ${who} waits for ${name}, which stage ${on} has computed: it is on its way over the link.`;
+  }
+  return `${first} ${who} waits for ${name}, which it needs for ${gpipe.key(next.action)}: stage ${on} computes it ` +
+    `until ${duration(needed.end)}.${cause}`;
+}
+
+function lastAction(figure) {
+  const spans = figure.timeline.spans.flat(), last = spans.reduce((most, span) => span.end > most.end ? span : most);
+  return `stage ${last.action.stage} has ended ${gpipe.key(last.action)}`;
+}
+
+function mostWork(figure) {
+  const work = figure.timeline.spans.map(spans => spans.reduce((sum, span) => sum + span.end - span.start, 0));
+  const most = work.indexOf(Math.max(...work));
+  const mean = work.reduce((sum, seconds) => sum + seconds, 0) / work.length;
+  return `stage ${most} works longest, ${duration(work[most])}; the mean is ${duration(mean)}`;
+}
+
+function deviceWord(figure, device) {
+  const stages = figure.turns.flatMap((of, stage) => of === device ? [stage] : []);
+  return stages.length === 1 ? `stage ${stages[0]}` : `device ${device} (stages ${list(stages)})`;
+}
+
+function explainEvent(figure, event) {
+  if (event.what === "update") {
+    return `weight update of stage ${event.stage}: ${duration(event.end - event.start)}. ${WORDS.update}`;
+  }
+  return `${shareWord(event.what)}, ${duration(event.end - event.start)} on stage ${event.stage}.`;
+}
+
+function explainMemory(figure, stage, time) {
+  const {weights, gradients, optimizer, workspace, held} = figure.memory[stage];
+  const spans = figure.timeline.spans[stage];
+  const at = spans.findLastIndex(span => span.start <= time);
+  const now = at < 0 || time > spans.at(-1).end ? 0 : held[at];
+  const all = weights + gradients + optimizer + workspace + now;
+  return `stage ${stage} at ${duration(time)}: ${size(all)} = weights ${size(weights)} + gradients and optimizer ` +
+    `${size(gradients + optimizer)} + activations ${size(now)} + work space ${size(workspace)}.`;
+}
+
+function explainStage(figure, stage) {
+  const spans = figure.timeline.spans[stage];
+  const work = spans.reduce((sum, span) => sum + span.end - span.start, 0);
+  const first = figure.balance.slice(0, stage).reduce((sum, many) => sum + many, 0);
+  const names = data.layers.slice(first, first + figure.balance[stage]).map(layer => layer.name);
+  const shown = names.length > 5 ? [...names.slice(0, 2), `${names.length - 3} more`, names.at(-1)] : names;
+  return `stage ${stage} has ${names.length} of ${data.layers.length} layers: ${list(shown)}. It computes ` +
+    `${duration(work)} of a step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.`;
+}
+
+// What every device does at a moment: for the play head.
+function explainMoment(figure, time) {
+  const parts = [...figure.ofDevice].map(([device, spans]) => {
+    const now = spans.find(span => span.start <= time && time < span.end);
+    return now ? `stage ${now.action.stage} ${shortName(now.action)}` : `${deviceWord(figure, device)} idle`;
+  });
+  return `${duration(time)}: ${parts.join(", ")}`;
+}

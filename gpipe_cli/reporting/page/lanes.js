@@ -1,0 +1,410 @@
+// The lanes: figures under each other on one time axis, as SVG. A figure is built once; to move in time changes only
+// places and widths of what there is.
+const SVG = "http://www.w3.org/2000/svg";
+const field = id => document.getElementById(id);
+const svg = field("lanes");
+const HEADER = 24, AXIS = 24, GAP = 14, DEVICE = 17, RIGHT = 14;
+const MOST_BARS = 8000; // of a figure; more are painted as one picture
+const view = {start: 0, seconds: 1, width: 800, left: 84}; // what of the time axis is shown, and where
+const drawn = new Map(); // kind of a figure -> what was built for it
+let layers; // the groups of the picture: ticks, figures, what is pointed at, play head
+
+function make(name, attributes, parent, text) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  if (parent) parent.append(node);
+  return node;
+}
+
+// A timeline with what sentences and arrows ask for: spans by name, by device, and the one before each.
+function figureOf(kind, timeline, parts) {
+  const turns = timeline.turns && timeline.turns.length ? timeline.turns : timeline.spans.map((_, stage) => stage);
+  const spanOf = new Map(), beforeOnDevice = new Map(), ofDevice = new Map();
+  [...new Set(turns)].sort((a, b) => a - b).forEach(device => ofDevice.set(device, []));
+  timeline.spans.forEach((spans, stage) => {
+    for (const span of spans) {
+      spanOf.set(gpipe.key(span.action), span);
+      ofDevice.get(turns[stage]).push(span);
+    }
+  });
+  for (const spans of ofDevice.values()) {
+    spans.sort((a, b) => a.start - b.start);
+    spans.forEach((span, at) => at && beforeOnDevice.set(span, spans[at - 1]));
+  }
+  const large = spanOf.size > MOST_BARS;
+  return {kind, timeline, turns, large, spanOf, beforeOnDevice, ofDevice, ...parts};
+}
+
+function startPicture() {
+  const defs = make("defs", {}, svg);
+  const pattern = (id, side, degrees, ground, ...shapes) => {
+    const node = make("pattern", {id, width: side, height: side, patternUnits: "userSpaceOnUse",
+                                  patternTransform: `rotate(${degrees})`}, defs);
+    make("path", {d: `M0 0H${side}V${side}H0z`, fill: ground}, node);
+    shapes.forEach(([name, attributes]) => make(name, attributes, node));
+  };
+  const hatch = ["path", {d: "M0 0V6", stroke: "var(--line)", "stroke-width": 1.6}];
+  pattern("idle", 6, -45, "var(--idle)", hatch);
+  pattern("bubble", 6, -45, "var(--waiting)", hatch);
+  pattern("imbalance", 6, 0, "var(--waiting)", ["circle", {cx: 3, cy: 3, r: 1.1, fill: "var(--transfer)"}]);
+  pattern("transfer", 4, 45, "var(--paper)",
+          ["path", {d: "M0 0V4M0 0H4", stroke: "var(--transfer)", "stroke-width": 2.2}]);
+  for (const id of ["point", "badpoint"]) {
+    const marker = make("marker", {id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8,
+                                   markerUnits: "userSpaceOnUse", orient: "auto"}, defs);
+    make("path", {d: "M0 0L8 4L0 8z", class: id}, marker);
+  }
+  const plot = make("clipPath", {id: "plot"}, defs);
+  make("rect", {y: -10000, height: 20000}, plot);
+  layers = {plot: plot.firstChild};
+  for (const name of ["ticks", "figures", "pointed", "head"]) layers[name] = make("g", {class: name}, svg);
+  for (const name of ["ticks", "pointed", "head"]) layers[name].setAttribute("pointer-events", "none");
+}
+
+// Puts a figure in place of the one of its kind, or removes that.
+function show(kind, figure) {
+  drawn.get(kind)?.group.remove();
+  drawn.delete(kind);
+  if (figure) drawn.set(kind, build(figure));
+}
+
+// The height of a bar and of a memory curve: lower where there are many rows.
+function heights(stages) {
+  return stages <= 8 ? [26, 30] : stages <= 16 ? [20, 22] : [14, 14];
+}
+
+function build(figure) {
+  const group = make("g", {class: `figure ${figure.kind}`, role: "group", "aria-label": `${figure.kind} timeline`},
+                     layers.figures);
+  const result = {figure, group, items: [], bars: new Map(), rows: [], wide: view.width >= 720};
+  const title = make("text", {class: "about", x: 2, y: 12}, group);
+  make("tspan", {class: "kind"}, title, figure.kind);
+  make("tspan", {dx: 10}, title, figure.about);
+  const ends = figure.order ? "" : `step ${duration(figure.step_seconds)}, idle ${percent(idleShare(figure))}`;
+  result.ends = make("text", {class: "ends", y: result.wide ? 12 : 29}, group, ends);
+  let top = HEADER + (result.wide ? 0 : 17);
+  const [bar, curve] = figure.kind === "K = 1" ? [18, 0] : heights(figure.turns.length);
+  const memory = figure.memory && !figure.order && state.memory ? curve : 0;
+  const most = memory ? memoryTop(figure) : 0;
+  const shared = figure.ofDevice.size < figure.turns.length;
+  for (const device of figure.ofDevice.keys()) {
+    const stages = figure.turns.flatMap((of, stage) => of === device ? [stage] : []);
+    if (shared) {
+      make("text", {class: "device", x: 2, y: top + 9}, group, deviceTitle(device, stages));
+      top += DEVICE;
+    }
+    for (const stage of stages) top = buildLane(result, stage, device, top, bar, memory, most);
+    if (shared) make("path", {class: "floor", d: `M3 ${result.rows[stages[0]].top}V${top - 5}`}, group);
+  }
+  result.height = top;
+  if (figure.large) {
+    const attributes = {preserveAspectRatio: "none", height: top, "pointer-events": "none", "clip-path": "url(#plot)"};
+    result.picture = make("image", attributes, group);
+  }
+  addEnds(result);
+  return result;
+}
+
+function deviceTitle(device, stages) {
+  return stages.length > 1 ? `device ${device}: stages ${list(stages)} take turns` : `device ${device}`;
+}
+
+function idleShare(figure) {
+  return IDLE.reduce((sum, name) => sum + figure.breakdown[name], 0);
+}
+
+function buildLane(result, stage, device, top, bar, memory, most) {
+  const {figure, group} = result;
+  const lane = make("g", {class: "stage", role: "group", "aria-label": `stage ${stage}`}, group);
+  const label = make("text", {class: "name", x: view.left - 8, y: top + bar / 2}, lane,
+                     figure.kind === "K = 1" ? "all layers" : `stage ${stage}`);
+  label.piece = {figure, what: "stage", stage};
+  const plot = make("g", {"clip-path": "url(#plot)"}, lane);
+  result.rows[stage] = {top, bar, lane};
+  const room = {y: top, height: bar};
+  if (!figure.order) {
+    addBox(result, plot, {...room, class: figure.ofDevice.size < figure.turns.length ? "other" : "idle"},
+           0, figure.step_seconds);
+    const regions = figure.large ? [] : figure.regions.get(device);
+    for (const region of regions) {
+      const node = addBox(result, plot, {...room, class: `region ${region.why}`}, region.start, region.end);
+      node.piece = {figure, what: "region", stage, region: {...region, device}};
+    }
+    for (const region of regions) addName(result, plot, region, top + bar / 2);
+    for (const event of figure.timeline.events[stage].filter(event => event.what === "update")) {
+      const node = addBox(result, plot, {...room, class: "bar update"}, event.start, event.end);
+      node.piece = {figure, what: "event", stage, event: {...event, stage}};
+      addText(result, plot, ["update"], event, top + bar / 2, "on update");
+    }
+  }
+  if (figure.large) {
+    const node = addBox(result, plot, {...room, fill: "transparent"}, 0, figure.step_seconds);
+    node.piece = {figure, what: "lane", stage};
+  } else {
+    for (const span of figure.timeline.spans[stage]) addAction(result, plot, span, top, bar);
+  }
+  top += bar + 4;
+  return memory ? buildMemory(result, lane, plot, stage, top, memory, most) : top;
+}
+
+function addBox(result, parent, attributes, start, end) {
+  const node = make("rect", attributes, parent);
+  result.items.push({node, start: Math.max(0, start), end, box: true});
+  return node;
+}
+
+// The longest of some texts that has room between two times.
+function addText(result, parent, texts, {start, end}, y, name) {
+  const node = make("text", {class: name, y: y + 0.5}, parent);
+  result.items.push({node, start: Math.max(0, start), end, texts});
+  return node;
+}
+
+function addName(result, plot, region, y) {
+  const word = shareWord(region.why);
+  addText(result, plot, [`${word} ${duration(region.end - region.start)}`, word], region, y, "region");
+}
+
+function addAction(result, plot, span, top, bar) {
+  const {figure} = result, {action} = span, key = gpipe.key(action);
+  const fill = colour(action.kind, action.micro_batch, figure.micro_batches);
+  const attributes = {y: top, height: bar, fill, class: `bar action ${action.kind}`, role: "img", tabindex: -1,
+                      "data-key": key, "aria-label": actionLabel(figure, span)};
+  if (action.kind === "R") attributes.style = `stroke:${colour("F", action.micro_batch, figure.micro_batches)}`;
+  const node = addBox(result, plot, attributes, span.start, span.end);
+  node.piece = {figure, what: "action", stage: action.stage, span};
+  const text = addText(result, plot, [shortName(action)], span, top + bar / 2, `on ${action.kind}`);
+  result.bars.set(key, {node, text, span});
+  if (figure.marked?.has(key)) node.classList.add("marked");
+}
+
+function actionLabel(figure, {action, start, end}) {
+  const {kind, stage, micro_batch} = action;
+  const what = `${gpipe.key(action)}, ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on stage ${stage}`;
+  return figure.order ? what : `${what}, ${duration(start)} to ${duration(end)}`;
+}
+
+// The limit as it is drawn: one far above is only told in words.
+function shownLimit(figure) {
+  return figure.limit_bytes && figure.limit_bytes < 2.5 * Math.max(...figure.memory.map(peak)) ? figure.limit_bytes : 0;
+}
+
+// What the top of all memory curves stands for: the same for every stage.
+function memoryTop(figure) {
+  return 1.04 * Math.max(shownLimit(figure), ...figure.memory.map(peak));
+}
+
+function peak({weights, gradients, optimizer, workspace, held}) {
+  return weights + gradients + optimizer + workspace + Math.max(0, ...held);
+}
+
+// What is held over time, stacked: weights, gradients with the optimizer's state, work space, activations.
+function buildMemory(result, lane, plot, stage, top, height, most) {
+  const {figure} = result, {weights, gradients, optimizer, workspace, held} = figure.memory[stage];
+  const at = bytes => top + height - height * bytes / most;
+  const middle = {x: view.left - 8, y: top + height / 2};
+  const text = make("text", {class: "small", ...middle}, lane, size(peak(figure.memory[stage])));
+  text.piece = {figure, what: "memory", stage};
+  const end = figure.step_seconds;
+  let below = 0;
+  for (const [name, bytes] of [["weights", weights], ["state", gradients + optimizer], ["space", workspace]]) {
+    addBox(result, plot, {class: name, y: at(below + bytes), height: at(below) - at(below + bytes)}, 0, end);
+    below += bytes;
+  }
+  const curve = make("path", {class: "held", d: heldPath(figure.timeline.spans[stage], held, below, at)}, plot);
+  result.items.push({node: curve, curve: true});
+  make("path", {class: "floor", d: `M${view.left} ${top + height}H9999`}, plot);
+  if (shownLimit(figure)) {
+    make("path", {class: "limit", d: `M${view.left} ${at(figure.limit_bytes)}H9999`}, plot);
+  }
+  const cover = addBox(result, plot, {y: top, height, fill: "transparent"}, 0, end);
+  cover.piece = {figure, what: "memory", stage};
+  return top + height + 6;
+}
+
+// While an action runs its bytes are known; between two, what has been freed is gone and what comes is not there yet.
+function heldPath(spans, held, below, at) {
+  if (!spans.length) return "";
+  let path = `M${spans[0].start} ${at(below)}`;
+  spans.forEach((span, n) => {
+    const between = n + 1 < spans.length ? Math.min(held[n], held[n + 1]) : 0;
+    path += `L${span.start} ${at(below + held[n])}H${span.end}V${at(below + between)}`;
+    if (n + 1 < spans.length) path += `H${spans[n + 1].start}`;
+  });
+  return `${path}z`;
+}
+
+// Where a step ends; for the simulated one also where that of the run's own setting would.
+function addEnds(result) {
+  const {figure, group} = result;
+  if (figure.order) return;
+  const plot = make("g", {"clip-path": "url(#plot)", "pointer-events": "none"}, group);
+  const line = (seconds, name) => {
+    const node = make("path", {class: name}, plot);
+    result.items.push({node, at: seconds, top: HEADER - 2, bottom: result.height - 3});
+  };
+  line(figure.step_seconds, "end");
+  if (figure.own_seconds && Math.abs(figure.own_seconds / figure.step_seconds - 1) > 1e-3) {
+    line(figure.own_seconds, "ownend");
+    const text = make("text", {class: "small own", y: result.height + 4}, plot, `the ${owner()}'s own setting`);
+    result.items.push({node: text, own: figure.own_seconds});
+  }
+  result.more = make("text", {class: "ends more", y: HEADER + 9}, group);
+}
+
+// Height and places of the figures; afterwards their times.
+function layOut() {
+  view.width = Math.max(280, svg.parentNode.clientWidth);
+  view.left = view.width < 560 ? 66 : 80;
+  let top = AXIS;
+  for (const kind of ["measured", "simulated", "K = 1"]) {
+    const one = drawn.get(kind);
+    if (!one) continue;
+    one.top = top;
+    one.group.setAttribute("transform", `translate(0 ${top})`);
+    one.ends.setAttribute("x", view.width - RIGHT);
+    layers.figures.append(one.group);
+    top += one.height + GAP;
+  }
+  view.height = top + AXIS;
+  svg.setAttribute("height", view.height);
+  svg.setAttribute("width", view.width);
+  layers.plot.setAttribute("x", view.left);
+  layers.plot.setAttribute("width", plotWidth());
+  place();
+}
+
+function plotWidth() {
+  return view.width - view.left - RIGHT;
+}
+
+function xOf(seconds) {
+  return view.left + (seconds - view.start) * plotWidth() / view.seconds;
+}
+
+function timeOf(x) {
+  return view.start + (x - view.left) * view.seconds / plotWidth();
+}
+
+let placing = 0;
+function requestPlace() {
+  if (!placing) placing = requestAnimationFrame(place);
+}
+
+// Everything that depends on the part of the time axis that is shown.
+function place() {
+  cancelAnimationFrame(placing);
+  placing = 0;
+  placeTicks();
+  const right = view.width - RIGHT;
+  for (const one of drawn.values()) {
+    for (const item of one.items) placeItem(item, one, right);
+    if (one.more) placeMore(one, right);
+    if (one.picture) placePicture(one);
+  }
+  placePointed();
+  placeHead();
+}
+
+function placeItem(item, one, right) {
+  const {node} = item;
+  if (item.curve) {
+    const scale = plotWidth() / view.seconds;
+    node.setAttribute("transform", `translate(${view.left - view.start * scale} 0) scale(${scale} 1)`);
+  } else if (item.own !== undefined) {
+    node.setAttribute("x", Math.min(xOf(item.own), right - 60)); // its text is 120 wide
+  } else if (item.at !== undefined) {
+    node.setAttribute("d", `M${xOf(item.at).toFixed(1)} ${item.top}V${item.bottom}`);
+  } else {
+    const from = xOf(item.start), to = xOf(item.end);
+    const seen = to >= view.left && from <= right;
+    if (item.texts) placeText(item, Math.max(from, view.left), Math.min(to, right), seen);
+    else if (seen || item.shown !== false) {
+      node.setAttribute("x", Math.max(from, view.left - 50).toFixed(2));
+      node.setAttribute("width", Math.max(0, Math.min(to, right + 50) - Math.max(from, view.left - 50)).toFixed(2));
+      item.shown = seen;
+    }
+  }
+}
+
+function placeText(item, from, to, seen) {
+  const text = seen ? item.texts.find(text => text.length * 6.9 + 4 < to - from) : undefined;
+  if (text !== item.text) {
+    item.node.textContent = text ?? "";
+    item.text = text;
+  }
+  if (text) item.node.setAttribute("x", ((from + to) / 2).toFixed(1));
+}
+
+// A step that goes on beyond the right edge says so.
+function placeMore(one, right) {
+  const beyond = one.figure.step_seconds > timeOf(right) + NEAR && one.figure.kind === "K = 1";
+  one.more.textContent = beyond ? `goes on until ${duration(one.figure.step_seconds)} \u2192` : "";
+  one.more.setAttribute("x", right);
+  one.more.setAttribute("y", 12);
+  one.ends.setAttribute("visibility", beyond && one.wide ? "hidden" : "visible");
+}
+
+// A picture of many bars is stretched while one zooms, and painted anew when that is over.
+function placePicture(one) {
+  const {start, end} = one.painted ?? paint(one), inside = xOf(start);
+  one.picture.setAttribute("x", inside);
+  one.picture.setAttribute("width", xOf(end) - inside);
+  clearTimeout(one.painting);
+  if (start === view.start && end === view.start + view.seconds) return;
+  one.painting = setTimeout(() => {
+    paint(one);
+    placePicture(one);
+  }, 120);
+}
+
+// Each pixel has the colour of the action at its middle.
+function paint(one) {
+  const canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
+  canvas.width = Math.round(plotWidth());
+  canvas.height = one.height;
+  one.figure.timeline.spans.forEach((spans, stage) => {
+    const {top, bar} = one.rows[stage];
+    let at = 0;
+    for (let x = 0; x < canvas.width; x++) {
+      const time = timeOf(view.left + x + 0.5);
+      while (at < spans.length && spans[at].end <= time) at++;
+      if (at === spans.length) break;
+      if (spans[at].start > time) continue;
+      const {kind, micro_batch} = spans[at].action;
+      pen.fillStyle = colour(kind, micro_batch, one.figure.micro_batches);
+      pen.fillRect(x, top, 1, bar);
+    }
+  });
+  one.picture.setAttribute("href", canvas.toDataURL());
+  one.painted = {start: view.start, end: view.start + view.seconds};
+  return one.painted;
+}
+
+function placeTicks() {
+  layers.ticks.replaceChildren();
+  const end = view.start + view.seconds, step = tickStep(view.seconds);
+  const [name, unit] = end >= 2 ? ["s", 1] : end >= 2e-3 ? ["ms", 1e-3] : ["\u00b5s", 1e-6];
+  const digits = Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9));
+  let first = true;
+  for (let n = Math.ceil(view.start / step - 1e-9); n * step <= end * (1 + 1e-12); n++) {
+    const x = xOf(n * step).toFixed(1);
+    make("path", {class: "tick", d: `M${x} ${AXIS - 5}V${view.height - AXIS + 2}`}, layers.ticks);
+    const text = (n * step / unit).toFixed(digits) + (first ? ` ${name}` : "");
+    first = false;
+    for (const y of [9, view.height - 11]) make("text", {class: "time", x, y}, layers.ticks, text);
+  }
+}
+
+// Round times: about one in 100 pixels.
+function tickStep(seconds) {
+  const most = seconds * 90 / plotWidth(), power = 10 ** Math.floor(Math.log10(most));
+  return [1, 2, 5, 10].map(n => n * power).find(step => step >= most * 0.999);
+}
+
+// The middle of a lane's bars, in the picture.
+function laneY(kind, stage, part = 0.5) {
+  const one = drawn.get(kind), row = one.rows[stage];
+  return one.top + row.top + row.bar * part;
+}

@@ -1,0 +1,93 @@
+// Numbers and terms in words, as the tables of the command line have them.
+const KIND_WORDS = {F: "forward", R: "recompute", B: "backward", I: "backward of inputs", W: "backward of weights"};
+const IDLE = ["bubble", "imbalance", "transfer", "set_up"];
+const SHARES = ["compute", "recompute", "update", ...IDLE];
+const ORDERS = {
+  gpipe: "all forwards, then all backwards: as in the paper",
+  "1f1b": "a backward as early as possible: less memory, a bubble as large",
+  interleaved: "1f1b with several stages a device, that are not neighbours: a smaller bubble, more transfers",
+  zero_bubble: "1f1b with backwards cut in two: W fills the waits",
+  auto: "made for these costs and the memory",
+  file: "the order of the file that the run has",
+};
+const RECOMPUTES = {
+  never: "all activations are kept: fastest, most memory",
+  except_last: "all micro-batches, but those whose backward follows at once",
+  always: "every micro-batch, as in the paper",
+  auto: "as few micro-batches as fit the memory",
+};
+const WORDS = {
+  stage: "A part of the model: some of its layers, one after another. Each stage has a row. It computes on its own " +
+    "device, or takes turns with others on one.",
+  "micro-batch": "One of the M equal pieces of a mini-batch. While one stage works on a piece, the next stage can " +
+    "work on the piece before it. That is what makes a pipeline fast.",
+  forward: "F: a stage computes its outputs for a micro-batch, and sends them to the next stage.",
+  backward: "B: a stage computes gradients of a micro-batch, and sends those of its inputs to the stage before. " +
+    "Cut in two, I computes what is sent and W the gradients of the weights, for which nobody waits.",
+  recompute: "R: the forward once more. A stage that does not keep the activations of a micro-batch saves memory, " +
+    "and has to compute them again before its backward.",
+  activations: "What a forward has to keep until its backward: they are most of the memory while many micro-batches " +
+    "are on their way.",
+  memory: "What a stage holds for its layers: weights, their gradients, the state of the optimizer, work space of " +
+    "one layer, and activations. What the libraries and the process hold by themselves comes on top.",
+  schedule: "Which actions each device performs, and in which order.",
+  bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
+    "micro-batch, and the first stages while it comes back. Its share is (K-1)/(M+K-1): more micro-batches make it " +
+    "small.",
+  imbalance: "Idle time because one stage has more work than another, and all wait for the slowest.",
+  transfer: "Time in which a stage waits for tensors that are computed, and still on their way over the link.",
+  "set-up": "The rest of a step, before and after the actions: to fetch the data, to start the work.",
+  update: "The optimizer changes the weights, once per step.",
+  "critical path": "The longest chain of actions that wait for each other. Only what makes one of them shorter makes " +
+    "the step shorter.",
+};
+
+// Whose setting the page begins with.
+function owner() {
+  return data.run ? "run" : "plan";
+}
+
+function duration(seconds) {
+  if (seconds < 0) return "-" + duration(-seconds);
+  if (seconds > 0 && seconds < 0.99995e-4) return `${(1e6 * seconds).toFixed(1)} \u00b5s`;
+  if (seconds < 0.9995) return `${(1000 * seconds).toFixed(1)} ms`;
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  const minutes = Math.floor(Math.round(seconds) / 60), rest = Math.round(seconds) % 60;
+  if (minutes < 60) return `${minutes} min ${String(rest).padStart(2, "0")} s`;
+  return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+}
+
+function size(bytes) {
+  for (const [power, unit] of [[3, "GiB"], [2, "MiB"], [1, "KiB"]]) {
+    if (bytes >= 1024 ** power) return `${(bytes / 1024 ** power).toFixed(1)} ${unit}`;
+  }
+  return `${Math.round(bytes)} B`;
+}
+
+function percent(share) {
+  return `${(100 * share).toFixed(1)} %`;
+}
+
+function decimal(value) {
+  return value.toLocaleString("en", {maximumSignificantDigits: value < 1000 ? 3 : 4});
+}
+
+function shareWord(name) {
+  return name.replace("_", "-");
+}
+
+// "13 % shorter"; "as long" where the difference would be shown as 0.
+function difference(value, of, less, more, same) {
+  const change = value / of - 1;
+  return Math.abs(change) < 0.0005 ? same : `${percent(Math.abs(change))} ${change < 0 ? less : more}`;
+}
+
+// "F2", without its stage: the row says that.
+function shortName(action) {
+  return action.kind + action.micro_batch;
+}
+
+// "1, 2 and 5"
+function list(parts) {
+  return parts.length < 2 ? parts.join("") : `${parts.slice(0, -1).join(", ")} and ${parts.at(-1)}`;
+}
