@@ -1,0 +1,323 @@
+"""What a person sees and touches of the page, in a real browser: lanes, controls, sentences, an order made by hand."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from browser import NEEDED, opened_page
+from plan_runs import EVEN, traced
+from training_runs import configure
+
+from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.planner.simulation_data import simulation_data
+from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.reporting.plots import palette
+from gpipe_cli.reporting.plots.timeline_values import Bar, StepPicture, timeline_view
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+pytestmark = NEEDED
+SETTINGS = (*EVEN, "hardware=v100", "batch_size=16", "partitions=2", "micro_batches=4")
+COMMAND = "gpipe train hardware=v100 batch_size=16 partitions=2"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with two recorded steps, of which stage 1 has waited since before they began."""
+    config, profile = configure(*SETTINGS), traced(*SETTINGS)
+    plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+    view = timeline_view("", "measured", plan.timeline, plan.breakdown, plan.step_seconds, 0.0)
+    first, (waited, *others) = view.stages
+    assert waited.what == "waiting"
+    early = Bar("waiting", 0, -plan.step_seconds, waited.end_seconds)
+    view = replace(view, stages=(first, (early, *others)))
+    path = tmp_path_factory.mktemp("page") / "pipeline.html"
+    data = simulation_data(config, profile, plan)
+    write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)], command=COMMAND)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser_page() -> "Iterator[Page]":
+    yield from opened_page()
+
+
+@pytest.fixture
+def page(browser_page: "Page", written: Path) -> "Iterator[Page]":
+    """The page as it is opened first. Nothing is loaded but the file, and no script fails."""
+    wrong: list[str] = []
+    asked: list[str] = []
+    browser_page.on("pageerror", lambda error: wrong.append(str(error)))
+    browser_page.on("request", lambda request: asked.append(request.url))
+    open_at(browser_page, written, "")
+    yield browser_page
+    assert wrong == []
+    assert [url for url in asked if not url.startswith(("file:", "blob:", "about:"))] == []
+    browser_page.set_viewport_size({"width": 1600, "height": 1000})
+
+
+def open_at(page: "Page", written: Path, address: str) -> None:
+    page.goto("about:blank")  # another address of the same page would not load it anew
+    page.goto(f"file://{written}{address}")
+    page.locator(".simulated .action").first.wait_for()
+
+
+def action(page: "Page", key: str) -> "Locator":
+    return page.locator(f'.simulated .action[data-key="{key}"]')
+
+
+def shown_order(page: "Page", stage: int) -> list[str]:
+    """The actions of a stage of the simulated step, from left to right."""
+    return page.evaluate(
+        """stage => [...document.querySelectorAll(`.simulated .action[data-key^="${stage}"]`)]
+          .sort((a, b) => a.getAttribute("x") - b.getAttribute("x")).map(bar => bar.dataset.key)""",
+        stage,
+    )
+
+
+def simulated(page: "Page", **controls: Any) -> float:
+    """Seconds of a step by the page's engine, which its own test holds against Python's."""
+    ask = """controls => {
+      const data = JSON.parse(document.getElementById("data").textContent);
+      return gpipe.configured(data, {...gpipe.ownControls(data), ...controls}).step_seconds;
+    }"""
+    return page.evaluate(ask, controls)
+
+
+def shown_step(page: "Page") -> str:
+    return page.locator("#numbers b").first.inner_text()
+
+
+AXIS = "[...document.querySelectorAll('#lanes .time')].map(text => text.textContent).join()"
+
+
+def axis(page: "Page") -> str:
+    return page.evaluate(AXIS)
+
+
+def in_words(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-4 else f"{seconds * 1e3:.1f} ms"
+
+
+OUTSIDE = """() => {
+  const found = [], box = node => node.getBoundingClientRect(), all = box(document.getElementById("lanes"));
+  const labels = [...document.querySelectorAll("#lanes .name")].map(box);
+  const tell = (what, node) => found.push(`${what}: ${node.getAttribute("class")} ${node.textContent}`);
+  const touch = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  for (const text of document.querySelectorAll("#lanes text")) {
+    const {left, right, width} = box(text);
+    if (width && (left < all.left - 1 || right > all.right + 1)) tell("cut off", text);
+  }
+  const plot = all.left + Number(document.querySelector("#plot rect").getAttribute("x"));
+  for (const bar of document.querySelectorAll("#lanes rect")) {
+    if (!bar.closest('[clip-path="url(#plot)"], clipPath, pattern')) tell("not clipped", bar);
+    const {left, right, top, bottom} = box(bar);
+    const seen = {left: Math.max(left, plot), right, top, bottom};
+    if (!bar.closest("clipPath") && labels.some(label => touch(seen, label))) tell("covers a label", bar);
+  }
+  if (document.documentElement.scrollWidth > innerWidth) found.push("wider than the window");
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("width", [1600, 480])
+def test_every_label_is_seen_and_nothing_is_drawn_left_of_the_lanes(page: "Page", width: int) -> None:
+    """A stage that had waited since before the step was once drawn over its own name."""
+    page.set_viewport_size({"width": width, "height": 1000})
+    page.wait_for_function("width => document.getElementById('lanes').clientWidth < width", arg=width)
+    assert page.locator(".measured .name").all_text_contents() == ["stage 0", "stage 1"]
+    assert page.evaluate(OUTSIDE) == []
+    page.locator("#closer").click()
+    page.keyboard.press("d")
+    assert page.evaluate(OUTSIDE) == []
+
+
+def test_bars_have_the_colours_of_the_pictures(page: "Page") -> None:
+    for kind in "FRB":
+        assert action(page, f"1{kind}2").get_attribute("fill") == palette.colour(kind, 2, 4)  # type: ignore[arg-type]
+
+
+def test_a_slider_simulates_at_once_and_the_address_keeps_it(page: "Page", written: Path) -> None:
+    own = simulated(page)
+    assert shown_step(page) == in_words(own)
+    page.locator("#micro_batches").focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    more = simulated(page, micro_batches=8)
+    assert shown_step(page) == in_words(more) != in_words(own)
+    assert "(2\u22121)/(8+2\u22121)" in page.locator("#ideal").inner_text()
+    assert "11.1 %" in page.locator("#ideal").inner_text()
+    assert "M 4 → 8" in page.locator("#changed").inner_text()
+    page.locator("#schedule").select_option("1f1b")
+    page.locator("#link_factor").fill("-4")
+    expected = in_words(simulated(page, micro_batches=8, schedule="1f1b", link_factor=2))
+    assert shown_step(page) == expected
+    open_at(page, written, page.url[page.url.index("#") :])
+    assert shown_step(page) == expected
+    page.locator("#own").click()
+    assert shown_step(page) == in_words(own)
+    page.locator("#undo").click()
+    assert shown_step(page) == expected
+    open_at(page, written, "#K=99&M=x&stages=0&schedule=none&layers=1-1&order=0F0.F~1B&transfers=-1")
+    assert shown_step(page) == in_words(own)
+
+
+def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Page") -> None:
+    action(page, "1F2").hover()
+    lit = page.locator(".action.lit").evaluate_all("bars => bars.map(bar => bar.dataset.key)")
+    assert sorted(lit) == sorted(f"{k}{kind}2" for k in (0, 1) for kind in "FRB")
+    assert page.locator(".pointed .arrow").count() == 2  # into the action, and further on its way back
+    said = page.locator("#explained").inner_text()
+    assert "1F2 is the forward of micro-batch 2 on stage 1" in said
+    page.locator(".simulated .stage").nth(1).locator(".region.bubble").first.hover()
+    said = page.locator("#explained").inner_text()
+    assert "stage 1 waits for 0F0" in said
+    assert "stage 0 computes it until" in said
+    page.locator("h1").hover()
+    assert page.locator(".lit, .arrow").count() == 0
+    page.locator("#critical").check()
+    assert page.locator(".pointed .path").count() == 1
+
+
+def test_an_order_that_cannot_run_is_explained_and_undone(page: "Page", written: Path) -> None:
+    """Stage 0 wants the gradient of micro-batch 0 before it sends 1, and stage 1 wants 1 before it sends that back."""
+    open_at(page, written, "#schedule=1f1b&recompute=never")
+    before = shown_order(page, 0), shown_order(page, 1)
+    assert before == tuple([str(a) for a in row] for row in build("1f1b", 2, 4, "never"))
+    action(page, "0B0").focus()
+    page.keyboard.press("Alt+ArrowLeft")
+    assert shown_order(page, 0)[:3] == ["0F0", "0B0", "0F1"]
+    assert page.locator("#problem").is_hidden()
+    assert "order by hand" in page.locator("#changed").inner_text()
+    moved, target = action(page, "1F1").bounding_box(), action(page, "1B0").bounding_box()
+    assert moved
+    assert target
+    y = moved["y"] + moved["height"] / 2
+    page.mouse.move(moved["x"] + moved["width"] / 2, y)
+    page.mouse.down()
+    page.mouse.move(target["x"] + 9, y)
+    page.mouse.move(target["x"] + 2, y)
+    page.mouse.up()
+    assert "0B0 waits for 1B0" in page.locator("#problem").inner_text()
+    assert sorted(page.locator(".marked").evaluate_all("bars => bars.map(bar => bar.dataset.key)")) == ["0B0", "1F1"]
+    assert page.locator(".waits").count() == 2
+    assert page.locator("#csv").is_disabled()
+    page.locator("#problem button").click()
+    assert page.locator("#problem").is_hidden()
+    page.keyboard.press("Control+z")
+    assert (shown_order(page, 0), shown_order(page, 1)) == before
+
+
+def test_an_order_made_by_hand_is_a_schedule_that_gpipe_reads(page: "Page", tmp_path: Path) -> None:
+    action(page, "0R2").focus()
+    page.keyboard.press("Alt+ArrowLeft")
+    rows = shown_order(page, 0), shown_order(page, 1)
+    assert rows[0][4:6] == ["0R2", "0B3"]
+    with page.expect_download() as download:
+        page.locator("#csv").click()
+    download.value.save_as(tmp_path / "my_schedule.csv")
+    schedule = read_schedule(str(tmp_path / "my_schedule.csv"), 2, 4)
+    assert tuple([str(a) for a in row] for row in schedule) == rows
+    shown = page.locator("#commands").inner_text().splitlines()
+    settings = "hardware=v100 batch_size=16 partitions=2 micro_batches=4 schedule=my_schedule.csv"
+    assert shown == [f"gpipe train {settings}", f"gpipe check {settings}"]
+    page.locator("#reset").click()
+    assert shown_order(page, 0)[4:6] == ["0B3", "0R2"]
+
+
+def test_keys_reach_every_action_and_move_in_time(page: "Page") -> None:
+    fitted = axis(page)
+    page.locator("#svg").focus()
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.dataset.key"):
+            break
+    focused = "[...document.querySelectorAll('.action[tabindex=\"0\"]')].map(bar => bar.dataset.key).join()"
+    assert page.evaluate("document.activeElement.dataset.key") == page.evaluate(focused) == "0F0"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(focused) == "0F1"
+    page.keyboard.press("ArrowDown")
+    key = page.evaluate("document.activeElement.dataset.key")
+    assert key.startswith("1")
+    assert page.evaluate(focused) == key
+    assert key in page.locator("#live").inner_text()
+    assert "micro-batch" in (action(page, key).get_attribute("aria-label") or "")
+    width = "document.activeElement.getBoundingClientRect().width"
+    before = page.evaluate(width)
+    page.keyboard.press("w")
+    page.wait_for_function(f"before => {width} > 1.2 * before", arg=before)
+    page.locator("#fit").click()
+    page.wait_for_function(f"before => {AXIS} === before", arg=fitted)
+    page.locator(".simulated .name").first.hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -300)
+    page.keyboard.up("Control")
+    page.wait_for_function(f"before => {AXIS} !== before", arg=fitted)
+    zoomed, ground = axis(page), page.locator("#lanes").bounding_box()
+    assert ground
+    page.mouse.move(ground["x"] + 900, ground["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(ground["x"] + 500, ground["y"] + 40)
+    page.mouse.up()
+    page.wait_for_function(f"before => {AXIS} !== before", arg=zoomed)
+    page.locator("#fit").click()
+    page.wait_for_function(f"before => {AXIS} === before", arg=fitted)
+    page.locator("#time").fill("500")
+    assert "stage 0" in page.locator("#explained").inner_text()
+    page.locator("#recorded").fill("0")
+    assert "step 5" in (page.locator(".measured .about").text_content() or "")
+
+
+def test_the_layer_that_should_move_moves(page: "Page", written: Path) -> None:
+    open_at(page, written, "#layers=1-6")
+    page.locator("#move").wait_for()
+    assert "from stage 1 to stage 0" in page.locator("#move-text").inner_text()
+    page.locator("#move").click()
+    assert shown_step(page) == in_words(simulated(page, balance=[2, 5]))
+
+
+def test_the_picture_is_saved_as_a_file_of_its_own(page: "Page", tmp_path: Path) -> None:
+    page.locator("#theme").click()
+    with page.expect_download() as download:
+        page.locator("#svg").click()
+    download.value.save_as(tmp_path / "pipeline.svg")
+    text = (tmp_path / "pipeline.svg").read_text(encoding="utf-8")
+    assert "var(" not in text
+    assert "#17181c" in text, "dark, as it was seen"
+    bars = ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}rect")
+    assert sum("action" in node.get("class", "") for node in bars) == page.locator(".action").count()
+
+
+def test_questions_are_answered_in_a_sentence(page: "Page") -> None:
+    ask = page.locator("#questions button")
+    ask.filter(has_text="Where is the bubble").click()
+    assert page.locator(".region.bubble.lit").count() == 1
+    assert "of the step is bubble" in page.locator("#explained").inner_text()
+    ask.filter(has_text="recomputation").click()
+    own, never = (in_words(simulated(page, recompute=mode)) for mode in ("except_last", "never"))
+    assert f"the step takes {never} in place of {own}" in page.locator("#explained").inner_text()
+    ask.filter(has_text="M = 16").click()
+    assert in_words(simulated(page, micro_batches=16)) in page.locator("#explained").inner_text()
+
+
+def test_very_many_actions_are_one_picture_and_still_explained(page: "Page", written: Path, tmp_path: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    assert "MOST_BARS = 8000" in text
+    path = tmp_path / "pipeline.html"
+    path.write_text(text.replace("MOST_BARS = 8000", "MOST_BARS = 10"), encoding="utf-8")
+    page.goto(f"file://{path}")
+    picture = page.locator(".simulated image")
+    assert (picture.get_attribute("href") or "").startswith("data:image/png")
+    assert page.locator(".action").count() == 0
+    place = picture.bounding_box()
+    assert place
+    page.mouse.move(place["x"] + 30, place["y"] + 35)
+    assert "0F0 is the forward of micro-batch 0" in page.locator("#explained").inner_text()
