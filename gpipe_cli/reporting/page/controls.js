@@ -99,15 +99,15 @@ function tryIt(text, values) {
 
 // The longest piece of it.
 function showBubble() {
-  const pieces = [...svg.querySelectorAll(".simulated .region.bubble")].map(node => node.piece);
-  if (!pieces.length) {
-    explained.textContent = "There is none: no device waits for another.";
-    return;
-  }
-  const long = ({region}) => region.end - region.start;
-  pointAt(pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most));
-  const {bubble} = state.figure.breakdown;
-  explained.textContent = `${percent(bubble)} of the step is bubble; its longest piece, ${sentence(state.pointed)}`;
+  const {figure} = state, long = region => region.end - region.start;
+  const pieces = [...figure.regions].flatMap(([device, regions]) => regions.map(region => ({...region, device})))
+    .filter(region => region.why === "bubble");
+  if (pieces.length) {
+    const region = pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most);
+    pointAt({figure, what: "region", stage: figure.turns.indexOf(region.device), region});
+    const share = percent(figure.breakdown.bubble);
+    explained.textContent = `${share} of the step is bubble; its longest piece, ${explainRegion(figure, region)}`;
+  } else explained.textContent = "There is none: no device waits for another.";
   live.textContent = explained.textContent;
 }
 

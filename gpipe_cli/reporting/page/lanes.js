@@ -359,22 +359,18 @@ function placePicture(one) {
   }, 120);
 }
 
-// Each pixel has the colour of the action at its middle.
+// Of bars that are narrower than a pixel each adds as much as its share of it.
 function paint(one) {
   const canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
   canvas.width = Math.round(plotWidth());
   canvas.height = one.height;
+  pen.globalCompositeOperation = "lighter";
   one.figure.timeline.spans.forEach((spans, stage) => {
     const {top, bar} = one.rows[stage];
-    let at = 0;
-    for (let x = 0; x < canvas.width; x++) {
-      const time = timeOf(view.left + x + 0.5);
-      while (at < spans.length && spans[at].end <= time) at++;
-      if (at === spans.length) break;
-      if (spans[at].start > time) continue;
-      const {kind, micro_batch} = spans[at].action;
-      pen.fillStyle = colour(kind, micro_batch, one.figure.micro_batches);
-      pen.fillRect(x, top, 1, bar);
+    for (const {action, start, end} of spans) {
+      if (end < view.start || start > view.start + view.seconds) continue;
+      pen.fillStyle = colour(action.kind, action.micro_batch, one.figure.micro_batches);
+      pen.fillRect(xOf(start) - view.left, top, xOf(end) - xOf(start), bar);
     }
   });
   one.picture.setAttribute("href", canvas.toDataURL());

@@ -109,7 +109,7 @@ function showSimulated(result, wrong) {
   if (state.pointed?.figure.kind !== "measured") state.pointed = null;
   show("simulated", wrong ? orderFigure(result) : state.figure);
   drawn.get("simulated").group.classList.toggle("stale", state.stale && !wrong);
-  show("K = 1", state.one ? state.oneFigure : null);
+  show("K = 1", state.one && state.controls.partitions > 1 ? state.oneFigure : null);
   const again = pointed && drawn.get("simulated").bars.get(gpipe.key(pointed.action));
   if (again && svg.querySelector(".action:focus")) pointAt(again.node.piece);
   if (!svg.querySelector('.action[tabindex="0"]')) svg.querySelector(".simulated .action")?.setAttribute("tabindex", 0);

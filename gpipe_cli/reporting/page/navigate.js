@@ -24,8 +24,9 @@ function pointAt(piece, time = 0) {
   requestPlace();
 }
 
-function regionNode(piece) {
-  return [...drawn.get(piece.figure.kind).group.querySelectorAll(".region")].find(node => node.piece === piece);
+function regionNode({figure, stage, region}) {
+  return [...drawn.get(figure.kind).rows[stage]?.lane.querySelectorAll("rect.region") ?? []]
+    .find(node => node.piece.region.start === region.start);
 }
 
 // The way of one micro-batch through all stages.
