@@ -184,6 +184,10 @@ function costsInWords() {
   const {source, basis, halves} = data.costs, parts = [`Times of layers: ${source}.`];
   if (basis === "other_device") parts.push("They are of another device, and only tell layers from each other.");
   if (basis === "timed_layers") parts.push("Those of another M are in proportion to what was measured.");
+  const slower = state.figure.slowdown.at(-1) ?? 1, devices = state.figure.ofDevice.size;
+  if (slower > 1.005) {
+    parts.push(`Devices share a machine: while all ${devices} compute, each takes ${decimal(slower)} \u00d7 as long.`);
+  }
   const split = state.figure.timeline.spans.flat().some(({action}) => action.kind === "I");
   if (split && halves === "assumed") parts.push("I and W are taken to be half of a backward each.");
   return parts.join(" ");
