@@ -4,8 +4,6 @@
 """
 
 import io
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

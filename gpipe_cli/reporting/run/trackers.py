@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from gpipe_cli.config.settings import CONFIG, Logger
 from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.result import RESULT, read_result
-from gpipe_cli.reporting.run.summary import TIMELINE_PAGE
 from gpipe_cli.system.files import read_json, write_whole
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ PROJECT = "gpipe"  # where MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT says nothing 
 IDS = "loggers.json"  # in the run folder: logger -> what the run is called there
 LOCAL = "mlruns"  # in `output`: MLflow's files, where MLFLOW_TRACKING_URI names no server
 _PACKAGES: dict[Logger, tuple[str, str]] = {"mlflow": ("mlflow", "mlflow-skinny"), "wandb": ("wandb", "wandb")}
-_FILES = (CONFIG, RESULT, LOG, TIMELINE_PAGE, "failure.txt")  # of the run folder, that are kept with a run
+_FILES = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # of the run folder, that are kept with a run
 _SECONDS = 10.0  # points are sent together, so often
 _SERVER_SECONDS = 10  # that a server may take to answer
 _MOST_POINTS, _MOST_SETTINGS = 1000, 100  # of one request to MLflow

@@ -62,7 +62,7 @@ def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: py
     artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     report(tmp_path / "dry", "logger=[mlflow]", "dry_run=true")
     assert len(client.search_runs([experiment.experiment_id])) == 1
-    assert artifacts >= {"result.json", "timeline.html", "banner.txt", "timeline_00000008.png"}
+    assert artifacts >= {"result.json", "pipeline.html", "banner.txt", "timeline_00000008.png"}
 
 
 def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
@@ -102,7 +102,7 @@ def test_weights_and_biases_offline_has_what_the_events_have(tmp_path: Path, mon
     for tag, expected in points(folder).items():
         assert found[tag] == expected, tag
     kept = {file.name for file in (written.parent / "files" / "gpipe").iterdir()}
-    assert kept >= {"result.json", "timeline.html", "banner.txt"}
+    assert kept >= {"result.json", "pipeline.html", "banner.txt"}
 
 
 def test_a_server_that_is_not_there_ends_no_run(
