@@ -240,9 +240,10 @@ function addEnds(result) {
   const {figure, group} = result;
   if (figure.order) return;
   const plot = make("g", {"clip-path": "url(#plot)", "pointer-events": "none"}, group);
+  const top = HEADER + (result.wide ? -2 : 15); // below what stands at the right
   const line = (seconds, name) => {
     const node = make("path", {class: name}, plot);
-    result.items.push({node, at: seconds, top: HEADER - 2, bottom: result.height - 3});
+    result.items.push({node, at: seconds, top, bottom: result.height - 3});
   };
   line(figure.step_seconds, "end");
   if (figure.own_seconds && Math.abs(figure.own_seconds / figure.step_seconds - 1) > 1e-3) {

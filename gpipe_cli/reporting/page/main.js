@@ -124,7 +124,7 @@ function showProblem(result, wrong) {
   title.textContent = wrong ? "This order cannot run. " : result.timeline ? "This does not fit. " : "This cannot be. ";
   box.append(title, `${state.problem}. `);
   if (wrong) box.append("The actions in question have a red rim. ");
-  if (wrong?.waits.length > 1) box.append("Arrows go to what they wait for: in a circle, so that none can ever start. ");
+  if (wrong?.waits.length > 1) box.append("Arrows go to what they wait for, in a circle: none can ever start. ");
   if (!result.timeline) box.append("Numbers are those of the last setting that could run. ");
   const button = document.createElement("button");
   button.type = "button";
