@@ -40,14 +40,14 @@ def write_page(
     values = {"title": title, "command": command, "run": run, **data, **_measured(steps)}
     # no end of the element, and no comment, can begin in it
     parts = {"data": json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")}
-    parts["css"] = _part("page.css")
+    parts["css"] = _part("../style.css") + _part("page.css")
     parts["script"] = "\n".join(_part(name) for name in SCRIPTS)
     page = _part("page.html").split("{{")
     write_whole(path, page[0] + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in page[1:])))
 
 
 def _part(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
