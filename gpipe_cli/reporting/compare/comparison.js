@@ -187,6 +187,12 @@ function tell(chart, plot, unit) {
   tip.style.top = `${Math.max(4, Math.min(y, innerHeight - tip.offsetHeight - 4))}px`;
 }
 
+// A share is at most 1.
+function withinAll(_, low, high) {
+  const margin = Math.max(0.02, (high - low) / 10);
+  return [Math.max(0, low - margin), Math.min(1, high + margin)];
+}
+
 for (const chart of data.scaling) {
   draw(chart, document.getElementById("scaling"), {
     named: true,
@@ -202,6 +208,7 @@ for (const chart of data.curves) {
     unit: "step",
     cursor: {sync: {key: sync.key, scales: ["x", null]}},
     axis: {},
+    range: chart.percent ? withinAll : undefined,
   });
 }
 

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
 from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_record import SPEEDS, Curve, same_curves
-from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
+from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings, work
 from gpipe_cli.reporting.plots.comparison import (
     LONG,
     MARKED_POINTS,
@@ -35,6 +36,11 @@ MOST_POINTS = 1500  # of a curve that is drawn: more than there are pixels
 BARS = (
     "test_top1", "test_perplexity", "samples_per_second", "tokens_per_second", "speed_up", "step_seconds",
     "bubble_measured", "memory_bytes_fullest",
+)  # fmt: skip
+# Settings that name a line over K, where they differ.
+NAMING = (
+    "micro_batches", "schedule", "recompute", "replicas", "stages_per_process", "executor", "model.name",
+    "dataset.name", "batch_size", "batch_tokens", "precision", "compile",
 )  # fmt: skip
 # Files of a run that the table leads to, and what it calls them.
 FILES = {"pipeline.html": "pipeline", ".": "folder"}
@@ -176,18 +182,20 @@ def _points(curve: Curve, speed: bool) -> dict[int, float | None]:
 
 
 def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
-    """Speed-up and efficiency over the number of devices: a line for runs that differ in nothing else that has a
-    column. No charts where nothing can be said."""
+    """Speed-up and efficiency over the number of devices: a line for runs that do the same work in the same way, with
+    the median of those that differ in nothing that counts. No charts where nothing can be said."""
     runs = comparison.runs
     known: dict[int, Scaling] = {at: one for at, one in enumerate(scalings(runs)) if one is not None}
     x = sorted({devices(runs[at]) for at in known})
     if len(x) < 2:
         return []
-    others = [column for column in comparison.settings if column.key not in ("partitions", "threads")]
-    of_line: dict[str, list[int]] = {}
+    told = [column for column in comparison.settings if column.key in NAMING]
+    told = [column for column in told if len({column.cells[at] for at in known}) > 1]
+    of_line: dict[tuple[str, str], list[int]] = {}
     for at in known:
-        named = (f"{_plain(column.heading)} = {column.cells[at]}" for column in others if len(set(column.cells)) > 1)
-        of_line.setdefault(", ".join(named), []).append(at)
+        name = ", ".join(f"{column.heading.replace(chr(10), '')} = {column.cells[at]}" for column in told)
+        of_line.setdefault((name, work(runs[at])), []).append(at)
+    often = Counter(name for name, _ in of_line)
 
     def chart(
         title: str, note: str, ideal: Mapping[int, float], values: Mapping[int, float | None], percent: bool
@@ -202,10 +210,15 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
                 "points": False,
             }
         ]
-        for number, (name, members) in enumerate(of_line.items()):
-            points = {devices(runs[at]): values[at] for at in members}
+        for number, ((name, _), members) in enumerate(of_line.items()):
+            points: dict[int, list[float]] = {}
+            for at in members:
+                if (value := values[at]) is not None:
+                    points.setdefault(devices(runs[at]), []).append(value)
+            label = name or "measured"
             lines.append({
-                "run": None, "label": name or "measured", "values": [points.get(n) for n in x],
+                "run": None, "label": label if often[name] == 1 else f"{label}: {comparison.referred(members)}",
+                "values": [median(points[n]) if n in points else None for n in x],
                 "colour": run_colour(number, len(of_line)), "width": 2, "dash": [], "points": True,
             })  # fmt: skip
         return {"title": title, "note": note, "x": x, "lines": lines, "percent": percent, "logarithmic": False}
@@ -230,7 +243,3 @@ def _about_scaling(comparison: Comparison) -> str:
     if "measured_contended" in kinds:
         text += " Runs whose cores other programs had at times are left out."
     return text
-
-
-def _plain(heading: str) -> str:
-    return heading.replace("\n", "")

@@ -31,7 +31,7 @@ def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:
     groups: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
         if _speed(run):
-            groups.setdefault(_work(run), []).append(at)
+            groups.setdefault(work(run), []).append(at)
     found: list[Scaling | None] = [None] * len(runs)
     for group in groups.values():
         fewest = min(devices(runs[at]) for at in group)
@@ -57,7 +57,8 @@ def _speed(run: RunRecord) -> float:
     return float(run.value("tokens_per_second" if run.text else "samples_per_second") or 0.0)
 
 
-def _work(run: RunRecord) -> str:
+def work(run: RunRecord) -> str:
+    """The same for runs that do the same work on the same machine."""
     settings = {k: v for k, v in run.settings.items() if k in _WORK or k.startswith(("model.", "dataset."))}
     return json.dumps([run.machine, run.result["command"], settings], sort_keys=True)
 

@@ -308,3 +308,26 @@ def test_speed_up_and_efficiency_stand_in_tables_and_on_the_page(tmp_path: Path,
     assert efficiency["lines"][1]["values"] == [1, 0.25, 0.0625]
     shared = [changed(run, samples_per_second_kind="measured_one_device") for run in runs]
     assert {row.get("efficiency") for row in rows(compare(shared))} == {None}
+
+
+def test_a_line_over_k_has_the_runs_of_the_same_work_and_a_name_of_its_own(
+    tmp_path: Path, runs: list[RunRecord]
+) -> None:
+    """Two seeds make one point; settings that have nothing to do with speed name no line."""
+
+    def other(run: RunRecord, speed: float = 1.0, **settings: Any) -> RunRecord:
+        faster = run.result["samples_per_second"] * speed
+        return replace(changed(run, samples_per_second=faster), settings={**run.settings, **settings})
+
+    first, second = runs[:2]
+    again = other(second, 2.0, seed=5, epochs=9)
+    wide = [other(run, **{"model.filters": 64}) for run in (first, second)]
+    many = [other(run, micro_batches=8) for run in (first, second)]
+    write_page(tmp_path / "page.html", compare([first, second, again, *wide, *many]), [], [])
+    (speed_up, _) = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["scaling"]
+    assert [(line["label"], line["values"]) for line in speed_up["lines"]] == [
+        ("ideal", [1, 2]),
+        ("M = 4: runs 1 to 3", [1, 0.75]),
+        ("M = 4: runs 4, 5", [1, 0.5]),
+        ("M = 8", [1, 0.5]),
+    ]
