@@ -112,19 +112,22 @@ function save(name, text, type) {
 
 const FILE = "my_schedule.csv";
 
+// Settings of that one run, plan or measurement, and how stages share processes, which the file says.
+const OF_ONE_RUN = ["run_folder", "write_schedule", "solve", "steps", "warm_up_steps", "rounds", "stages_per_process"];
+
 // The command line that runs what is shown, as far as it differs from the run's own.
 function commandOf(command) {
   const {controls} = state, {rows} = state.figure;
   const recomputes = rows.some(row => row.some(action => action.kind === "R"));
   const set = {partitions: controls.partitions, micro_batches: controls.micro_batches, schedule: FILE};
   if (!recomputes) set.recompute = "never"; // of a file without an R this setting decides
-  if (controls.stages_per_process > 1) set.stages_per_process = controls.stages_per_process;
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
-  const given = (data.command ?? "gpipe train").split(" ");
-  const own = ["run_folder", "write_schedule", "solve"]; // these are of that one run or plan
-  const words = given.slice(1 + given.findIndex(word => /^(train|plan|bench|check)$/.test(word)))
-    .filter(word => !(word.split("=")[0] in set) && !own.includes(word.split("=")[0]));
-  return ["gpipe", command, ...words, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");
+  const typed = (data.command ?? "gpipe train").match(/(?:'[^']*'|"[^"]*"|\S)+/g);
+  const words = typed.slice(1 + typed.findIndex(word => /^(train|plan|bench|check)$/.test(word)))
+    .filter(word => ![...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"].includes(word.split("=")[0]));
+  const swept = words.filter(word => /=[^[({'"]*,/.test(word)); // of a sweep: which value this run had is not known here
+  const kept = [...words.filter(word => !swept.includes(word)), ...swept.map(word => `${word.split("=")[0]}=...`)];
+  return ["gpipe", command, ...kept, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");
 }
 
 function showOrder() {
