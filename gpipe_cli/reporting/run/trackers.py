@@ -256,7 +256,7 @@ class _MLflow:
             self._client.log_artifact(self.id, str(path))
 
     def picture(self, tag: str, step: int, png: bytes) -> None:
-        self.file(f"{tag}_{step:08d}.png", png)
+        self.file(f"{tag.rpartition('/')[2]}_{step:08d}.png", png)  # files of one folder
 
     def end(self, ended: Ended) -> None:
         self._client.set_terminated(self.id, ended)

@@ -52,7 +52,7 @@ def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: py
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     found = points(folder)
-    assert {"train/loss", "test/top1", "bubble/measured", "final/top1", "speed/predicted_step_seconds"} <= found.keys()
+    assert {"train/loss", "test/top1", "bubble/measured", "final/top1", "speed/step_over_predicted"} <= found.keys()
     for tag, expected in found.items():
         history = client.get_metric_history(run.info.run_id, tag)
         assert sorted((one.step, one.value) for one in history) == expected, tag
@@ -98,7 +98,7 @@ def test_weights_and_biases_offline_has_what_the_events_have(tmp_path: Path, mon
         for tag, value in items.items():
             found.setdefault(tag, []).append((items["step"], value))
     assert ended == [0]
-    assert found["timeline/_type"] == [(4, "image-file")]
+    assert found["pictures/timeline/_type"] == [(4, "image-file")]
     for tag, expected in points(folder).items():
         assert found[tag] == expected, tag
     kept = {file.name for file in (written.parent / "files" / "gpipe").iterdir()}
