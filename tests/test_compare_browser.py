@@ -1,11 +1,10 @@
 """The page of `gpipe compare` in a real browser."""
 
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
+from browser import NEEDED, opened_page
 from reporting_runs import evaluation, plan, reporter_in, step
 
 from gpipe_cli.reporting.compare.comparison import compare
@@ -15,21 +14,14 @@ from gpipe_cli.reporting.compare.run_record import read_run
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-CHROMIUM = shutil.which("chromium")
 K = (1, 2, 4)
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH"),
-    pytest.mark.skipif(find_spec("playwright") is None, reason="no playwright: pip install -e '.[browser]'"),
-]
+pytestmark = NEEDED
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
     """The page about K = 1, 2, 4, in a narrow window; at the end it has loaded nothing from elsewhere."""
-    from playwright.sync_api import sync_playwright
-
     folder = tmp_path_factory.mktemp("compared")
     for k in K:
         places = (f"output='{folder}'", f"run_folder='{folder / str(k)}'")
@@ -41,19 +33,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
     (folder / "1" / "pipeline.html").write_text("the page of the first run", encoding="utf-8")
     comparison = compare([read_run(folder / str(k)) for k in K])
     write_page(folder / "comparison.html", comparison, [], ["train/loss", "test/top1"])
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 480, "height": 900}, color_scheme="light")
-        page.set_default_timeout(20_000)
-        asked: list[str] = []
-        wrong: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(f"file://{folder}/comparison.html")
-        yield page
-        assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-        assert wrong == []
-        browser.close()
+    pages = opened_page()
+    page = next(pages)
+    page.set_viewport_size({"width": 480, "height": 900})
+    asked: list[str] = []
+    wrong: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(f"file://{folder}/comparison.html")
+    yield page
+    assert next(pages, None) is None  # it closes
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert wrong == []
 
 
 def first_column(page: "Page") -> list[str]:
