@@ -42,6 +42,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "samples": samples // config.replicas,
             "step_samples": samples,  # of all replicas
             "splits": not config.compile,
+            "chosen_order": plan.chosen_order,  # of schedule=auto
             "balance_given": config.partition.balance is not None,
         },
         "rows": [list(map(str, row)) for row in plan.schedule],

@@ -76,16 +76,28 @@ function startQuestions() {
   tryIt("What does recomputation cost and save?", {recompute: own.recompute === "never" ? "always" : "never"});
   if (own.schedule !== "1f1b") tryIt("What does 1f1b change?", {schedule: "1f1b"});
   ask("Which layer should move?", () => {
-    field("moves").scrollIntoView({block: "center"});
+    toOwn();
+    clearTimeout(askingMoves);
+    findMove();
     live.textContent = explained.textContent = field("move-text").textContent;
   });
+}
+
+// Questions are about the run's own setting, whatever was tried before.
+function toOwn() {
+  if (!changes().length) return;
+  state.history.push(state.controls);
+  setControls(state.own);
 }
 
 function ask(text, answer) {
   const button = field("questions").appendChild(document.createElement("button"));
   button.type = "button";
   button.textContent = text;
-  button.addEventListener("click", answer);
+  button.addEventListener("click", () => {
+    answer();
+    explained.scrollIntoView({block: "nearest"});
+  });
 }
 
 // One thing changed of the run's own setting, so that the answer is about nothing else.
@@ -99,6 +111,7 @@ function tryIt(text, values) {
 
 // The longest piece of it.
 function showBubble() {
+  toOwn();
   const {figure} = state, long = region => region.end - region.start;
   const pieces = [...figure.regions].flatMap(([device, regions]) => regions.map(region => ({...region, device})))
     .filter(region => region.why === "bubble");
@@ -106,7 +119,8 @@ function showBubble() {
     const region = pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most);
     pointAt({figure, what: "region", stage: figure.turns.indexOf(region.device), region});
     const share = percent(figure.breakdown.bubble);
-    explained.textContent = `${share} of the step is bubble; its longest piece, ${explainRegion(figure, region)}`;
+    explained.textContent = `simulated: ${share} of the step is bubble, in ${pieces.length} pieces, hatched in the ` +
+      `lanes; the longest one, ${explainRegion(figure, region)}`;
   } else explained.textContent = "There is none: no device waits for another.";
   live.textContent = explained.textContent;
 }
@@ -121,7 +135,19 @@ function changeInWords() {
   const before = shown(ownFigure);
   const parts = shown(figure).flatMap(([name, now], at) =>
     now === before[at][1] ? [] : [`${name} ${now} in place of ${before[at][1]}`]);
-  return `${changes().join("; ")}: ${list(parts) || "step, recomputation, bubble and memory stay as they are"}.`;
+  const text = list(parts) || "step, recomputation, bubble and memory stay as they are";
+  return `${changes().join("; ")}: ${text}.${smallInWords()}`;
+}
+
+// Why more micro-batches can make a step longer: the smaller ones cost more per sample.
+function smallInWords() {
+  const {figure, ownFigure} = state, samples = of => data.setting.samples / of.micro_batches;
+  const perSample = of => of.stages.reduce((sum, stage) => sum + stage.graph + stage.backward, 0) / samples(of);
+  const factor = perSample(figure) / perSample(ownFigure) / state.controls.backward_factor;
+  if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
+  const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
+  return ` A micro-batch has ${now} samples in place of ${before}, and a sample takes ${factor.toFixed(2)} \u00d7 as ` +
+    `long to compute: ${factor > 1 ? "small ones use a device less well" : "large ones use a device better"}.`;
 }
 
 // ---- what the controls say ----
@@ -144,9 +170,8 @@ function showControls() {
   say("backward_factor", `1 : ${decimal(backwardRatio())}`);
   say("link_factor", faster === 1 ? "as it is" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
-  for (const [name, texts] of [["schedule", ORDERS], ["recompute", RECOMPUTES]]) {
-    field(`${name}-meaning`).textContent = texts[controls[name]];
-  }
+  field("schedule-meaning").textContent = orderInWords();
+  field("recompute-meaning").textContent = RECOMPUTES[controls.recompute];
   field("undo").disabled = !state.history.length;
   field("own").disabled = !changes().length;
 }
@@ -156,13 +181,17 @@ function say(id, text) {
   field(id).setAttribute("aria-valuetext", text);
 }
 
-// How many times as long as the forwards all backwards take.
+function orderInWords() {
+  const {schedule, stages_per_process} = state.controls;
+  if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages a device: so it is 1f1b";
+  const chosen = schedule === "auto" && state.figure.chosen_order;
+  return chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule];
+}
+
+// How many times as long as a forward that keeps its graph a backward takes, over all layers.
 function backwardRatio() {
-  const seconds = {F: 0, R: 0, B: 0, I: 0, W: 0};
-  for (const spans of state.figure.timeline.spans) {
-    for (const span of spans) seconds[span.action.kind] += span.end - span.start;
-  }
-  return seconds.F ? (seconds.B + seconds.I + seconds.W) / seconds.F : 0;
+  const all = name => state.figure.stages.reduce((sum, stage) => sum + stage[name], 0);
+  return all("graph") ? all("backward") / all("graph") : 0;
 }
 
 // What differs from the run's own setting, in words.
@@ -215,36 +244,68 @@ function showNumbers() {
     `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
     `with the ${owner()}'s own setting, ${decimal(ownFigure.samples_per_second)}`);
   const speedup = one.step_seconds / figure.step_seconds;
-  tile(section, "speed-up", `${decimal(speedup)} \u00d7`, "over K = 1", devices === 1 ? "one device has all stages" :
-    `${percent(speedup / devices)} of what ${devices} devices could give`);
+  const whole = wholeSeconds();
+  tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, "over K = 1 with the same M and recomputation",
+    devices === 1 ? "one device has all stages" : `${percent(speedup / devices)} of what ${devices} devices could give`,
+    whole && `K = 1, M = 1, without recomputation: ${duration(whole)}`);
   bubbleTile(section, devices, M);
   memoryTile(section);
   section.classList.toggle("stale", Boolean(state.stale));
 }
 
+// A step of one device that takes the mini-batch whole: what a pipeline has to beat. 0: not known, or it does not fit.
+function wholeSeconds() {
+  if (!data.costs.of[1]) return 0;
+  const result = gpipe.configured(data, {...oneControls(state.controls), micro_batches: 1, recompute: "never"});
+  return result.problem ? 0 : result.step_seconds;
+}
+
 function bubbleTile(section, devices, M) {
   const {breakdown} = state.figure, K = state.controls.stages_per_process > 1 ? "D" : "K";
-  const node = tile(section, "", percent((devices - 1) / (M + devices - 1)),
-    `(${K}\u22121)/(M+${K}\u22121) = (${devices}\u22121)/(${M}+${devices}\u22121)` +
-      (K === "D" ? ", D devices" : ""),
-    `here: bubble ${percent(breakdown.bubble)}, idle in all ${percent(idleShare(state.figure))}`);
-  node.firstChild.append(word("bubble"), " of K equal stages");
+  const node = tile(section, "", percent(breakdown.bubble), `idle in all ${percent(idleShare(state.figure))}`,
+    `of equal ${K === "D" ? "devices" : "stages"} with gpipe or 1f1b: (${K}\u22121)/(M+${K}\u22121) = ` +
+      `(${devices}\u22121)/(${M}+${devices}\u22121) = ${percent((devices - 1) / (M + devices - 1))}`);
+  node.firstChild.append(word("bubble"));
   node.id = "ideal";
 }
 
 function memoryTile(section) {
-  const peaks = state.figure.memory.map(peak), limit = state.figure.limit_bytes;
-  const most = peaks.indexOf(Math.max(...peaks));
+  const {figure} = state, peaks = figure.memory.map(peak), limit = figure.limit_bytes;
+  const most = peaks.indexOf(Math.max(...peaks)), shared = figure.ofDevice.size < figure.turns.length;
+  const [device, together] = [...figure.ofDevice.keys()].map(of => [of, devicePeak(figure, of)])
+    .reduce((one, other) => other[1] > one[1] ? other : one);
   const versus = limit && `${peaks[most] > limit ? "over" : "within"} the limit of ${size(limit)} a stage`;
   const before = Math.max(...state.ownFigure.memory.map(peak));
   const own = changes().length ? `${owner()}'s own setting: ${size(before)}` : "";
-  const node = tile(section, "most ", size(peaks[most]), `on stage ${most}`, versus, own);
+  const node = shared
+    ? tile(section, "most ", size(together), `on ${deviceWord(figure, device)}`,
+      `stage ${most} alone: ${size(peaks[most])}`, versus, own)
+    : tile(section, "most ", size(peaks[most]), `on stage ${most}`, versus, own);
   node.firstChild.append(word("memory"));
+}
+
+// What the stages of a device hold at once; of a stage between two actions, what it held during the one before.
+function devicePeak(figure, device) {
+  const stages = figure.turns.flatMap((of, stage) => of === device ? [stage] : []), now = new Map();
+  for (const stage of stages) {
+    const {weights, gradients, optimizer, workspace} = figure.memory[stage];
+    now.set(stage, weights + gradients + optimizer + workspace);
+  }
+  const stored = new Map(now), begun = stages.flatMap(stage =>
+    figure.timeline.spans[stage].map((span, at) => ({start: span.start, stage, held: figure.memory[stage].held[at]})));
+  let most = 0;
+  for (const {stage, held} of begun.sort((one, other) => one.start - other.start)) {
+    now.set(stage, stored.get(stage) + held);
+    most = Math.max(most, [...now.values()].reduce((sum, bytes) => sum + bytes, 0));
+  }
+  return most;
 }
 
 function measuredLine() {
   const step = data.steps[state.recorded];
-  return step ? `measured: ${duration(step.step_seconds)}` : `the ${owner()}'s own setting`;
+  return step ? `measured: ${duration(step.step_seconds)}, ` +
+    difference(step.step_seconds, state.figure.step_seconds, "shorter", "longer", "as simulated")
+    : `the ${owner()}'s own setting`;
 }
 
 function word(name) {
@@ -312,29 +373,30 @@ function showMoves() {
   clearTimeout(askingMoves);
   field("move").hidden = true;
   if (state.stale) return;
-  // each is a simulation of its own: not while a slider is dragged
-  askingMoves = setTimeout(() => {
-    const text = field("move-text"), {figure} = state;
-    if (figure.large) {
-      text.textContent = "With so many actions not every move is tried here.";
-      return;
-    }
-    if (figure.turns.length < 2) {
-      text.textContent = "With one stage there is no boundary that a layer could cross.";
-      return;
-    }
-    const [best] = gpipe.moves(data, state.controls), now = figure.step_seconds;
-    const cut = `Layers of the stages: ${figure.balance.join(", ")}; ${mostWork(figure)}.`;
-    if (!best || best.step_seconds > now * (1 - 5e-4)) {
-      text.textContent = `None: no single layer that moves to a neighbour makes the step shorter. ${cut}`;
-      return;
-    }
-    state.move = best.balance;
-    text.textContent = `${data.layers[best.layer].name}, from stage ${best.from_stage} to stage ${best.to_stage}: ` +
-      `the step would take ${duration(best.step_seconds)} in place of ${duration(now)}, ` +
-      `${difference(best.step_seconds, now, "shorter", "longer", "the same")}. ${cut}`;
-    field("move").hidden = false;
-  }, 200);
+  askingMoves = setTimeout(findMove, 200); // each move is a simulation of its own: not while a slider is dragged
+}
+
+function findMove() {
+  const text = field("move-text"), {figure} = state;
+  if (figure.large) {
+    text.textContent = "With so many actions not every move is tried here.";
+    return;
+  }
+  if (figure.turns.length < 2) {
+    text.textContent = "With one stage there is no boundary that a layer could cross.";
+    return;
+  }
+  const [best] = gpipe.moves(data, state.controls), now = figure.step_seconds;
+  const cut = `Layers of the stages: ${figure.balance.join(", ")}; ${mostWork(figure)}.`;
+  if (!best || best.step_seconds > now * (1 - 5e-4)) {
+    text.textContent = `None: no single layer that moves to a neighbour makes the step shorter. ${cut}`;
+    return;
+  }
+  state.move = best.balance;
+  text.textContent = `${data.layers[best.layer].name}, from stage ${best.from_stage} to stage ${best.to_stage}: ` +
+    `the step would take ${duration(best.step_seconds)} in place of ${duration(now)}, ` +
+    `${difference(best.step_seconds, now, "shorter", "longer", "the same")}. ${cut}`;
+  field("move").hidden = false;
 }
 
 // ---- the address ----

@@ -122,10 +122,13 @@ function commandOf(command) {
   const set = {partitions: controls.partitions, micro_batches: controls.micro_batches, schedule: FILE};
   if (!recomputes) set.recompute = "never"; // of a file without an R this setting decides
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
+  const left = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
+  if (controls.partitions !== state.own.partitions) left.push("partition.balance");
   const typed = (data.command ?? "gpipe train").match(/(?:'[^']*'|"[^"]*"|\S)+/g);
   const words = typed.slice(1 + typed.findIndex(word => /^(train|plan|bench|check)$/.test(word)))
-    .filter(word => ![...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"].includes(word.split("=")[0]));
-  const swept = words.filter(word => /=[^[({'"]*,/.test(word)); // of a sweep: which value this run had is not known here
+    .filter(word => !left.includes(word.replace(/^['"]/, "").split("=")[0]));
+  // of a sweep: which of the values this run had is not known here
+  const swept = words.filter(word => /=[^[({'"]*,/.test(word));
   const kept = [...words.filter(word => !swept.includes(word)), ...swept.map(word => `${word.split("=")[0]}=...`)];
   return ["gpipe", command, ...kept, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");
 }
@@ -150,6 +153,7 @@ function pictureFile() {
     .filter(text => text.startsWith("#lanes") && !/:hover|:focus/.test(text));
   copy.prepend(make("title", {}, null, data.title), make("style", {}, null, resolved(rules.join("\n"))));
   copy.querySelectorAll("[tabindex]").forEach(node => node.removeAttribute("tabindex"));
+  copy.querySelectorAll(".head").forEach(node => node.remove());
   for (const node of copy.querySelectorAll("path, circle")) {
     for (const name of ["fill", "stroke"]) {
       if (node.hasAttribute(name)) node.setAttribute(name, resolved(node.getAttribute(name)));

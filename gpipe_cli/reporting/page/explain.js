@@ -62,13 +62,26 @@ function explainRegion(figure, region) {
   const needed = next && source(figure, next.action);
   const cause = why === "imbalance" ? ` There is imbalance as stages have unequal work: ${mostWork(figure)}.` : "";
   if (!next) return `${first} ${who} has done all of its work; the step goes on until ${lastAction(figure)}.${cause}`;
-  if (!needed) return `${first} ${who} is idle before ${gpipe.key(next.action)}.${cause}`;
+  if (!needed) {
+    const measured = figure.kind !== "measured" ? "" : ", which waits for no other stage: something kept the process " +
+      "from its work";
+    return `${first} ${who} is idle before ${gpipe.key(next.action)}${measured}.${cause}`;
+  }
   const name = gpipe.key(needed.action), on = needed.action.stage;
   if (why === "transfer") {
     return `${first} ${who} waits for ${name}, which stage ${on} has computed: it is on its way over the link.`;
   }
   return `${first} ${who} waits for ${name}, which it needs for ${gpipe.key(next.action)}: stage ${on} computes it ` +
     `until ${duration(needed.end)}.${cause}`;
+}
+
+function criticalInWords(figure) {
+  const chain = gpipe.critical(figure.timeline, figure.rows, figure.edges);
+  const seconds = wanted => chain.filter(({what}) => (what === "transfer") === wanted)
+    .reduce((sum, {start, end}) => sum + end - start, 0);
+  const transfers = seconds(true) > shortest(figure) ? ` and ${duration(seconds(true))} of transfers` : "";
+  return `critical path, simulated: ${duration(seconds(false))} of actions${transfers}, each of which waits for the ` +
+    "one before; only what makes one of them shorter makes the step shorter.";
 }
 
 function lastAction(figure) {

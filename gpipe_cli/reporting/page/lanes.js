@@ -46,7 +46,7 @@ function startPicture() {
   };
   const hatch = ["path", {d: "M0 0V6", stroke: "var(--line)", "stroke-width": 1.6}];
   pattern("idle", 6, -45, "var(--idle)", hatch);
-  pattern("bubble", 6, -45, "var(--waiting)", hatch);
+  pattern("bubble", 6, -45, "var(--waiting)", ["path", {d: "M0 0V6", stroke: "var(--transfer)", "stroke-width": 1}]);
   pattern("imbalance", 6, 0, "var(--waiting)", ["circle", {cx: 3, cy: 3, r: 1.1, fill: "var(--transfer)"}]);
   pattern("transfer", 4, 45, "var(--paper)",
           ["path", {d: "M0 0V4M0 0H4", stroke: "var(--transfer)", "stroke-width": 2.2}]);

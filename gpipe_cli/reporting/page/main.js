@@ -29,6 +29,8 @@ function regionsOf(timeline, microBatches, stepSeconds) {
   return new Map(devices.map((device, at) => [device, regions[at]]));
 }
 
+const HINT = field("explained").textContent;
+
 // A recorded step as the simulator would give it.
 function measuredFigure() {
   const step = data.steps[state.recorded];
@@ -96,7 +98,7 @@ function update() {
   showLegend();
   field("costs").textContent = costsInWords();
   const changed = changes();
-  if (changed.length && !state.stale && !state.pointed) explained.textContent = changeInWords();
+  if (!state.pointed) explained.textContent = state.stale ? "" : changed.length ? changeInWords() : HINT;
   field("changed").textContent = changed.length ? `Changed: ${changed.join("; ")}.`
     : `This is the ${owner()}'s own setting.`;
   writeAddress();
@@ -196,6 +198,9 @@ function start() {
     field(name).addEventListener("change", event => {
       state[name] = event.target.checked;
       redraw();
+      if (name === "critical" && state.critical && !state.stale) {
+        live.textContent = explained.textContent = criticalInWords(state.figure);
+      }
     });
   }
   field("recorded").addEventListener("input", event => {

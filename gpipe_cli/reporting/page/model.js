@@ -270,7 +270,8 @@ function chosenStep(data, chosen) {
   const problem = {stages, edges, slowdown, turns, micro_batches: M, sizes: largest, room, recompute: chosen.recompute,
     split: own.splits};
   const rows = rowsFor(data, chosen, problem, problems);
-  const base = {rows, balance, stages, edges, turns, slowdown, micro_batches: M, sizes, devices, limit_bytes: limit};
+  const base = {rows, chosen_order: problem.chosen_order, balance, stages, edges, turns, slowdown, micro_batches: M,
+    sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
   const timeline = simulate(rows, {stages, edges, slowdown, turns});
@@ -351,14 +352,18 @@ function fullest(actions, M) {
   return all.filter((moment) => !all.some((other) => exceeds(other, moment)));
 }
 
-/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
+/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. What auto chose is
+ *  noted in the problem. */
 function rowsFor(data, chosen, problem, problems) {
   const {schedule, recompute, partitions: K, micro_batches: M} = chosen, own = data.setting;
   if (chosen.rows) return chosen.rows.map((row) => row.map((a) => typeof a === "string" ? action(a) : a));
   const planned = () => data.rows.map((row) => row.map(action));
   const same = OWN.every((name) => chosen[name] === own[name]);
   const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
-  if (same && !(changed && (schedule === "auto" || recompute === "auto"))) return planned();
+  if (same && !(changed && (schedule === "auto" || recompute === "auto"))) {
+    problem.chosen_order = own.chosen_order;
+    return planned();
+  }
   if (schedule === "file" || schedule === "planned") { // the rows are all that is known of it
     if (K !== own.partitions || M !== own.micro_batches || chosen.stages_per_process !== own.stages_per_process) {
       const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
@@ -371,7 +376,10 @@ function rowsFor(data, chosen, problem, problems) {
   if (schedule === "zero_bubble" && !own.splits) throw new Error("zero_bubble: compiled backwards cannot be halved");
   if (schedule === "auto") {
     const {best} = auto(problem);
-    if (best) return best.rows;
+    if (best) {
+      problem.chosen_order = best.name;
+      return best.rows;
+    }
     problems.push("auto: no order fits the memory");
     return withRecomputation(order("1f1b", K, M), recompute === "auto" ? "except_last" : recompute);
   }

@@ -19,8 +19,9 @@ const RECOMPUTES = {
 const WORDS = {
   stage: "A part of the model: some of its layers, one after another. Each stage has a row. It computes on its own " +
     "device, or takes turns with others on one.",
-  "micro-batch": "One of the M equal pieces of a mini-batch. While one stage works on a piece, the next stage can " +
-    "work on the piece before it. That is what makes a pipeline fast.",
+  "1F0": "An action in full: the stage, what it does, the micro-batch. 1F0 is F0 in the row of stage 1.",
+  "micro-batch": "One of the M pieces of a mini-batch, as equal as they can be. While one stage works on a piece, " +
+    "the next stage can work on the piece before it. That is what makes a pipeline fast.",
   forward: "F: a stage computes its outputs for a micro-batch, and sends them to the next stage.",
   backward: "B: a stage computes gradients of a micro-batch, and sends those of its inputs to the stage before. " +
     "Cut in two, I computes what is sent and W the gradients of the weights, for which nobody waits.",
@@ -32,8 +33,9 @@ const WORDS = {
     "one layer, and activations. What the libraries and the process hold by themselves comes on top.",
   schedule: "Which actions each device performs, and in which order.",
   bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
-    "micro-batch, and the first stages while it comes back. Its share is (K-1)/(M+K-1): more micro-batches make it " +
-    "small.",
+    "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +
+    "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Here it is all idle time that " +
+    "nothing else explains.",
   imbalance: "Idle time because one stage has more work than another, and all wait for the slowest.",
   transfer: "Time in which a stage waits for tensors that are computed, and still on their way over the link.",
   "set-up": "The rest of a step, before and after the actions: to fetch the data, to start the work.",
@@ -51,6 +53,7 @@ function duration(seconds) {
   if (seconds < 0) return "-" + duration(-seconds);
   if (seconds > 0 && seconds < 0.99995e-4) return `${(1e6 * seconds).toFixed(1)} \u00b5s`;
   if (seconds < 0.9995) return `${(1000 * seconds).toFixed(1)} ms`;
+  if (seconds < 9.995) return `${seconds.toFixed(2)} s`;
   if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
   const minutes = Math.floor(Math.round(seconds) / 60), rest = Math.round(seconds) % 60;
   if (minutes < 60) return `${minutes} min ${String(rest).padStart(2, "0")} s`;
