@@ -364,7 +364,7 @@ def hold_bench(who: Contestant, settings: Sequence[str], steps: int, folder: Pat
     if run.returncode:
         raise RuntimeError(f"{who} ended with code {run.returncode}: {(run.stdout + run.stderr).strip()[-2000:]}")
     result, curves = read_result(folder / "run"), read_curves(folder / "run")
-    losses, norms = (list(curves[tag].values[:WARM_UP]) for tag in ("train/loss", "gradient_norm"))
+    losses, norms = (list(curves[tag].values[:WARM_UP]) for tag in ("train/loss", "train/gradient_norm"))
     predicted = result["prediction"]["step_seconds"]
     return Measured([], losses, norms, result["activation_bytes"], result["step_seconds"], predicted)
 

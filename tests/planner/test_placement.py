@@ -171,6 +171,7 @@ def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path, monkeypatch: py
     assert sorted(path.name.split(".")[0] for path in tmp_path.iterdir()) == [
         "config",
         "events",
+        "log",
         "partitions",
         "result",
     ]
