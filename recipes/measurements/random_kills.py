@@ -36,7 +36,7 @@ from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index, read_tensors
 
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
-CURVES = ("train/", "test/", "learning_rate", "gradient_norm")
+CURVES = ("train/", "test/")
 NOTHING = "nothing"
 ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<16}{:<9}{:>9}"
 MOMENTS = ("any", "in training", "while writing")
