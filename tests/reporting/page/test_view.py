@@ -308,6 +308,24 @@ def test_questions_are_answered_in_a_sentence(page: "Page") -> None:
     assert in_words(simulated(page, micro_batches=16)) in page.locator("#explained").inner_text()
 
 
+def test_what_a_newcomer_stumbled_over(page: "Page") -> None:
+    """Sentences stayed when what they spoke of was gone, questions were about whatever had been tried before, a slider
+    reached 0."""
+    hint, explained = page.locator("#explained").inner_text(), page.locator("#explained")
+    ask = page.locator("#questions button")
+    ask.filter(has_text="M = 16").click()
+    assert "samples in place of 4" in explained.inner_text()
+    ask.filter(has_text="Where is the bubble").click()
+    assert page.locator("#micro_batches-value").inner_text() == "4"
+    page.locator("#stages_per_process").fill("1")
+    for key in ("ArrowLeft", "ArrowRight"):
+        page.locator("#stages_per_process").press(key)
+        assert page.locator("#problem").is_hidden()
+    assert "alone" in page.locator("#numbers").inner_text()  # both stages are on one device
+    page.locator("#own").click()
+    assert explained.inner_text() == hint
+
+
 def test_very_many_actions_are_one_picture_and_still_explained(page: "Page", written: Path, tmp_path: Path) -> None:
     text = written.read_text(encoding="utf-8")
     assert "MOST_BARS = 8000" in text
