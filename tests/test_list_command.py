@@ -35,12 +35,15 @@ def test_chains_of_timm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one that left nothing but its settings, and those of a sweep."""
-    for name in ("one", "sweep/two"):
+    """Also one that left nothing but its settings, those of a sweep, and those whose result.json was damaged."""
+    damaged = ['{"status": "comp', "[1]", '{"status": "x", "starts": [{}]}', '{"status": "x", "test": 5}', "{}"]
+    for name in ("one", "sweep/two", *map(str, range(len(damaged)))):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").touch()
     result = {"status": "completed", "model": "M", "dataset": "digits", "config": {"partitions": 2, "micro_batches": 4}}
     result["starts"] = [{"started": "2026-01-31T12:00:00+01:00"}]
+    for name, text in enumerate(damaged):
+        (tmp_path / str(name) / "result.json").write_text(text)
     write_result(tmp_path / "one", result | {"test": {"top1": 0.5}, "samples_per_second": 123.4})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
@@ -48,8 +51,11 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
     assert rows["one"] == ["2026-01-31", "12:00", "completed", "M", "digits", "2", "4", "50.0", "%", "123.4"]
     assert rows["sweep/two"][2:4] == ["no", "result"]
+    assert all(rows[str(name)][2:] == ["damaged", *"------"] for name in range(len(damaged)))
+    assert command(monkeypatch, "list", "runs", "one") == 0
+    assert "\none " in capsys.readouterr().out
     assert command(monkeypatch, "list", "runs") == 2
-    assert "outputs: there is no run in it" in capsys.readouterr().err
+    assert "outputs: there is no such folder; gpipe train begins one" in capsys.readouterr().err
 
 
 def test_recipes_and_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +67,5 @@ def test_recipes_and_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "recipe: there is no such list; did you mean recipes?" in capsys.readouterr().err
     assert command(monkeypatch, "list", "recipes", "x") == 2
     assert "x: gpipe list recipes takes nothing more" in capsys.readouterr().err
+    assert command(monkeypatch, "list", "models", "vit*", "x") == 2
+    assert "x: gpipe list models takes one pattern and nothing more" in capsys.readouterr().err

@@ -5,18 +5,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from rich.console import Console
 
 from gpipe_cli.commands.reproduce import show_recipes
-from gpipe_cli.commands.sweep_folder import result_or_nothing
 from gpipe_cli.config.comments import all_settings, of_choices
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.config.settings import CONFIG, load_hardware, runs_below
+from gpipe_cli.config.settings import CONFIG, load_hardware
 from gpipe_cli.config.typed import nearest
+from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reporting.run.result import value_of
+from gpipe_cli.reporting.run.result import RESULT, read_result, value_of
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.system.interrupts import interruptible_import
 from gpipe_cli.units import count, percent, perplexity, plural, rate
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
             _runs(console, Path(folder))
         case [what, *more]:
             if what in TOPICS:
-                raise ValueError(f"{more[0]}: gpipe list {what} takes nothing more; leave it out")
+                taken = {"models": "one pattern", "runs": "one folder"}.get(what)
+                extra, allowed = (more[1], f"{taken} and nothing more") if taken else (more[0], "nothing more")
+                raise ValueError(f"{extra}: gpipe list {what} takes {allowed}; leave it out")
             hint = nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
             raise ValueError(f"{what}: there is no such list{hint}")
     return 0
@@ -115,34 +117,39 @@ def _timm(console: Console, pattern: str) -> None:
 
 
 def _runs(console: Console, folder: Path = Path("outputs")) -> None:
-    found = sorted(runs_below(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
-    if not found:
-        raise ValueError(f"{folder}: there is no run in it (looked for {CONFIG} one and two levels below)")
-    rows = []
-    for run in found:
-        result = result_or_nothing(run)
-        starts = result.get("starts") or [{"started": f"{datetime.fromtimestamp((run / CONFIG).stat().st_mtime)}"}]
-        rows.append(
-            (
-                str(run),
-                f"{datetime.fromisoformat(starts[-1]['started']):%Y-%m-%d %H:%M}",
-                str(result.get("status", "no result")),
-                str(result.get("model", NONE)),
-                str(result.get("dataset", NONE)),
-                str(value_of(result, "config", "partitions") or NONE),
-                str(value_of(result, "config", "micro_batches") or NONE),
-                *_scores(result),
-            )
-        )
+    try:
+        found = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
     columns = [
         Column("run"), Column("started"), Column("status"), Column("model"), Column("dataset"),
         Column("K", number=True), Column("M", number=True), Column("test", number=True),
         Column("samples/s", number=True),
     ]  # fmt: skip
-    show_table(console, Table.of_rows("", columns, rows))
+    show_table(console, Table.of_rows("", columns, map(_row, found)))
 
 
-def _scores(result: dict[str, object]) -> tuple[str, str]:
+def _row(run: Path) -> Sequence[str]:
+    """One with a result.json that cannot be read is listed too, and so are those after it."""
+    begun = datetime.fromtimestamp((run / CONFIG).stat().st_mtime)
+    try:
+        result: dict[str, Any] = read_result(run) if (run / RESULT).exists() else {"status": "no result"}
+        if starts := result.get("starts"):
+            begun = datetime.fromisoformat(starts[-1]["started"])
+        described = [
+            str(result["status"]),
+            str(result.get("model", NONE)),
+            str(result.get("dataset", NONE)),
+            str(value_of(result, "config", "partitions") or NONE),
+            str(value_of(result, "config", "micro_batches") or NONE),
+            *_scores(result),
+        ]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as it stands in a file that was edited
+        described = ["damaged", *[NONE] * 6]
+    return str(run), f"{begun:%Y-%m-%d %H:%M}", *described
+
+
+def _scores(result: dict[str, Any]) -> tuple[str, str]:
     """Of the test set, and the speed."""
     top1, text = value_of(result, "test", "top1"), value_of(result, "test", "perplexity")
     score = percent(top1) if top1 is not None else f"perplexity {perplexity(text)}" if text is not None else NONE
