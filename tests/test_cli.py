@@ -194,7 +194,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
         ("gpipe reproduce table2_", "table2_amoebanet table2_transformer"),
         ("gpipe train -cd recipes -cn figure", "figure3_resnet101"),
         ("gpipe list h", "hardware"),
-        ("gpipe help micro", "micro_batch"),
+        ("gpipe help micro", "micro-batch micro_batches"),
     ],
 )
 def test_tab_completion(

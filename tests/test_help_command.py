@@ -31,6 +31,10 @@ def test_every_setting_is_a_topic_with_the_whole_comment() -> None:
         ("filters", "model.filters=16  (model=amoebanet)\n"),
         ("1f1b", "schedule=1f1b  (gpipe train)\n    a backward as soon as one can run\n"),
         ("schedules", "schedule=gpipe  (gpipe train)\n"),
+        ("schedule=1f1b", "schedule=1f1b  (gpipe train)\n    a backward as soon as one can run\n"),
+        ("Micro-Batch", "micro_batches=4  (gpipe train)\n    M, 1 to batch_size: pieces"),
+        ("partitions=4", "partitions=2  (gpipe train)\n    K, 1 to the number of layers"),
+        ("K", "partitions=2  (gpipe train)\n    K, 1 to the number of layers"),
         ("h100", "hardware=h100\n    NVIDIA H100, 80 GB, SXM"),
         ("table2_amoebanet", "gpipe reproduce table2_amoebanet\n    Throughput of AmoebaNet-D (18, 256)"),
         ("settings", "epochs=12\n    1 or more\n"),
@@ -50,6 +54,8 @@ def test_a_topic_that_is_none_names_the_nearest(
 ) -> None:
     assert command(monkeypatch, "help", "recompte") == 2
     assert capsys.readouterr().err == "gpipe help: recompte: there is no such topic; did you mean recompute?\n"
+    assert command(monkeypatch, "help", "mciro_batches") == 2
+    assert "did you mean micro_batches?" in capsys.readouterr().err
     assert command(monkeypatch, "help") == 0
     assert "Usage: gpipe help micro_batches" in capsys.readouterr().out
 

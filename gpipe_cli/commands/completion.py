@@ -63,7 +63,7 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
     if command == "help":
         from gpipe_cli.commands.help import topics
 
-        return sorted(name.replace(" ", "_") for name in topics()) if first else []
+        return sorted({name.replace(" ", "_") for name in topics()}) if first else []
     from gpipe_cli.reproduction.recipe import names
 
     if command == "reproduce" and not first:

@@ -22,7 +22,7 @@ Explains a setting, a choice of one, a word of the README's glossary, or a recip
 
 Usage: gpipe help micro_batches        a setting of any command, also model.filters or filters
        gpipe help 1f1b                 a choice: of a schedule, a model, a data set, hardware
-       gpipe help bubble               a word
+       gpipe help bubble               a word; gpipe help K: a symbol
        gpipe help table2_amoebanet     a recipe
        gpipe help words                all words; gpipe help settings: all settings of gpipe train
        gpipe help train                as gpipe train --help
@@ -40,8 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     topic, known = " ".join(arguments), topics()
     if topic in lists.TOPICS:
         return lists.main([topic])
-    found = known.get(topic) or known.get(_plain(topic))
-    if found is None:
+    key, _, value = topic.partition("=")
+    found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # as headings have it
+    found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
+    if not found:
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
         raise ValueError(f"{topic}: there is no such topic{hint}")
     console = Console()
@@ -58,30 +60,32 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def topics() -> dict[str, list[tuple[str, str]]]:
-    """Heading and text of everything there is to say, by what one may ask for."""
+    """Heading and text of everything there is to say, by what one may ask for, as it is written elsewhere."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for word, text in glossary().items():
+        found[word].append((word, text))
+        found["words"].append((word, text))
     for one in all_settings():
         place = one.place if "=" in one.place else f"gpipe {one.place}"
         entry = f"{one.key}={one.value}  ({place})", one.text
         for name in dict.fromkeys((one.key, one.key.rpartition(".")[2])):
-            found[_plain(name)].append(entry)
+            found[name].append(entry)
+        if symbol := re.match(r"[A-Z](?=,)", one.text):  # the paper's, `K`
+            found[symbol[0]].append(entry)
         if one.place == "train":
             found["settings"].append((f"{one.key}={one.value}", one.text))
         for clause in one.text.split(" | "):
             choice, _, text = clause.partition(": ")
             if choice in _named(one.key) and text:
-                found[_plain(choice)].append((f"{one.key}={choice}  ({place})", text))
+                found[choice].append((f"{one.key}={choice}  ({place})", text))
     for group in GROUPS:
         for name, text in of_choices(group).items():
-            found[_plain(name)].append((f"{group}={name}", text))
-            found[_plain(group)].append((f"{group}={name}", text))
-    for word, text in glossary().items():
-        found[_plain(word)].insert(0, (word, text))
-        found["words"].append((word, text))
+            found[name].append((f"{group}={name}", text))
+            found[group].append((f"{group}={name}", text))
     for name in names():
         recipe = load(name)
         lines = [f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."]
-        found[_plain(name)].append((f"gpipe reproduce {name}", " ".join(lines)))
+        found[name].append((f"gpipe reproduce {name}", " ".join(lines)))
     return dict(found)
 
 
