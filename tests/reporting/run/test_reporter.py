@@ -184,6 +184,16 @@ def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path) -> Non
     assert read_result(tmp_path)["breakdown"]["measured"] == pytest.approx(shares(0.1))  # of warm-up for want of others
 
 
+def test_a_checkpoint_whose_message_was_not_read_is_one_to_go_on_from(tmp_path: Path) -> None:
+    """Ctrl-C just after an epoch: the summary said that none was written yet."""
+    reporter, file = reporter_in(tmp_path)
+    reporter.step(step(1))
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000001" / "index.json").touch()
+    reporter.finish("interrupted")
+    assert f"checkpoint   {tmp_path}, after step 1" in file.getvalue().splitlines()
+
+
 def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Path) -> None:
     reporter, file = reporter_in(tmp_path, plan=plan(layers=((1.0, 2.0),) * 5))
     reporter.timeline(StepPicture(1, 4, (timeline(),)))
