@@ -182,6 +182,8 @@ def test_a_file_that_is_no_configuration_is_one_line(
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
         ("gpipe evaluate che", "checkpoint="),
+        ("gpipe launch s", "slurm"),
+        ("gpipe train logger=[m", "logger=[mlflow]"),
         ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
         ("gpipe compare out", ""),  # folders, which shells complete by themselves

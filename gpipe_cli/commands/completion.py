@@ -41,6 +41,9 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
     command = words.pop(1)
     if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
         return None
+    if command == "launch" and len(words) == 2:
+        offer(["slurm"])
+        return None
     if command == "launch" and words[1] == "slurm":  # no setting
         del words[1]
     last, key = words[-1], words[-1].partition("=")[0].lstrip("+")

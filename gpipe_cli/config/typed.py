@@ -92,6 +92,8 @@ def choices(kind: type, key: str) -> list[str]:
             found += choices(option, inner) if _is_group(option) else []
         elif get_origin(option) is Literal:
             found += map(str, get_args(option))
+        elif get_origin(option) is tuple and get_origin(get_args(option)[0]) is Literal:
+            found += [f"[{word}]" for word in get_args(get_args(option)[0])]
         elif option is bool:
             found += ["true", "false"]
     return list(dict.fromkeys(found))
@@ -157,8 +159,8 @@ def with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
-    """`value` as `kind`; `key` is where it stands, `keys` are all that could have been meant."""
+def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bool = False) -> Any:
+    """`value` as `kind`; `key` is where it stands, in a list if `listed`; `keys` are all that could have been meant."""
     if value == "???":
         raise SettingError(key, value, f"a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
@@ -182,14 +184,16 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str]) -> Any:
     elif get_origin(kind) is Literal:
         if isinstance(value, str | int) and value in get_args(kind):
             return value
-        allowed = f"must be one of {', '.join(map(str, get_args(kind)))}; for example {key}={get_args(kind)[0]}"
+        example = f"[{get_args(kind)[0]}]" if listed else get_args(kind)[0]
+        allowed = f"must be one of {', '.join(map(str, get_args(kind)))}; for example {key}={example}"
     elif get_origin(kind) is tuple:
         of, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)
         if isinstance(value, list) and length in (None, len(value)):
-            return tuple(_convert(of, item, key, keys) for item in value)
+            return tuple(_convert(of, item, key, keys, listed=True) for item in value)
         count = f" of {length}" if length else ""
-        example = [show(value)] if of is str or get_origin(of) is Literal else ["1"] * (length or 2)
+        words = [str(word) for word in get_args(of)] if get_origin(of) is Literal else []
+        example = [show(value)] if of is str or show(value) in words else words[:1] or ["1"] * (length or 2)
         allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
     elif kind is str and type(value) is str:
         if value and not any(unicodedata.category(character) in ("Cc", "Cs") for character in value):

@@ -136,7 +136,8 @@ def test_no_logger_writes_no_events(tmp_path: Path) -> None:
             "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed; pip install mlflow-s",
         ),
         ("logger=mlflow", "logger=mlflow: must be a list; for example logger=[mlflow]"),
-        ("logger=[wanb]", "logger=wanb: must be one of tensorboard, mlflow, wandb"),
+        ("logger=null", "logger=null: must be a list; for example logger=[tensorboard]"),
+        ("logger=[wanb]", "logger=wanb: must be one of tensorboard, mlflow, wandb; for example logger=[tensorboard]"),
     ],
 )
 def test_what_is_not_installed_is_refused_before_anything_runs(
