@@ -22,7 +22,7 @@ class Scaling:
 def devices(run: RunRecord) -> int:
     """K times replicas, with several stages on each of them fewer."""
     settings = run.settings
-    return int(settings["partitions"]) * int(settings["replicas"]) // int(settings.get("stages_per_process") or 1)
+    return -(-int(settings["partitions"]) // int(settings.get("stages_per_process") or 1)) * int(settings["replicas"])
 
 
 def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:

@@ -18,7 +18,7 @@ from gpipe_cli.reporting.compare.comparison import Comparison, compare, differin
 from gpipe_cli.reporting.compare.page import MOST_POINTS, write_page
 from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
-from gpipe_cli.reporting.compare.scaling import Scaling, scalings
+from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
 from gpipe_cli.reporting.plots.comparison import draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import rgb, run_colour
 from gpipe_cli.reporting.run.result import read_result, write_result
@@ -279,6 +279,8 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
     assert [one and one.base for one in scalings([*runs[:2], more, same])] == [0, 0, 2, 2]
     interleaved = replace(runs[2], settings={**runs[2].settings, "stages_per_process": 2})
     assert scalings([runs[0], interleaved])[1] == Scaling(0.25, 0.125, 0), "of two devices"
+    uneven = {**interleaved.settings, "partitions": 3, "replicas": 2}
+    assert devices(replace(interleaved, settings=uneven)) == 4, "the last device of each pipeline has one stage"
 
     # What is no speed of a pipeline, or one of other work.
     alone = {"samples_per_second_kind": "measured_one_device"}
