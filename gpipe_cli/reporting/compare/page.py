@@ -200,16 +200,8 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
     def chart(
         title: str, note: str, ideal: Mapping[int, float], values: Mapping[int, float | None], percent: bool
     ) -> dict[str, Any]:
-        lines: list[dict[str, Any]] = [
-            {
-                "run": None,
-                "label": "ideal",
-                "values": [ideal[n] for n in x],
-                "width": 1.2,
-                "dash": [5, 5],
-                "points": False,
-            }
-        ]
+        line = {"run": None, "label": "ideal", "values": list(ideal.values()), "width": 1.2, "dash": [5, 5]}
+        lines: list[dict[str, Any]] = [line | {"points": False}] if ideal else []
         for number, ((name, _), members) in enumerate(of_line.items()):
             points: dict[int, list[float]] = {}
             for at in members:
@@ -225,7 +217,9 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
 
     speed = {at: one.speed_up for at, one in known.items()}
     share = {at: one.efficiency for at, one in known.items()}
-    charts = [chart("speed-up", "times as fast", {n: n / x[0] for n in x}, speed, percent=False)]
+    # lines that begin at different numbers of devices have no ideal in common
+    common = len({devices(runs[one.base]) for one in known.values()}) == 1
+    charts = [chart("speed-up", "times as fast", {n: n / x[0] for n in x if common}, speed, percent=False)]
     if any(value is not None and devices(runs[at]) > x[0] for at, value in share.items()):
         charts.append(chart("efficiency", "speed-up by device", dict.fromkeys(x, 1.0), share, percent=True))
     return charts

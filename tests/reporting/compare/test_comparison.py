@@ -333,3 +333,9 @@ def test_a_line_over_k_has_the_runs_of_the_same_work_and_a_name_of_its_own(
         ("M = 4: runs 4, 5", [1, 0.5]),
         ("M = 8", [1, 0.5]),
     ]
+
+    later = [other(run, batch_size=64) for run in runs[1:3]]  # speed-up 1 is at two devices there
+    write_page(tmp_path / "page.html", compare([first, second, *later]), [], [])
+    speed_up, efficiency = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["scaling"]
+    labels = [[line["label"].partition(" ")[0] for line in chart["lines"]] for chart in (speed_up, efficiency)]
+    assert labels == [["batch_size", "batch_size"], ["ideal", "batch_size", "batch_size"]]
