@@ -114,6 +114,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     (start,) = result["starts"]  # whatever restarted in it
     assert start["command"] == shlex.join(["gpipe", *line, "partitions=2", "max_restarts=1"])
     assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
+    assert start["first_step"] == 0, "that of the command, not of its restart"
     logged = (run / "log.txt").read_text()
     assert f"  restart 1 of 1: {restart['why']}; goes on" in logged
     assert logged.count("  stage   device   layers") == 1

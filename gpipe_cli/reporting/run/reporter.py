@@ -66,7 +66,7 @@ class Reporter:
         hardware = measurement.hardware(run.gpu_names, run.placement.threads)
         self._machine = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
-        self._starts = [*_earlier_starts(folder, run), *([] if run.start is None else [_start(run)])]
+        self._starts = _starts(folder, run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
         write_result(self._folder, self._result())
@@ -324,15 +324,15 @@ def _start(run: RunDescription) -> dict[str, Any]:
     }
 
 
-def _earlier_starts(folder: Path, run: RunDescription) -> list[dict[str, Any]]:
-    """Those of the run that goes on, or that begins in ``folder`` again."""
-    for earlier in (folder, run.config.resume):
+def _starts(folder: Path, run: RunDescription) -> list[dict[str, Any]]:
+    """Those of the run that goes on, or that begins in ``folder`` again, and this one."""
+    found: list[dict[str, Any]] = []
+    for earlier in (run.config.resume, folder):
         with suppress(OSError, ValueError):
-            if earlier is not None:
-                found = read_result(Path(earlier)).get("starts", [])
-                # after max_restarts the same start is told again
-                return [one for one in found if run.start is None or one.get("started") != _iso(run.start.time)]
-    return []
+            found = found if earlier is None else read_result(Path(earlier)).get("starts", [])
+    if run.start is None or (found and found[-1]["started"] == _iso(run.start.time)):  # it is there: max_restarts
+        return found
+    return [*found, _start(run)]
 
 
 def _iso(moment: datetime) -> str:
