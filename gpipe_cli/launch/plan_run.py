@@ -60,8 +60,8 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
                 write_whole(file, csv_of(of_all, place(config).rows))
             write_whole(folder / SETTINGS, to_yaml(config))
             about = f"{model_name(config)} on {config.dataset.name}"
-            command = shlex.join(["gpipe", *sys.argv[1:]])
-            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), command=command)
+            commands = [shlex.join(["gpipe", *sys.argv[1:]])]
+            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
             write_trace(folder, [predicted_step(config, profile, made)])
         finally:  # a plan that cannot be written is still shown

@@ -113,9 +113,17 @@ function save(name, text, type) {
 const FILE = "my_schedule.csv";
 
 // Settings of that one run, plan or measurement, and how stages share processes, which the file says.
-const OF_ONE_RUN = ["run_folder", "write_schedule", "solve", "steps", "warm_up_steps", "rounds", "stages_per_process"];
+const OF_ONE_RUN = ["run_folder", "resume", "write_schedule", "solve", "steps", "warm_up_steps", "rounds",
+                    "stages_per_process"];
 
-// The command line that runs what is shown, as far as it differs from the run's own.
+// The words of a command line behind the command.
+function wordsOf(typed) {
+  const words = typed.match(/(?:'[^']*'|"[^"]*"|\S)+/g);
+  return words.slice(1 + words.findIndex(word => /^(train|plan|bench|check)$/.test(word)));
+}
+
+// The command line that runs what is shown, as far as it differs from the run's own; of a run that was resumed, a
+// setting has the value that was typed last.
 function commandOf(command) {
   const {controls} = state, {rows} = state.figure;
   const recomputes = rows.some(row => row.some(action => action.kind === "R"));
@@ -124,9 +132,9 @@ function commandOf(command) {
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
   const left = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
   if (controls.partitions !== state.own.partitions) left.push("partition.balance");
-  const typed = (data.command ?? "gpipe train").match(/(?:'[^']*'|"[^"]*"|\S)+/g);
-  const words = typed.slice(1 + typed.findIndex(word => /^(train|plan|bench|check)$/.test(word)))
-    .filter(word => !left.includes(word.replace(/^['"]/, "").split("=")[0]));
+  const keyOf = word => word.replace(/^['"]/, "").split("=")[0];
+  const typed = new Map(data.commands.flatMap(wordsOf).map(word => [keyOf(word), word]));
+  const words = [...typed].filter(([key]) => !left.includes(key)).map(([, word]) => word);
   // of a sweep: which of the values this run had is not known here
   const swept = words.filter(word => /=[^[({'"]*,/.test(word));
   const kept = [...words.filter(word => !swept.includes(word)), ...swept.map(word => `${word.split("=")[0]}=...`)];

@@ -178,7 +178,7 @@ function setTheme(dark) {
 function start() {
   document.title = `${data.title}: pipeline`;
   field("title").textContent = data.title;
-  field("subject").textContent = [data.run, data.command].filter(Boolean).join(" \u00b7 ");
+  field("subject").textContent = [data.run, data.commands.at(-1)].filter(Boolean).join(" \u00b7 ");
   state.own = gpipe.ownControls(data);
   state.recorded = Math.max(0, data.steps.length - 1);
   startPicture();

@@ -29,15 +29,15 @@ def write_page(
     data: Mapping[str, Any],
     steps: Sequence[StepPicture],
     *,
-    command: str | None = None,
+    commands: Sequence[str] = (),
     run: str | None = None,
 ) -> None:
     """Writes the page about what `title` says: the newest of `steps`, as far as there is room for their bars.
 
-    Of a newest step that has too many bars a picture is shown. `command` and `run`: what was typed, and the run's
-    folder, if it is one.
+    Of a newest step that has too many bars a picture is shown. `commands`: what was typed, by which the run began and
+    then went on; `run`: its folder, if it is one.
     """
-    values = {"title": title, "command": command, "run": run, **data, **_measured(steps)}
+    values = {"title": title, "commands": commands, "run": run, **data, **_measured(steps)}
     # no end of the element, and no comment, can begin in it
     parts = {"data": json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")}
     parts["css"] = _part("../style.css") + _part("page.css")

@@ -123,11 +123,9 @@ class Reporter:
         self._pictures = [*self._pictures, picture][-MOST_STEPS:]
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         with self.optional():
-            start = self._run.start
-            write_page(
-                self._folder / PAGE, title, self._run.simulation, self._pictures,
-                command=None if start is None else start.command, run=str(self._folder),
-            )  # fmt: skip
+            commands = [start["command"] for start in self._starts]
+            page = self._folder / PAGE
+            write_page(page, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder))
             self._show("timeline", picture.step, draw(picture.views), draw(picture.views, narrow=True))
         self._draw_memory()
         self._draw_cut()

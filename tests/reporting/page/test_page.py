@@ -35,7 +35,7 @@ def steps(count: int) -> list[StepPicture]:
 
 def test_what_was_measured_is_in_the_page_the_newest_step_last(tmp_path: Path) -> None:
     found = data_of(tmp_path, *steps(page.MOST_STEPS + 2), balance=[3, 2])
-    assert (found["title"], found["run"], found["command"]) == ("</script><!-- AmoebaNet-D", "outputs/run", None)
+    assert (found["title"], found["run"], found["commands"]) == ("</script><!-- AmoebaNet-D", "outputs/run", [])
     assert found["balance"] == [3, 2]
     assert [step["epoch"] for step in found["steps"]] == list(range(3, page.MOST_STEPS + 3))
     last = found["steps"][-1]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = NEEDED
 SETTINGS = (*EVEN, "hardware=v100", "batch_size=16", "partitions=2", "micro_batches=4")
-COMMAND = "gpipe train hardware=v100 batch_size=16 partitions=2"
+COMMANDS = ("gpipe train hardware=v100 batch_size=32 partitions=2", "gpipe train resume=outputs/run batch_size=16")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     view = replace(view, stages=(first, (early, *others)))
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
     data = simulation_data(config, profile, plan)
-    write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)], command=COMMAND)
+    write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)], commands=COMMANDS)
     return path
 
 
