@@ -129,6 +129,7 @@ def test_failing_runs_do_not_stop_the_others(
     (tmp_path / "seven.yaml").write_text("defaults:\n  - train\n  - _self_\nepochs: 7\n")
     options = ["-cd", str(tmp_path), "-cn", "seven", "-m", f"hydra.sweep.dir={tmp_path}/sweep"]
     ways = "+model.arguments.way=wrong,exits,fine"
+    monkeypatch.setenv("COLUMNS", "120")  # on a busy machine times are longer words
     assert command(monkeypatch, "train", *options, *ODD, ways, "dry_run=true") == 1
     output = capfd.readouterr().out
     statuses = {"wrong": "failed (2)", "exits": "failed (7)", "fine": "dry_run"}
