@@ -1,7 +1,6 @@
 // Numbers and terms in words, as the tables of the command line have them.
 const KIND_WORDS = {F: "forward", R: "recompute", B: "backward", I: "backward of inputs", W: "backward of weights"};
 const IDLE = ["bubble", "imbalance", "transfer", "set_up"];
-const SHARES = ["compute", "recompute", "update", ...IDLE];
 const ORDERS = {
   gpipe: "all forwards, then all backwards: as in the paper",
   "1f1b": "a backward as early as possible: less memory, a bubble as large",
