@@ -1,6 +1,6 @@
 // The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
-const FIELDS = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "backward_factor",
-                "link_factor"];
+const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", recompute: "recompute",
+                    stages_per_process: "stages", backward_factor: "backward", link_factor: "transfers"};
 
 function offeredMicroBatches() {
   return Object.keys(data.costs.of).map(Number).sort((a, b) => a - b);
@@ -198,8 +198,7 @@ function backwardRatio() {
 function changes() {
   const {controls, own} = state;
   const names = {partitions: "K", micro_batches: "M", stages_per_process: "stages per device"};
-  const found = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"]
-    .filter(name => controls[name] !== own[name])
+  const found = OWN.filter(name => controls[name] !== own[name])
     .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${controls[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
@@ -401,13 +400,10 @@ function findMove() {
 
 // ---- the address ----
 
-const SHORT = {partitions: "K", micro_batches: "M", stages_per_process: "stages", schedule: "schedule",
-               recompute: "recompute", backward_factor: "backward", link_factor: "transfers"};
-
 function writeAddress() {
   const words = new URLSearchParams();
-  for (const name of FIELDS) {
-    if (state.controls[name] !== state.own[name]) words.set(SHORT[name], state.controls[name]);
+  for (const [name, word] of Object.entries(IN_ADDRESS)) {
+    if (state.controls[name] !== state.own[name]) words.set(word, state.controls[name]);
   }
   if (state.controls.balance) words.set("layers", state.controls.balance.join("-"));
   if (state.controls.rows) {
@@ -433,8 +429,8 @@ function readAddress() {
     backward_factor: value => value >= 0.25 && value <= 4,
     link_factor: value => value >= 1 / 16 && value <= 16,
   };
-  for (const name of FIELDS) {
-    const given = words.get(SHORT[name]);
+  for (const [name, word] of Object.entries(IN_ADDRESS)) {
+    const given = words.get(word);
     if (given === null) continue;
     const value = name === "schedule" || name === "recompute" ? given : Number(given);
     if (offered[name](value)) controls[name] = value;
@@ -451,12 +447,12 @@ function readAddress() {
 // The rows of an address, if they are as many actions of as many stages as the setting has.
 function rowsOfAddress(text, {partitions, micro_batches}) {
   if (!text) return undefined;
-  const rows = text.split("~").map(row => row.split(".").map(actionOf));
-  const fits = rows.flat().every(action => action && action.stage < partitions && action.micro_batch < micro_batches);
+  let rows;
+  try {
+    rows = text.split("~").map(row => row.split(".").map(gpipe.action));
+  } catch {
+    return undefined;
+  }
+  const fits = rows.flat().every(action => action.stage < partitions && action.micro_batch < micro_batches);
   return fits && new Set(rows.flat().map(action => action.stage)).size === partitions ? rows : undefined;
-}
-
-function actionOf(text) {
-  const found = /^(\d+)([FRBIW])(\d+)$/.exec(text);
-  return found && {kind: found[2], stage: Number(found[1]), micro_batch: Number(found[3])};
 }

@@ -3,11 +3,7 @@ const NEAR = 1e-9; // seconds: times of one moment, reached by different sums
 
 // The action of another stage whose result this one waits for, if any.
 function source(figure, action) {
-  const {kind, stage, micro_batch} = action;
-  if (kind === "F" && stage > 0) return figure.spanOf.get(gpipe.key({kind, stage: stage - 1, micro_batch}));
-  if (kind !== "B" && kind !== "I") return undefined;
-  const after = half => figure.spanOf.get(gpipe.key({kind: half, stage: stage + 1, micro_batch}));
-  return after("I") || after("B");
+  return figure.spanOf.get(figure.sourceOf(action));
 }
 
 // The action of the same stage whose result this one needs: a backward its forward, or its recomputation.

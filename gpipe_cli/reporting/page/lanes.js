@@ -33,7 +33,8 @@ function figureOf(kind, timeline, parts) {
     spans.forEach((span, at) => at && beforeOnDevice.set(span, spans[at - 1]));
   }
   const large = spanOf.size > MOST_BARS;
-  return {kind, timeline, turns, large, spanOf, beforeOnDevice, ofDevice, ...parts};
+  const sourceOf = gpipe.sources(timeline.spans.map(spans => spans.map(span => span.action)));
+  return {kind, timeline, turns, large, spanOf, sourceOf, beforeOnDevice, ofDevice, ...parts};
 }
 
 function startPicture() {
@@ -196,7 +197,7 @@ function memoryTop(figure) {
 }
 
 function peak({weights, gradients, optimizer, workspace, held}) {
-  return weights + gradients + optimizer + workspace + Math.max(0, ...held);
+  return weights + gradients + optimizer + workspace + gpipe.greatest(held, 0);
 }
 
 // What is held over time, stacked: weights, gradients with the optimizer's state, work space, activations.

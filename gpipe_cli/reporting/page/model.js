@@ -419,7 +419,8 @@ function moves(data, controls) {
 }
 
 window.gpipe = {
-  action, key, order, withRecomputation, fewestRecomputations, check, linearize, csv, stagesOf, clock, SCHEDULES,
+  action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
+  stagesOf, clock, SCHEDULES,
   simulate, breakdown, idleRegions, memory, critical, held, layerCosts, microBatchSizes, slowdowns, partition,
   ownControls, configured, moves, auto,
 };
