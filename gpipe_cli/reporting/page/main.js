@@ -43,7 +43,7 @@ function measuredFigure() {
     return {what, start, end, action: next?.action ?? null};
   }));
   const timeline = {spans, events, turns: data.turns};
-  const M = data.setting.micro_batches;
+  const M = gpipe.microBatches(timeline.spans.map(row => row.map(span => span.action))); // fewer, in a short last step
   return figureOf("measured", timeline, {
     step_seconds: step.step_seconds, breakdown: step.breakdown, micro_batches: M, balance: data.balance,
     regions: regionsOf(timeline, M, step.step_seconds),

@@ -134,8 +134,9 @@ function devicesOf(timeline, stepSeconds) {
   timeline.spans.forEach((spans, k) => {
     const d = timeline.turns && timeline.turns.length ? timeline.turns[k] : k;
     if (!found.has(d)) found.set(d, {device: d, spans: [], events: []});
-    found.get(d).spans.push(...spans);
-    found.get(d).events.push(...timeline.events[k]);
+    const one = found.get(d); // arguments of `push` would be too many for a browser's stack
+    one.spans = one.spans.concat(spans);
+    one.events = one.events.concat(timeline.events[k]);
   });
   return [...found.values()].map((one) => {
     const besides = one.events.filter((event) => event.what === "transfer" || event.what === "update");
