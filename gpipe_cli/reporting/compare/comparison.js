@@ -212,19 +212,5 @@ for (const chart of data.curves) {
   });
 }
 
-// Light or dark: the system's choice until the button is used.
-const theme = document.getElementById("theme"), system = matchMedia("(prefers-color-scheme: dark)");
-const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-
-function repaint() {
-  theme.textContent = dark() ? "light" : "dark";
-  charts.forEach(({plot}) => plot.redraw(false, true));
-}
-
-theme.addEventListener("click", () => {
-  root.dataset.theme = dark() ? "light" : "dark";
-  repaint();
-});
-system.addEventListener("change", repaint);
-repaint();
+startTheme(() => charts.forEach(({plot}) => plot.redraw(false, true)));
 })();

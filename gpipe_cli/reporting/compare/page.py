@@ -44,7 +44,7 @@ NAMING = (
 )  # fmt: skip
 # Files of a run that the table leads to, and what it calls them.
 FILES = {"pipeline.html": "pipeline", ".": "folder"}
-_HERE, _SHARED = Path(__file__).parent, Path(__file__).parents[1] / "style.css"
+_HERE = Path(__file__).parent
 
 
 def write_page(path: Path, comparison: Comparison, notes: Sequence[str], tags: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     yield '<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title>"
-    yield f"<style>{_SHARED.read_text(encoding='utf-8')}{style}{_part('comparison.css')}</style></head><body>"
+    yield f"<style>{_part('../style.css')}{style}{_part('comparison.css')}</style></head><body>"
     yield f'<header><h1>{escape(title)}</h1><button id="theme" type="button" aria-label="light or dark colours">dark'
     yield f'</button></header><p class="pale">{escape(_in_common(comparison))}</p><main>'
     if notes:
@@ -97,7 +97,7 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     yield '</main><div id="tip" class="tip" hidden></div>'
     yield f'<script type="application/json" id="data">{plain}</script>'
     yield f"<script>/*\n{_part('uplot/LICENSE')}*/\n{library}</script>"
-    yield f"<script>{_part('comparison.js')}</script></body></html>"
+    yield f"<script>{_part('../theme.js')}</script><script>{_part('comparison.js')}</script></body></html>"
 
 
 def _part(name: str) -> str:

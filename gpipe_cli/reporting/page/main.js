@@ -170,11 +170,6 @@ function redraw() {
   update();
 }
 
-function setTheme(dark) {
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
-  field("theme").textContent = dark ? "light" : "dark";
-}
-
 function start() {
   document.title = `${data.title}: pipeline`;
   field("title").textContent = data.title;
@@ -208,10 +203,7 @@ function start() {
     pointAt(null);
     redraw();
   });
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  setTheme(system.matches);
-  system.addEventListener("change", () => setTheme(system.matches));
-  field("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "light"));
+  startTheme();
   document.querySelectorAll(".word").forEach(explainWord);
   for (const [name, text] of Object.entries(WORDS)) {
     field("words").appendChild(document.createElement("dt")).textContent = name;

@@ -20,7 +20,7 @@ MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many 
 # in this order: each reads names of those before it
 ENGINE = ("schedules.js", "simulator.js", "search.js", "model.js")
 VIEW = ("colours.js", "words.js", "lanes.js", "explain.js", "navigate.js", "edit.js", "controls.js", "main.js")
-SCRIPTS = (*ENGINE, *VIEW)
+SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 
 
 def write_page(
