@@ -46,6 +46,17 @@ def test_the_best_of_two_runs(
     assert read_result(folders[-1])["status"] == "completed"
 
 
+def test_runs_without_a_result_have_no_best_one_and_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=1", "dry_run=true"]
+    assert command(monkeypatch, "train", *SEARCH, *place, "optimizer.momentum=interval(0.1,0.9)") == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert re.search(r"(?m)^ +1 +1 .* dry_run ", printed.out)
+
+
 def test_what_is_maximized() -> None:
     assert objective("train", {"test": {"top1": 0.75, "loss": 1.5}, "samples_per_second": 9.0}) == 0.75
     assert objective("train", {"test": {"perplexity": 4.5, "loss": 1.5}}) == -1.5

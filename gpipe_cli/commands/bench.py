@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, own, training
+from gpipe_cli.commands.command_line import own, training
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         why = "all rows of a table have the same rounds; give one number"
         raise RefusedError("rounds", line.overrides["rounds"], why)
     try:
-        tree = compose(line, TRAINING_KEYS)
+        tree = sweep.compose(line)
     finally:  # also after Ctrl-C
         sweep.end()
         if sweep.runs:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.commands import outcome
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, drop_others, read, translated
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, compose, drop_others, read, translated
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
@@ -94,6 +94,16 @@ class Sweep(Launcher):
             return str(file)
         settings = " ".join(f"{key}={show(value)}" for key, value in found.best_params.items())
         return f"{settings}: {found.best_value:.6g} ({file})"
+
+    def compose(self, line: CommandLine) -> DictConfig | None:
+        """The tree of a single run, or None once the sweep has run. Raises ValueError for what the user can mend."""
+        try:
+            return compose(line, TRAINING_KEYS)
+        except ValueError:
+            values = [objective(line.command, run.result) for run in self.runs]
+            if line.overrides.get(SWEEPER) == "optuna" and values and all(value is None for value in values):
+                return None  # Optuna's, which has no best run then: the table says what became of them
+            raise
 
     def end(self) -> None:
         """Allow others into the folder again; nothing is left of a sweep that never began."""

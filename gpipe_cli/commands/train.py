@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import GROUPS, TRAINING_KEYS, compose, take_auto, training, with_given
+from gpipe_cli.commands.command_line import GROUPS, take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.groups import choice_of
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
         line = replace(line, arguments=(*line.arguments, *(f"{group}={name}" for group, name in chosen.items())))
     try:
-        tree = compose(line, TRAINING_KEYS)
+        tree = sweep.compose(line)
     finally:  # also after Ctrl-C
         sweep.end()
         if sweep.runs:
