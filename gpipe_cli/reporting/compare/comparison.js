@@ -92,7 +92,15 @@ rows.forEach((row, number) => {
   row.addEventListener("pointerleave", () => light(null));
 });
 
-// The charts.
+// The charts. Of each curve there are the points that it has; charts take them with a place for all steps.
+for (const chart of data.curves) {
+  for (const line of chart.lines) {
+    const values = chart.x.map(() => null);
+    line.at.forEach((place, n) => { values[place] = line.values[n]; });
+    line.values = values;
+  }
+}
+
 const tip = document.getElementById("tip");
 const colour = name => getComputedStyle(root).getPropertyValue(name).trim();
 const sync = uPlot.sync("steps");

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_record import SPEEDS, Curve, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings, work
+from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.plots.comparison import (
     LONG,
     MARKED_POINTS,
@@ -32,6 +33,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
 MOST_POINTS = 1500  # of a curve that is drawn: more than there are pixels
+MOST_OF_CHART = 30_000  # points of all its curves: the browser has a place for each of them in every curve
 # Columns of which people compare the lengths.
 BARS = (
     "test_top1", "test_perplexity", "samples_per_second", "tokens_per_second", "speed_up", "step_seconds",
@@ -43,7 +45,7 @@ NAMING = (
     "dataset.name", "batch_size", "batch_tokens", "precision", "compile",
 )  # fmt: skip
 # Files of a run that the table leads to, and what it calls them.
-FILES = {"pipeline.html": "pipeline", ".": "folder"}
+FILES = {PAGE: "pipeline", ".": "folder"}
 _HERE = Path(__file__).parent
 
 
@@ -53,10 +55,8 @@ def write_page(path: Path, comparison: Comparison, notes: Sequence[str], tags: S
 
 
 def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequence[str]) -> Iterator[str]:
-    runs, colours = (
-        comparison.runs,
-        [run_colour(position, len(comparison.runs)) for position in range(len(comparison.runs))],
-    )
+    runs = comparison.runs
+    colours = [run_colour(position, len(runs)) for position in range(len(runs))]
     title = f"{plural(len(runs), 'run')} compared"
     library, style = (_part(f"uplot/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css"))
     columns = [column for column in comparison.columns if column.key != "command" or len(set(column.cells)) > 1]
@@ -132,13 +132,15 @@ def _curves(comparison: Comparison, tags: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str, Any]:
-    """The curves of a tag over the steps that any of them has, and `ends`. Of those that are the same bits the first
-    one is wide and pale, so that all are seen."""
+    """The curves of a tag over the steps that any of them has, and `ends`; `at` are the places of their own. Of those
+    that are the same bits the first one is wide and pale, so that all are seen."""
     curves = [run.curves.get(tag) for run in comparison.runs]
     groups = same_curves(curves)
     smoothed = tag in SPEEDS and any(curve is not None and len(curve.values) > LONG for curve in curves)
-    shown = {at: _points(curve, tag in SPEEDS) for at, curve in enumerate(curves) if curve is not None}
+    most = min(MOST_POINTS, MOST_OF_CHART // len(curves))
+    shown = {at: _points(curve, tag in SPEEDS, most) for at, curve in enumerate(curves) if curve is not None}
     steps = sorted({*ends, *(step for points in shown.values() for step in points)})
+    places = {step: at for at, step in enumerate(steps)}
     known = [value for points in shown.values() for value in points.values() if value is not None]
     notes = [f"running median of {MEDIAN_STEPS} steps"] * smoothed
     notes += ["logarithmic"] * (is_logarithmic := logarithmic(known))
@@ -147,7 +149,8 @@ def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str,
         {
             "run": at,
             "label": comparison.labels[at],
-            "values": [points.get(step) for step in steps],
+            "at": [places[step] for step in points],
+            "values": list(points.values()),
             "colour": run_colour(at, len(curves)) + ("80" if style["linewidth"] > THIN else ""),
             "width": min(style["linewidth"], 7.0),
             "dash": [part * 2 for part in style["linestyle"][1]] if isinstance(style["linestyle"], tuple) else [],
@@ -162,18 +165,18 @@ def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str,
             "logarithmic": is_logarithmic}  # fmt: skip
 
 
-def _points(curve: Curve, speed: bool) -> dict[int, float | None]:
-    """What is drawn of a curve, by step; None for what is no number. Of a long one, in each of many equal parts the
-    least and the greatest value, so that no peak is lost."""
+def _points(curve: Curve, speed: bool, most: int) -> dict[int, float | None]:
+    """What is drawn of a curve, by step; None for what is no number. Of one with more than ``most`` points, in each of
+    many equal parts the least and the greatest value, so that no peak is lost."""
     values: Sequence[float] = curve.values
     if speed and len(values) > LONG and all(map(math.isfinite, values)):
         values = running_median(values)
     points: list[tuple[int, float | None]] = [
         (step, value if math.isfinite(value) else None) for step, value in zip(curve.steps, values, strict=True)
     ]
-    if len(points) <= MOST_POINTS:
+    if len(points) <= most:
         return dict(points)
-    size = math.ceil(2 * len(points) / MOST_POINTS)
+    size = math.ceil(2 * len(points) / most)
     kept = [points[0], points[-1]]
     for first in range(0, len(points), size):
         part = sorted(points[first : first + size], key=lambda point: -math.inf if point[1] is None else point[1])

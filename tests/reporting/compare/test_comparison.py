@@ -15,7 +15,7 @@ import pytest
 from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, shares, step
 
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
-from gpipe_cli.reporting.compare.page import MOST_POINTS, write_page
+from gpipe_cli.reporting.compare.page import MOST_OF_CHART, MOST_POINTS, write_page
 from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
@@ -252,6 +252,7 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunR
     assert [(tmp_path / unquote(link)).resolve() for link in links] == [run.folder.resolve() for run in (runs[0], odd)]
     (chart,) = data_of(page)["curves"]
     assert [line["values"] for line in chart["lines"]] == [[3.0, None, 1.5, 1.25, 1.0]] * 2
+    assert [line["at"] for line in chart["lines"]] == [[0, 1, 2, 3, 4]] * 2
     assert [line["width"] for line in chart["lines"]] == [7.0, 1.4], "both are seen"
 
 
@@ -267,6 +268,13 @@ def test_a_long_curve_is_thinned_and_keeps_its_peaks(tmp_path: Path, runs: list[
     assert len(known) <= MOST_POINTS + 2
     assert (known[1], known[31_007], known[50_000]) == (1.0, 100.0, 1 / 50_000)
     assert chart["logarithmic"]
+
+    many = [replace(run) for _ in range(60)]
+    for one in many:
+        one.__dict__["curves"] = run.curves
+    write_page(tmp_path / "page.html", compare(many), [], ["train/loss"])
+    (chart,) = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["curves"]
+    assert MOST_OF_CHART / 2 < sum(len(line["values"]) for line in chart["lines"]) <= MOST_OF_CHART + 2 * 60
 
 
 def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(runs: list[RunRecord]) -> None:
