@@ -70,8 +70,9 @@ def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path, monkeypat
     shutil.copytree(resnet, damaged, symlinks=True)
     index = checkpoints_in(damaged)[-1] / "index.json"
     index.write_text(index.read_text()[:-9])
-    with pytest.warns(UserWarning, match="step_00000001 is taken, the newest checkpoint that is intact"):
+    with pytest.warns(UserWarning, match="step_00000001 is taken, the newest checkpoint that is intact") as told:
         load(damaged, checkpoint="last")
+    assert [one.filename for one in told] == [__file__], "the line that asked for it"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="run_folder=damage: no run there"):
         load("damage")

@@ -31,7 +31,7 @@ def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
         both = Comparison.of("run_folder", folder, checkpoint, config, model)
         check_restorable(both, model, optimizer=False)
 
-    found = find_checkpoint(folder, which, "run_folder", check, lambda line: warnings.warn(line, stacklevel=4))
+    found = find_checkpoint(folder, which, "run_folder", check, lambda line: warnings.warn(line, stacklevel=5))
     return whole_model(config, found)
 
 
