@@ -112,9 +112,10 @@ function save(name, text, type) {
 
 const FILE = "my_schedule.csv";
 
-// Settings of that one run, plan or measurement, and how stages share processes, which the file says.
+// Settings of that one run, plan or measurement, and what the file says or this page knows: what is recomputed, how
+// stages share processes, how many replicas `auto` has led to.
 const OF_ONE_RUN = ["run_folder", "resume", "write_schedule", "solve", "steps", "warm_up_steps", "rounds",
-                    "stages_per_process"];
+                    "stages_per_process", "recompute", "replicas"];
 
 // The words of a command line behind the command.
 function wordsOf(typed) {
@@ -129,6 +130,7 @@ function commandOf(command) {
   const recomputes = rows.some(row => row.some(action => action.kind === "R"));
   const set = {partitions: controls.partitions, micro_batches: controls.micro_batches, schedule: FILE};
   if (!recomputes) set.recompute = "never"; // of a file without an R this setting decides
+  if (data.setting.replicas > 1) set.replicas = data.setting.replicas;
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
   const left = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
   if (controls.partitions !== state.own.partitions) left.push("partition.balance");
@@ -137,7 +139,6 @@ function commandOf(command) {
   const words = [...typed].filter(([key]) => !left.includes(key)).map(([, word]) => word);
   // of a sweep: which of the values this run had is not known here
   const swept = words.filter(word => /=[^[({'"]*,/.test(word));
-  const kept = [...words.filter(word => !swept.includes(word)), ...swept.map(word => `${word.split("=")[0]}=...`)];
   return ["gpipe", command, ...kept, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");
 }
 

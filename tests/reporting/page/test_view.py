@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 pytestmark = NEEDED
 SETTINGS = (*EVEN, "hardware=v100", "batch_size=16", "partitions=2", "micro_batches=4")
-COMMANDS = ("gpipe train hardware=v100 batch_size=32 partitions=2", "gpipe train resume=outputs/run batch_size=16")
+COMMANDS = (
+    "gpipe train -m hydra/sweeper=optuna hardware=v100 'seed=choice(1,2)' batch_size=32 partitions=2 replicas=auto",
+    "gpipe train resume=outputs/run batch_size=16 recompute=auto",
+)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +230,7 @@ def test_an_order_made_by_hand_is_a_schedule_that_gpipe_reads(page: "Page", tmp_
     schedule = read_schedule(str(tmp_path / "my_schedule.csv"), 2, 4)
     assert tuple([str(a) for a in row] for row in schedule) == rows
     shown = page.locator("#commands").inner_text().splitlines()
-    settings = "hardware=v100 batch_size=16 partitions=2 micro_batches=4 schedule=my_schedule.csv"
+    settings = "hardware=v100 batch_size=16 seed=... partitions=2 micro_batches=4 schedule=my_schedule.csv"
     assert shown == [f"gpipe train {settings}", f"gpipe check {settings}"]
     page.locator("#reset").click()
     assert shown_order(page, 0)[4:6] == ["0B3", "0R2"]
