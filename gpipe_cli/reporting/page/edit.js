@@ -132,13 +132,15 @@ function commandOf(command) {
   if (!recomputes) set.recompute = "never"; // of a file without an R this setting decides
   if (data.setting.replicas > 1) set.replicas = data.setting.replicas;
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
-  const left = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
-  if (controls.partitions !== state.own.partitions) left.push("partition.balance");
+  const dropped = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
+  if (controls.partitions !== state.own.partitions) dropped.push("partition.balance");
   const keyOf = word => word.replace(/^['"]/, "").split("=")[0];
   const typed = new Map(data.commands.flatMap(wordsOf).map(word => [keyOf(word), word]));
-  const words = [...typed].filter(([key]) => !left.includes(key)).map(([, word]) => word);
-  // of a sweep: which of the values this run had is not known here
-  const swept = words.filter(word => /=[^[({'"]*,/.test(word));
+  const words = [...typed].filter(([key]) => !dropped.includes(key) && !/^hydra[./]/.test(key));
+  // of a sweep or a search: which value this run had is not known here
+  const swept = words.filter(([, word]) => /=([^[({'"]*,|(choice|interval|range|glob)\()/.test(word));
+  const kept = words.filter(word => !swept.includes(word)).map(([, word]) => word);
+  kept.push(...swept.map(([key]) => `${key}=...`));
   return ["gpipe", command, ...kept, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");
 }
 
