@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.settings import (
     AUTO,
     OWNERS,
@@ -52,7 +53,6 @@ _QUIET = (
 )
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 TRAINING_KEYS = tuple(settings(TrainConfig))
-GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
 
 
 @dataclass(frozen=True)

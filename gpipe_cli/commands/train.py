@@ -7,9 +7,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import GROUPS, take_auto, training, with_given
+from gpipe_cli.commands.command_line import take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
+from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, has_checkpoint, load
 from gpipe_cli.config.typed import RefusedError
