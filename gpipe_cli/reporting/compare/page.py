@@ -3,7 +3,6 @@
 Curves are drawn by uPlot (Leon Sorokin, MIT licence), which is in the file: see `uplot/SOURCE`.
 """
 
-import json
 import math
 import os
 from collections import Counter
@@ -17,7 +16,7 @@ from urllib.parse import quote
 from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_record import SPEEDS, Curve, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings, work
-from gpipe_cli.reporting.page.page import PAGE
+from gpipe_cli.reporting.page.page import PAGE, in_script
 from gpipe_cli.reporting.plots.comparison import (
     LONG,
     MARKED_POINTS,
@@ -92,10 +91,8 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
         yield '<section><h2>Curves</h2><p class="pale">A click on a run hides it; drag over a part of the steps to see '
         yield 'it alone, double click to see all.</p><div id="chips" role="group" aria-label="runs that are shown">'
         yield '</div><div id="curves" class="charts"></div></section>'
-    # no end of the element, and no comment, can begin in it
-    plain = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     yield '</main><div id="tip" class="tip" hidden></div>'
-    yield f'<script type="application/json" id="data">{plain}</script>'
+    yield f'<script type="application/json" id="data">{in_script(data)}</script>'
     yield f"<script>/*\n{_part('uplot/LICENSE')}*/\n{library}</script>"
     yield f"<script>{_part('../theme.js')}</script><script>{_part('comparison.js')}</script></body></html>"
 

@@ -38,12 +38,16 @@ def write_page(
     then went on; `run`: its folder, if it is one.
     """
     values = {"title": title, "commands": commands, "run": run, **data, **_measured(steps)}
-    # no end of the element, and no comment, can begin in it
-    parts = {"data": json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")}
+    parts = {"data": in_script(values)}
     parts["css"] = _part("../style.css") + _part("page.css")
     parts["script"] = "\n".join(_part(name) for name in SCRIPTS)
     page = _part("page.html").split("{{")
     write_whole(path, page[0] + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in page[1:])))
+
+
+def in_script(values: Mapping[str, Any]) -> str:
+    """As JSON in an element `script`: no end of the element, and no comment, can begin in it."""
+    return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _part(name: str) -> str:
