@@ -41,6 +41,7 @@ _PACKAGES: dict[Logger, tuple[str, str]] = {"mlflow": ("mlflow", "mlflow-skinny"
 _FILES = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # of the run folder, that are kept with a run
 _SECONDS = 10.0  # points are sent together, so often
 _SERVER_SECONDS = 10  # that a server may take to answer
+_LAST_SECONDS = 60.0  # that the upload of what is left may take when a run ends
 _MOST_POINTS, _MOST_SETTINGS = 1000, 100  # of one request to MLflow
 
 Value = float | str | bool
@@ -287,6 +288,8 @@ class _WandB:
         import wandb
 
         self._wandb = wandb
+        # without it, and in versions that do not know it, a run without network never ends
+        patience = {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
         self.id = known or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -297,7 +300,7 @@ class _WandB:
             mode=None if "WANDB_MODE" in os.environ or _has_key() else "offline",
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, init_timeout=_SERVER_SECONDS,
-                reinit="finish_previous",
+                reinit="finish_previous", **patience,
             ),
         )  # fmt: skip
         # W&B's own steps never go back; a test comes after the next step has been logged
