@@ -10,6 +10,7 @@ from reporting_runs import evaluation, plan, reporter_in, step
 from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.run_record import read_run
+from gpipe_cli.reporting.run.result import read_result, write_result
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -30,6 +31,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
             reporter.step(step(number, loss=10.0 - number - k / 10, seconds=0.25 / k))
         reporter.evaluated(evaluation(8, top1=k / 8))
         reporter.finish("completed")
+        stages = [{"process": number, "device": "cpu"} for number in range(k)]
+        write_result(folder / str(k), read_result(folder / str(k)) | {"partitions": stages})
     (folder / "1" / "pipeline.html").write_text("the page of the first run", encoding="utf-8")
     comparison = compare([read_run(folder / str(k)) for k in K])
     write_page(folder / "comparison.html", comparison, [], ["train/loss", "test/top1"])

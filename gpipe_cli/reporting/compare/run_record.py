@@ -33,8 +33,8 @@ COMPARED = (TRAIN_LOSS, TEST_TOP1, TEST_PERPLEXITY, *SPEEDS)
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
 # Keys of result.json that every run writes.
 _NEEDED = (
-    "command", "status", "error", "task", "model", "dataset", "samples_per_second_kind", "hardware", "versions",
-    "config",
+    "command", "status", "error", "task", "model", "dataset", "samples_per_second_kind", "partitions", "hardware",
+    "versions", "config",
 )  # fmt: skip
 
 

@@ -20,9 +20,10 @@ class Scaling:
 
 
 def devices(run: RunRecord) -> int:
-    """K times replicas, with several stages on each of them fewer."""
-    settings = run.settings
-    return -(-int(settings["partitions"]) // int(settings.get("stages_per_process") or 1)) * int(settings["replicas"])
+    """How many of them the stages of all replicas were on; K of each where all took turns on one."""
+    stages = run.result["partitions"]
+    places = len({(stage["process"], stage["device"]) for stage in stages})
+    return int(run.settings["replicas"]) * (len(stages) if run.shared and places == 1 else places)
 
 
 def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:

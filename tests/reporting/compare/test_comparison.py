@@ -35,6 +35,14 @@ def ran(folder: Path, losses: list[float], *settings: str, status: Any = "comple
         reporter.recorded(number, shares(0.1))
     reporter.evaluated(evaluation(len(losses), text))
     reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)
+    result = read_result(folder)
+    stages = stages_on("cpu", *range(result["config"]["partitions"]))
+    write_result(folder, result | {"partitions": stages})
+
+
+def stages_on(device: str, *processes: int) -> list[dict[str, Any]]:
+    """Stages as a result has them, as far as it says where they were."""
+    return [{"process": process, "device": device} for process in processes]
 
 
 def changed(run: RunRecord, **result: Any) -> RunRecord:
@@ -285,10 +293,12 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
     more = replace(runs[0], settings={**runs[0].settings, "micro_batches": 8})
     same = replace(runs[1], settings={**runs[1].settings, "micro_batches": 8})
     assert [one and one.base for one in scalings([*runs[:2], more, same])] == [0, 0, 2, 2]
-    interleaved = replace(runs[2], settings={**runs[2].settings, "stages_per_process": 2})
+    interleaved = changed(runs[2], partitions=stages_on("cpu", 0, 1, 0, 1))
     assert scalings([runs[0], interleaved])[1] == Scaling(0.25, 0.125, 0), "of two devices"
-    uneven = {**interleaved.settings, "partitions": 3, "replicas": 2}
-    assert devices(replace(interleaved, settings=uneven)) == 4, "the last device of each pipeline has one stage"
+    uneven = replace(interleaved, settings={**interleaved.settings, "replicas": 2})
+    assert devices(changed(uneven, partitions=stages_on("cuda:0", 0, 0, 1))) == 4, "of each pipeline two"
+    in_turns = changed(runs[2], partitions=stages_on("cpu", 0, 0, 0), samples_per_second_kind="measured_one_device")
+    assert devices(in_turns) == 3
 
     # What is no speed of a pipeline, or one of other work.
     alone = {"samples_per_second_kind": "measured_one_device"}
