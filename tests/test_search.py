@@ -46,15 +46,32 @@ def test_the_best_of_two_runs(
     assert read_result(folders[-1])["status"] == "completed"
 
 
-def test_runs_without_a_result_have_no_best_one_and_are_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["seed=interval(2.5,1.5)"], "hydra/sweeper=optuna: The `low` value must be smaller"),
+        (["optimizer=glob(*)"], "hydra/sweeper=optuna: AssertionError; change what is searched"),
+        (["seed=1,2", "hydra.sweeper.n_trials=0"], "hydra/sweeper=optuna: No trials are completed yet"),
+        (["seed=1,2", "dry_run=true"], "dry_run=true: a search needs the results of its runs; leave it out"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(
+    typed: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=1", "dry_run=true"]
-    assert command(monkeypatch, "train", *SEARCH, *place, "optimizer.momentum=interval(0.1,0.9)") == 0
-    printed = capfd.readouterr()
-    assert printed.err == ""
-    assert re.search(r"(?m)^ +1 +1 .* dry_run ", printed.out)
+    assert command(monkeypatch, "train", *SEARCH, f"hydra.sweep.dir={tmp_path}/found", *typed) == 2
+    assert re.fullmatch(rf"gpipe train: {re.escape(line)}.*\n", capsys.readouterr().err)
+
+
+def test_where_all_runs_fail_their_table_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Optuna's error, that there is no best one, would say less; and they failed (1), no setting was wrong."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=1", "optimizer.momentum=interval(0.1,0.9)"]
+    fails = ["model.target=custom_models:told", "+model.arguments.way=exits"]
+    assert command(monkeypatch, "train", *SEARCH, *place, *fails) == 1
+    assert "No trials" not in capfd.readouterr().err
 
 
 def test_what_is_maximized() -> None:

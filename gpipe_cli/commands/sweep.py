@@ -10,6 +10,7 @@ import itertools
 import logging
 import re
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
 from gpipe_cli.config.settings import has_checkpoint, key_of
-from gpipe_cli.config.typed import RefusedError, SettingError, quoted, show
+from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
@@ -44,7 +45,7 @@ from gpipe_cli.system.interrupts import Stopped
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
 
 SWEEPER = "hydra/sweeper"
-SEARCH_LOGGERS = ("optuna", "hydra_plugins.hydra_optuna_sweeper")
+SEARCH = ("optuna", "hydra_plugins.hydra_optuna_sweeper")  # modules, and loggers
 FOUND = "optimization_results.yaml"  # Optuna's sweeper writes it into the folder of the sweep
 _UNFINISHED = (None, outcome.INTERRUPTED, outcome.STOPPED, outcome.UNREAD)  # exit codes
 
@@ -96,14 +97,18 @@ class Sweep(Launcher):
         return f"{settings}: {found.best_value:.6g} ({file})"
 
     def compose(self, line: CommandLine) -> DictConfig | None:
-        """The tree of a single run, or None once the sweep has run. Raises ValueError for what the user can mend."""
+        """As `compose` in command_line. What a search fails with is its settings' fault, or that of runs which have all
+        failed: the sweep's table has them. Raises RefusedError for the former."""
         try:
             return compose(line, TRAINING_KEYS)
-        except ValueError:
-            values = [objective(line.command, run.result) for run in self.runs]
-            if line.overrides.get(SWEEPER) == "optuna" and values and all(value is None for value in values):
-                return None  # Optuna's, which has no best run then: the table says what became of them
-            raise
+        except Exception as error:
+            frames = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+            if [name for name in frames if name.startswith(("gpipe_cli.", *SEARCH))][-1].startswith("gpipe_cli."):
+                raise
+            if self.runs and all(run.failed for run in self.runs):
+                return None
+            why = f"{one_line(error)}; change what is searched, or hydra.sweeper.n_trials and the like"
+            raise RefusedError(SWEEPER, "optuna", why) from error
 
     def end(self) -> None:
         """Allow others into the folder again; nothing is left of a sweep that never began."""
@@ -116,7 +121,7 @@ class Sweep(Launcher):
                 f"torchrun: each of its processes would run the whole sweep; call gpipe {self.line.command} -m on one "
                 "machine without it, or torchrun once for each configuration"
             )
-        for name in SEARCH_LOGGERS:  # that a run failed stands in our table
+        for name in SEARCH:  # that a run failed stands in our table
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._config, self._loader = config, hydra_context.config_loader
         folder = self._folder.choose(Path(config.hydra.sweep.dir))
@@ -295,6 +300,8 @@ def searching(line: CommandLine) -> CommandLine:
         installed = importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is not None
     except ModuleNotFoundError:  # there are no plugins at all
         installed = False
+    if line.overrides.get("dry_run") is True:
+        raise RefusedError("dry_run", True, "a search needs the results of its runs; leave it out")
     if not installed:
         why = "needs hydra-optuna-sweeper, which is not installed; pip install hydra-optuna-sweeper"
         raise RefusedError(SWEEPER, "optuna", why)
