@@ -1,5 +1,6 @@
 """`gpipe list`: tables of what there is, made from the files that hold it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,11 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_recipes_and_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert command(monkeypatch, "list") == 0
     assert "gpipe list hardware" in capsys.readouterr().out
     assert command(monkeypatch, "list", "recipes") == 0
-    assert "figure3_resnet101" in capsys.readouterr().out
+    assert re.search(r"\nfigure3_resnet101 .* 3 min\n", capsys.readouterr().out)
     assert command(monkeypatch, "list", "recipe") == 2
     assert "recipe: there is no such list; did you mean recipes?" in capsys.readouterr().err
     assert command(monkeypatch, "list", "recipes", "x") == 2

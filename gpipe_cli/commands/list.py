@@ -122,7 +122,7 @@ def _runs(console: Console, folder: Path = Path("outputs")) -> None:
     except ValueError as error:
         raise ValueError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
     columns = [
-        Column("run"), Column("started"), Column("status"), Column("model"), Column("dataset"),
+        Column("run"), Column("started", number=True), Column("status"), Column("model"), Column("dataset"),
         Column("K", number=True), Column("M", number=True), Column("test", number=True),
         Column("samples/s", number=True),
     ]  # fmt: skip

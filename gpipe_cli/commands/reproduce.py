@@ -149,7 +149,7 @@ def show_recipes(console: Console) -> None:
     columns = [
         Column("recipe", cells=list(recipes)),
         Column("reproduces", cells=[recipe.title for recipe in recipes.values()]),
-        Column("at a desk", cells=[recipe.desk.duration for recipe in recipes.values()]),
+        Column("at a desk", cells=[recipe.desk.duration for recipe in recipes.values()], number=True),
     ]
     show_table(console, Table("", columns))
     console.print()
