@@ -81,7 +81,9 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
         yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
     yield '<section aria-label="table"><p class="pale">A click on a heading sorts.</p>'
     yield f'<div class="wide">{to_html(table, colours, [_links(folder, run.folder) for run in runs])}</div>'
-    yield f'<p class="pale">All of it in TensorBoard: <code>tensorboard --logdir {escape(_logs(comparison))}</code></p>'
+    if tags:
+        logs = escape(_logs(comparison))
+        yield f'<p class="pale">All of it in TensorBoard: <code>tensorboard --logdir {logs}</code></p>'
     yield "</section>"
     if scaled:
         yield f"<section><h2>Speed-up over {unit.rstrip(' =:')}</h2>"

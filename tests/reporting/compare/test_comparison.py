@@ -259,6 +259,7 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunR
     links = re.findall(r'href="([^"]*)"', page)
     assert [(tmp_path / unquote(link)).resolve() for link in links] == [run.folder.resolve() for run in (runs[0], odd)]
     (chart,) = data_of(page)["curves"]
+    assert "tensorboard --logdir" in page
     assert [line["values"] for line in chart["lines"]] == [[3.0, None, 1.5, 1.25, 1.0]] * 2
     assert [line["at"] for line in chart["lines"]] == [[0, 1, 2, 3, 4]] * 2
     assert [line["width"] for line in chart["lines"]] == [7.0, 1.4], "both are seen"
@@ -319,6 +320,7 @@ def test_speed_up_and_efficiency_stand_in_tables_and_on_the_page(tmp_path: Path,
     assert [row["speed_up"] for row in (first, second, third, failed)] == ["1.0", "0.5", "0.25", ""]
     assert [row["efficiency"] for row in (first, second, third, failed)] == ["1.0", "0.25", "0.0625", ""]
     write_page(tmp_path / "page.html", compare(runs), [], [])
+    assert "tensorboard --logdir" not in (tmp_path / "page.html").read_text(encoding="utf-8"), "they have no curves"
     speed_up, efficiency = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["scaling"]
     assert speed_up["x"] == efficiency["x"] == [1, 2, 4]
     assert [(line["label"], line["values"]) for line in speed_up["lines"]] == [
