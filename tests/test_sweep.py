@@ -303,7 +303,9 @@ def test_a_run_that_nobody_reads_any_more_ends_its_sweep(tmp_path: Path, monkeyp
             command(monkeypatch, "train", "-m", *ODD, "dry_run=true", "seed=1,2", f"hydra.sweep.dir={tmp_path}") == 141
         )
     (run,) = read_result(tmp_path, SWEEP)["runs"]
-    assert (run["folder"], run["exit_code"]) == ("seed=1", 141)
+    # 0: all that the first one prints went into the pipe before its reader had gone, on a busy machine
+    assert run["folder"] == "seed=1"
+    assert run["exit_code"] in (141, 0)
 
 
 def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,8 @@ class Dashboard:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
-        if (plan := self._run.prediction) is not None:
+        whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
+        if (plan := self._run.prediction) is not None and whole:
             named["speed/step_over_predicted"] = message.seconds / plan.step_seconds
         self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.turns))
 
