@@ -79,7 +79,7 @@ function startQuestions() {
     toOwn();
     clearTimeout(askingMoves);
     findMove();
-    live.textContent = explained.textContent = field("move-text").textContent;
+    live.textContent = explained.textContent = `With the ${owner()}'s own setting: ${field("move-text").textContent}`;
   });
 }
 
@@ -119,8 +119,8 @@ function showBubble() {
     const region = pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most);
     pointAt({figure, what: "region", stage: figure.turns.indexOf(region.device), region});
     const share = percent(figure.breakdown.bubble);
-    explained.textContent = `simulated: ${share} of the step is bubble, in ${pieces.length} pieces, hatched in the ` +
-      `lanes; the longest one, ${explainRegion(figure, region)}`;
+    explained.textContent = `The ${owner()}'s own setting, simulated: ${share} of the step is bubble, in ` +
+      `${pieces.length} pieces, hatched in the lanes; the longest one, ${explainRegion(figure, region)}`;
   } else explained.textContent = "There is none: no device waits for another.";
   live.textContent = explained.textContent;
 }
@@ -146,8 +146,8 @@ function smallInWords() {
   const factor = perSample(figure) / perSample(ownFigure) / state.controls.backward_factor;
   if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
   const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
-  return ` A micro-batch has ${now} of the samples in place of ${before}, and a sample takes ${factor.toFixed(2)} \u00d7 as ` +
-    `long to compute: ${factor > 1 ? "small ones use a device less well" : "large ones use a device better"}.`;
+  return ` A micro-batch has ${now} of the samples in place of ${before}, and a sample takes ` +
+    `${factor.toFixed(2)} \u00d7 as long to compute: ${factor > 1 ? "small ones use a device less well" : "large ones use a device better"}.`;
 }
 
 // ---- what the controls say ----
@@ -246,7 +246,8 @@ function showNumbers() {
   const whole = wholeSeconds();
   tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, "over K = 1 with the same M and recomputation",
     devices === 1 ? "one device has all stages" : `${percent(speedup / devices)} of what ${devices} devices could give`,
-    whole && `K = 1, M = 1, without recomputation: ${duration(whole)}`);
+    whole && `K = 1, M = 1, without recomputation: ${duration(whole)}` +
+      (whole < figure.step_seconds ? ", which is faster" : ""));
   bubbleTile(section, devices, M);
   memoryTile(section);
   section.classList.toggle("stale", Boolean(state.stale));
