@@ -147,7 +147,8 @@ function smallInWords() {
   if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
   const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
   return ` A micro-batch has ${now} of the samples in place of ${before}, and a sample takes ` +
-    `${factor.toFixed(2)} \u00d7 as long to compute: ${factor > 1 ? "small ones use a device less well" : "large ones use a device better"}.`;
+    `${factor.toFixed(2)} \u00d7 as long to compute: ` +
+    `${factor > 1 ? "small ones use a device less well" : "large ones use a device better"}.`;
 }
 
 // ---- what the controls say ----
