@@ -102,6 +102,7 @@ class Sweep(Launcher):
         try:
             return compose(line, TRAINING_KEYS)
         except Exception as error:
+            # Optuna has no type of error for what is wrong with a search: where it was raised tells whose it is
             frames = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
             if [name for name in frames if name.startswith(("gpipe_cli.", *SEARCH))][-1].startswith("gpipe_cli."):
                 raise

@@ -13,12 +13,11 @@ from typing import Any
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.compare.scaling import scalings
-from gpipe_cli.reporting.tables.table import Column
+from gpipe_cli.reporting.tables.table import SYMBOLS, Column
 from gpipe_cli.units import GIB, MIB, operations, rate, spans
 
 WHOLE = "{:,.0f}".format
 NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where it lies, not what it is
-CUT = {"partitions": "K", "micro_batches": "M"}  # they have columns whether they differ or not
 MOST_NAMING = 3  # settings that a name is made of; more make no name
 MOST_LISTED = 8  # words of a list in a sentence
 
@@ -54,7 +53,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     assert runs, "nothing to compare"
     keys = differing(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
-    settings = [*CUT, *(key for key in keys if key not in CUT)]
+    settings = [*SYMBOLS, *(key for key in keys if key not in SYMBOLS)]  # K and M also if they do not differ
     return Comparison(runs, names(runs), _by_settings(keys), [_setting(key, runs) for key in settings], results)
 
 
@@ -130,7 +129,7 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     known = [run.settings[key] for run in runs if key in run.settings]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in known)
     cells = ["-" if value is None else value for value in values]
-    heading = CUT.get(key) or _folded(key.removesuffix(".name"))  # `model`, as one types it
+    heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"))  # `model`, as one types it
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
 

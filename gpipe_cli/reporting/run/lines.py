@@ -83,6 +83,10 @@ def logging_to(folder: Path | None) -> Iterator[None]:
         _LOG.reset(before)
 
 
+def has_log() -> bool:
+    return _LOG.get() is not None
+
+
 def log(text: str) -> None:
     """Adds lines to the log of the run that is at work, if there is one, without showing them."""
     if (own := _LOG.get()) is not None:

@@ -5,10 +5,11 @@
 
 import io
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ class Reporter:
             commands = [start["command"] for start in self._starts]
             page = self._folder / PAGE
             write_page(page, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder))
-            self._show("timeline", picture.step, draw(picture.views), draw(picture.views, narrow=True))
+            self._show("timeline", picture.step, partial(draw, picture.views))
         self._draw_memory()
         self._draw_cut()
 
@@ -134,7 +135,7 @@ class Reporter:
         """What the processes hold, in TensorBoard: numbers of parts, and bars of them."""
         from gpipe_cli.reporting.plots.memory import draw
 
-        if memory := self._memory():
+        if self._run.config.logger and (memory := self._memory()):
             with self.optional():
                 self._dashboard.memory(self._steps, memory)
                 self._dashboard.picture("memory", self._steps, draw(memory, f"memory  ·  step {self._steps:,}"))
@@ -146,15 +147,15 @@ class Reporter:
         if not self._cut_drawn and partition.known(self._run):
             self._cut_drawn = True
             with self.optional():
-                run = self._run
-                self._show("partitions", run.first_step, partition.draw(run), partition.draw(run, narrow=True))
+                self._show("partitions", self._run.first_step, partial(partition.draw, self._run))
 
-    def _show(self, name: str, step: int, picture: "Picture", narrow: "Picture") -> None:
-        """As a file, and in TensorBoard, where it stands small beside others."""
+    def _show(self, name: str, step: int, draw: "Callable[..., Picture]") -> None:
+        """As a file, and narrow in TensorBoard, if it is used, where it stands small beside others."""
         from gpipe_cli.reporting.plots.picture import write_picture
 
-        write_picture(self._folder / f"{name}.png", picture)
-        self._dashboard.picture(name, step, narrow)
+        write_picture(self._folder / f"{name}.png", draw())
+        if self._run.config.logger:
+            self._dashboard.picture(name, step, draw(narrow=True))
 
     def evaluated(self, message: Evaluated) -> None:
         """The test set was seen."""

@@ -23,7 +23,7 @@ from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.result import flattened, value_of, write_result
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_csv
+from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, operations, percent, perplexity, rate, size
 
@@ -38,7 +38,6 @@ _NO_MEMORY = re.compile(
 )
 # Settings that say where or how long, and not what.
 _NOT_COMPARED = ("output", "run_folder", "resume", "max_restarts", "max_steps", "epochs", "dry_run")
-_SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's
 _SHORT = ("devices", "executor", "threads", "kind")  # resolved, and shown as columns; all else as lines
 
 Row = Mapping[str, Any]  # of bench.json
@@ -85,7 +84,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
     )
     # a run that was refused wrote nothing: the microseconds until then say nothing
     times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
-    cuts = {key: [_cut(run, key) for run in runs] for key in _SYMBOLS}
+    cuts = {key: [_cut(run, key) for run in runs] for key in SYMBOLS}
     # K and M have columns, which tell all if nothing else differs
     other = [
         run
@@ -95,7 +94,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
     columns = (
         Column("run", cells=[str(run.number) for run in runs], number=True),
         *(
-            Column(_SYMBOLS[key], cells=[_shown(value) for value in values], number=True)
+            Column(SYMBOLS[key], cells=[_shown(value) for value in values], number=True)
             for key, values in cuts.items()
             if any(value is not None for value in values)
         ),
@@ -175,7 +174,7 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
     reasons: dict[str, list[str]] = {}  # what became of cells that were not measured -> which ones
     for number, row in enumerate(rows, start=1):
         if row["reason"]:
-            name = ", ".join(f"{_SYMBOLS.get(key, key)} = {show(value)}" for key, value in row["settings"].items())
+            name = ", ".join(f"{SYMBOLS.get(key, key)} = {show(value)}" for key, value in row["settings"].items())
             name = name or f"run {number}"  # of a sweep over one value nothing differs
             reasons.setdefault(f"{row['status'].replace('_', ' ')}: {row['reason']}", []).append(name)
     for why, names in reasons.items():
@@ -213,7 +212,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run]) -> 
         speeds |= {key: middle(key), f"{key}_quartiles": each(f"{key}_quartiles", median)}
     return {
         "settings": dict(cell[0].settings),
-        **{key: _cut((*measured, cell[0])[0], key) for key in _SYMBOLS},
+        **{key: _cut((*measured, cell[0])[0], key) for key in SYMBOLS},
         "status": status,
         "reason": (statuses[status].error or None) if status not in ("measured", "interrupted") else None,
         **speeds,
@@ -239,7 +238,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run]) -> 
 
 def _line(row: Row, varies: Sequence[str]) -> dict[str, Any]:
     """A row as bench.csv has it; what was resolved after what was measured."""
-    apart = ("settings", "breakdown", "resolved", "folders", *(key for key in _SYMBOLS if key in varies))
+    apart = ("settings", "breakdown", "resolved", "folders", *(key for key in SYMBOLS if key in varies))
     values = {key: value for key, value in row.items() if key not in apart}
     values |= {f"breakdown_{name}": (row["breakdown"] or {}).get(name) for name in SHARES}
     values |= {key: value for key, value in row["resolved"].items() if key not in values}
@@ -317,7 +316,7 @@ def _columns(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, 
 
     for key in _naming(varies):
         cells = [asked(row, key) for row in rows] if key in varies else [_shown(row[key]) for row in rows]
-        yield _SYMBOLS.get(key, key), cells
+        yield SYMBOLS.get(key, key), cells
     yield "status", [row["status"].replace("_", " ") for row in rows]
     # Rows of text are compared by their tokens: samples are sentences there, which differ in length.
     tokens = [row.get("tokens_per_second") for row in rows]
@@ -346,7 +345,7 @@ def _columns(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, 
 
 def _naming(varies: Sequence[str]) -> list[str]:
     """The settings that have columns: K and M whether they are varied or not, for tables to be read alone."""
-    return [*_SYMBOLS, *(key for key in varies if key not in _SYMBOLS)]
+    return [*SYMBOLS, *(key for key in varies if key not in SYMBOLS)]
 
 
 def _notes(rows: Sequence[Row], varies: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gpipe_cli.reporting.run.lines import log
+from gpipe_cli.reporting.run.lines import has_log, log
 
 Origin = Literal["", "paper", "torchgpipe", "measured", "counted", "planned", "simulated", "difference"]
+SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's: headings of columns
 MOST_TEXT = 70  # characters of a text without blanks, beside the number of a row; a longer one is broken
 
 
@@ -80,10 +81,11 @@ def show_table(console: Console, table: Table, repeated: int = 1, gap: int = 2) 
             console.print()
         shown = _rich(part, console.width, gap)
         console.print(shown)
-        plain = Console(file=io.StringIO(), width=console.width, force_terminal=False, color_system=None)
-        with plain.capture() as lines:
-            plain.print(shown)
-        log(lines.get())
+        if has_log():
+            plain = Console(file=io.StringIO(), width=console.width, force_terminal=False, color_system=None)
+            with plain.capture() as lines:
+                plain.print(shown)
+            log(lines.get())
 
 
 def to_csv(table: Table) -> str:
