@@ -130,7 +130,7 @@ def _places(config: TrainConfig, places: int | None) -> tuple[int, ...]:
     """
     partitions, each = config.partitions, config.stages_per_process
     if config.schedule_is_file:
-        return schedule_of_file(config).rows
+        return schedule_of_file(config).row_of_stage
     if places is None:
         places = -(-partitions // (each or 1))
     if config.schedule in DEALT_OUT:

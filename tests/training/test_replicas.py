@@ -9,6 +9,7 @@ from training_runs import LIVELY, TINY, assert_same_tensors, command, configure,
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches
 from gpipe_cli.data.micro_batches import micro_batch_sizes, share_of
+from gpipe_cli.reporting.run.result import read_result
 
 # mini-batches of 8, 8 and 6 samples in pieces of 2, 2 | 2, 2 and 2, 2 | 1, 1
 SETTINGS = [
@@ -45,6 +46,30 @@ def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path, monkeypatch: pyt
     for name in ("running_mean", "running_var", "num_batches_tracked", "square_avg"):
         for key in (key for key in one if name in key):
             torch.testing.assert_close(several[key], one[key], rtol=1e-5, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_without_samples(replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mini-batch may have fewer samples than there are replicas: the last one of a test set, one cut by tokens in
+    training and in a test, and the hypotheses that still grow in a decoding. The replicas without samples performed an
+    empty schedule, which did not know its number of stages, and the run was lost after its first epoch."""
+    images = [*TINY, "dataset.drop_last=true", "dataset.test_samples=9", "batch_size=8"]  # tests: 8, then 1 sample
+    sentences = [("aba ba", "ba"), ("ab", "ab ba"), ("b", "a"), ("ba ba ab", "ab"), ("a", "b b")]
+    for name in ("train", "test"):
+        lines = [f"{source}\t{target}\tde-en" for source, target in sentences]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    translation = [
+        "~presets", "model=transformer_nmt", "dataset=parallel_text", f"dataset.root={tmp_path}", "threads=1",
+        f"dataset.cache={tmp_path / 'cache'}", "dataset.vocabulary=270", "model.layers=1", "model.width=8",
+        "model.hidden=8", "model.heads=1", "model.length=16", "batch_size=null", "batch_tokens=16", "device=cpu",
+    ]  # fmt: skip
+    for task, settings in (("images", images), ("translation", translation)):
+        pipeline = ["partitions=2", "micro_batches=1", "epochs=1", f"replicas={replicas}"]
+        folder = tmp_path / task
+        assert command(monkeypatch, "train", *settings, *pipeline, f"run_folder={folder}") == 0
+        tested = read_result(folder)["test"]["loss"]
+        assert command(monkeypatch, "evaluate", f"run={folder}", "checkpoint=last") == 0
+        assert tested == pytest.approx(read_result(folder, "evaluate.json")["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7, 22])

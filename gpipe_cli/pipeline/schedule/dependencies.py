@@ -42,7 +42,7 @@ def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ..
 def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
     """What `linearize` performs in each tick."""
     stages = range(len(schedule.stages))
-    turns = turns or schedule.rows
+    turns = turns or schedule.row_of_stage
     left = [deque(actions) for actions in schedule]
     ready: list[list[tuple[int, int, Action]]] = [[] for _ in range(1 + max(turns))]  # of each device, the best first
     offered: set[int] = set()  # rows whose next action is in there
@@ -57,11 +57,11 @@ def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
         tick = [heappop(actions)[2] for actions in ready if actions]
         yield tick
         for action in tick:
-            left[schedule.rows[action.stage]].popleft()
+            left[schedule.row_of_stage[action.stage]].popleft()
         ended.update(tick)
-        offered.difference_update(schedule.rows[action.stage] for action in tick)
+        offered.difference_update(schedule.row_of_stage[action.stage] for action in tick)
         near = {k for action in tick for k in (action.stage - 1, action.stage, action.stage + 1) if k in stages}
-        changed = {schedule.rows[k] for k in near}
+        changed = {schedule.row_of_stage[k] for k in near}
     if any(left):
         raise _deadlock(schedule, _clock(schedule)[1])
 
@@ -85,7 +85,7 @@ def check(schedule: Schedule) -> None:
     Raises ScheduleError for a stage in two rows; an action that is double or missing; a backward before its forward; an
     edge on which micro-batches are sent in another order than they are received; a deadlock.
     """
-    if not any(schedule):
+    if not schedule.stages:
         raise ScheduleError("is empty: it needs at least one stage and one forward")
     homes: dict[int, int] = {}  # the row of each stage
     for number, row in enumerate(schedule):

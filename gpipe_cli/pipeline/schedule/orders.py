@@ -66,8 +66,8 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
 
 @lru_cache
 def forward_only(partitions: int, micro_batches: int) -> Schedule:
-    """The forwards alone, for evaluation; nothing is kept."""
-    return Schedule(tuple(_pass(Kind.F, k, micro_batches)) for k in range(partitions))
+    """The forwards alone, for evaluation; nothing is kept. A replica without samples has no micro-batch."""
+    return Schedule((tuple(_pass(Kind.F, k, micro_batches)) for k in range(partitions)), range(partitions))
 
 
 def _pass(kind: Kind, stage: int, micro_batches: int) -> list[Action]:

@@ -16,11 +16,11 @@ A backward may be cut in two: ``I`` computes the gradients of the inputs, which 
 those of the weights, for which nobody waits until the step ends (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 RECOMPUTE = ("always", "except_last", "never")
 
@@ -70,27 +70,39 @@ Row = tuple[Action, ...]
 
 class Schedule(tuple[Row, ...]):
     """``schedule[r]`` is what one device does, in order: the actions of one stage, or of several. Rows may share a
-    device; which of them comes first there is then left to :func:`linearize`."""
+    device; which of them comes first there is then left to :func:`linearize`.
+
+    The stages are those that the actions name. A replica without samples performs a schedule without actions: it is
+    given `row_of_stage`, which tells how many stages it has.
+    """
+
+    def __new__(cls, rows: Iterable[Row] = (), row_of_stage: Sequence[int] = ()) -> Self:
+        schedule = super().__new__(cls, rows)
+        if row_of_stage:
+            schedule.row_of_stage = tuple(row_of_stage)
+        return schedule
+
+    @cached_property
+    def row_of_stage(self) -> tuple[int, ...]:
+        """For each stage, the index of the row that has its actions."""
+        found = {a.stage: number for number, row in enumerate(self) for a in row}
+        return tuple(found[stage] for stage in range(len(self.stages)))
 
     @cached_property
     def stages(self) -> tuple[Row, ...]:
         """What each stage does, in order."""
-        found: list[list[Action]] = [[] for _ in range(1 + max(a.stage for row in self for a in row))]
+        given = self.__dict__.get("row_of_stage")
+        most = max((a.stage for row in self for a in row), default=-1) if given is None else len(given) - 1
+        found: list[list[Action]] = [[] for _ in range(1 + most)]
         for row in self:
             for a in row:
                 found[a.stage].append(a)
         return tuple(map(tuple, found))
 
     @cached_property
-    def rows(self) -> tuple[int, ...]:
-        """The row of each stage."""
-        found = {a.stage: number for number, row in enumerate(self) for a in row}
-        return tuple(found[stage] for stage in range(len(self.stages)))
-
-    @cached_property
     def micro_batches(self) -> int:
-        """M."""
-        return 1 + max(a.micro_batch for row in self for a in row)
+        """M; 0 for a replica without samples."""
+        return 1 + max((a.micro_batch for row in self for a in row), default=-1)
 
     @cached_property
     def trains(self) -> bool:
@@ -123,7 +135,8 @@ class Schedule(tuple[Row, ...]):
 
     def first(self, micro_batches: int) -> "Schedule":
         """The same order with only the first micro-batches, for a mini-batch that has no more."""
-        return Schedule(tuple(a for a in row if a.micro_batch < micro_batches) for row in self)
+        rows = (tuple(a for a in row if a.micro_batch < micro_batches) for row in self)
+        return Schedule(rows, self.row_of_stage)
 
 
 Recompute = str | tuple[frozenset[int], ...]
@@ -147,7 +160,7 @@ def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
     else:
         assert len(recompute) == len(order.stages), "one set of micro-batches per stage"
         recomputed = [chosen & {a.micro_batch for a in of} for chosen, of in zip(recompute, order.stages, strict=True)]
-    return Schedule(tuple(_with_recomputation(row, recomputed)) for row in order)
+    return Schedule((tuple(_with_recomputation(row, recomputed)) for row in order), order.row_of_stage)
 
 
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:

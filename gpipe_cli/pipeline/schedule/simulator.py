@@ -90,7 +90,7 @@ def simulate(
     assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
     assert not turns or len(turns) == len(stages), "one device per stage"
-    run = _Run(schedule, stages, edges, slowdown, tuple(turns) or schedule.rows)
+    run = _Run(schedule, stages, edges, slowdown, tuple(turns) or schedule.row_of_stage)
     run.perform()
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), _shared(run.turns))
 

@@ -20,7 +20,7 @@ def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str
     for partitions, micro_batches in SHAPES:
         schedule = build(name, partitions, micro_batches, recompute)
         # a device for each row; rows that share one; all of them on one
-        for turns in (schedule.rows, [row // 2 for row in schedule.rows], [0] * partitions):
+        for turns in (schedule.row_of_stage, [row // 2 for row in schedule.row_of_stage], [0] * partitions):
             order = linearize(schedule, turns)
             done: set[Action] = set()
             for a in order:

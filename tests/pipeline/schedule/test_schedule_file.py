@@ -34,10 +34,10 @@ def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
         file.write_text(csv_of(schedule), encoding="utf-8")
         assert read(file, k, m) == schedule
         # rows that share a device are one row, in the order in which the device performs them
-        rows = [row // 2 for row in schedule.rows]
+        rows = [row // 2 for row in schedule.row_of_stage]
         file.write_text(csv_of(schedule, rows), encoding="utf-8")
         merged = read(file, k, m)
-        assert merged.rows == tuple(rows)
+        assert merged.row_of_stage == tuple(rows)
         for number, row in enumerate(merged):
             assert row == tuple(a for a in linearize(schedule, rows) if rows[a.stage] == number)
 
@@ -75,7 +75,7 @@ def test_files_of_torch_are_read(devices: int, tmp_path: Path) -> None:
             made = kind(their_stages(devices, len(rows)), micro_batches, loss_fn=nn.MSELoss())
             made._dump_csv(str(file), format="compute_only")
             found = read(file, len(rows), micro_batches)
-            assert found.rows == rows
+            assert found.row_of_stage == rows
             assert found.splits == ("ZeroBubble" in kind.__name__)
             actions = [[str(a) for a in made.pipeline_order[rank] if a is not None] for rank in range(devices)]
             assert [[str(a) for a in row] for row in found] == actions

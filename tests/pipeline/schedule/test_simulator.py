@@ -166,7 +166,7 @@ def test_equals_a_simulation_in_ticks(name: str, recompute: str) -> None:
         edges = [EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for _ in range(k - 1)]
         rows = range(len(schedule))
         of_rows = [rows, sorted(random_.randrange(2) for _ in rows), [row % 2 for row in rows]][number % 3]
-        turns = [of_rows[row] for row in schedule.rows]
+        turns = [of_rows[row] for row in schedule.row_of_stage]
         timeline = simulate(schedule, stages, edges, turns=turns)
         simulated = {s.action: (s.start_seconds, s.end_seconds) for spans in timeline.stages for s in spans}
         assert simulated == tick_by_tick(schedule, stages, edges, turns)
