@@ -61,7 +61,7 @@ def test_replicas_without_samples(replicas: int, tmp_path: Path, monkeypatch: py
     translation = [
         "~presets", "model=transformer_nmt", "dataset=parallel_text", f"dataset.root={tmp_path}", "threads=1",
         f"dataset.cache={tmp_path / 'cache'}", "dataset.vocabulary=270", "model.layers=1", "model.width=8",
-        "model.hidden=8", "model.heads=1", "model.length=16", "batch_size=null", "batch_tokens=16", "device=cpu",
+        "model.hidden=8", "model.heads=1", "model.length=16", "batch_size=null", "batch_tokens=5", "device=cpu",
     ]  # fmt: skip
     for task, settings in (("images", images), ("translation", translation)):
         pipeline = ["partitions=2", "micro_batches=1", "epochs=1", f"replicas={replicas}"]
