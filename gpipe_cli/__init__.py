@@ -35,7 +35,7 @@ def load(
         checkpoint: the best one by the test set, or the last one; a damaged one is replaced by the newest that is
             intact, with a warning.
 
-    Raises ValueError, one line, for a folder that is no run, has no such weights, or whose own model (model=custom) is
+    Raises InputError, one line, for a folder that is no run, has no such weights, or whose own model (model=custom) is
     not found from the current folder.
     """
     from gpipe_cli.training.checkpoint.whole_model import load_run

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, outcome, run_command
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.streams import prepare_streams
 
 COMMANDS = {
@@ -84,7 +85,7 @@ def _main(given: list[str]) -> int:
             return run_command(command, rest)
         case [command, *_]:
             hint = nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
-            raise ValueError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
+            raise InputError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
         case _:
             sys.stderr.write(USAGE)
             return BAD_INPUT

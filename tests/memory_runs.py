@@ -162,7 +162,7 @@ def held(
     )
     for stage in stages.values():
         stage.count_saved(True)
-    executor = Executor(stages, order.rows, LocalTransport([CPU] * partitions))
+    executor = Executor(stages, order.row_of_stage, LocalTransport([CPU] * partitions))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))

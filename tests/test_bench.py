@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY, TINY, command, configure, of_type, train_here
 
 from gpipe_cli.commands import bench
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement, step_flops
@@ -102,7 +103,7 @@ def test_what_a_measurement_has_no_use_for_is_refused(
     arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(line)):
+    with pytest.raises(InputError, match=re.escape(line)):
         bench.main(arguments.split())
     assert list(tmp_path.glob("outputs/*")) == []
 

@@ -4,13 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from gpipe_cli.cli import COMMANDS, LEADER_SECONDS, main
-from gpipe_cli.commands.outcome import run_command
+from gpipe_cli.commands.outcome import BAD_INPUT, outcome, run_command
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import InputError
+from gpipe_cli.launch.job import Reason
+from gpipe_cli.launch.worker import _failure
 from gpipe_cli.reproduction.runner import FOLDER
 
 NO_TORCH = """
@@ -49,6 +54,25 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert len(captured.err.splitlines()) == 1, captured.err
     assert list(Path().iterdir()) == [], "nothing is left behind"
     return captured.err.rstrip("\n")
+
+
+def test_only_what_the_user_can_mend_is_bad_input() -> None:
+    """A ValueError from inside, the greatest of nothing, was shown as a wrong setting, with exit code 2."""
+
+    def fails(error: Exception) -> Callable[[], int]:
+        def work() -> int:
+            raise error
+
+        return work
+
+    refused = RefusedError("partitions", 0, "must be at least 1; use partitions=1")
+    inside = ValueError("max() arg is an empty sequence")
+    assert (outcome(fails(refused)).exit_code, outcome(fails(refused)).refusal) == (BAD_INPUT, refused)
+    with pytest.raises(ValueError, match="empty sequence"):  # as a fault of the program, with its traceback
+        outcome(fails(inside))
+    reasons = [_failure(0, error) for error in (refused, inside)]
+    assert [failure.reason for failure in reasons] == [Reason.USER, Reason.OTHER]
+    assert reasons[1].text == "ValueError: max() arg is an empty sequence"
 
 
 def test_the_installed_program_answers() -> None:
@@ -103,7 +127,7 @@ def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.Capture
 
 def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_FULL_ERROR", "1")
-    with pytest.raises(ValueError, match="partitions=0"):
+    with pytest.raises(InputError, match="partitions=0"):
         main(["train", "partitions=0"])
 
 
@@ -145,7 +169,7 @@ def test_interrupted_before_it_has_begun_it_says_so(module: str, arguments: list
 def test_what_torchrun_never_sets_is_refused(variables: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    with pytest.raises(ValueError, match=re.escape(line)):
+    with pytest.raises(InputError, match=re.escape(line)):
         run_command("train", ["dry_run=true"])
 
 

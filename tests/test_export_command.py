@@ -15,6 +15,7 @@ from training_runs import TINY, assert_same_tensors, command, configure, final_t
 
 from gpipe_cli import load
 from gpipe_cli.config.settings import ExportConfig
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.export_run import _ExportReport
 from gpipe_cli.training.checkpoint.store import checkpoints_in, select
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
@@ -74,9 +75,9 @@ def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path, monkeypat
         load(damaged, checkpoint="last")
     assert [one.filename for one in told] == [__file__], "the line that asked for it"
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="run_folder=damage: no run there"):
+    with pytest.raises(InputError, match="run_folder=damage: no run there"):
         load("damage")
-    with pytest.raises(ValueError, match="checkpoint=first: must be one of best, last"):
+    with pytest.raises(InputError, match="checkpoint=first: must be one of best, last"):
         load(resnet, checkpoint="first")  # type: ignore[arg-type]
 
 
@@ -109,7 +110,7 @@ def test_a_model_of_ones_own_has_ones_own_names(
     custom_models.small(3).load_state_dict(load_file(run / "model.safetensors"))
     assert export(monkeypatch, run, "averages=true", "overwrite=true") == 2
     assert "averages=true: the run kept no average" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="averaged=true: the run kept no average"):
+    with pytest.raises(InputError, match="averaged=true: the run kept no average"):
         load(run, averaged=True)
 
 
@@ -253,7 +254,7 @@ def test_what_depends_on_values_has_no_onnx_file() -> None:
     from gpipe_cli.training.onnx_file import onnx_content
 
     config = configure(*TINY[2:], "model=custom", "model.target=custom_models:asks_for_a_value")
-    with pytest.raises(ValueError, match=r"^format=onnx: this model cannot be exported \(.*; use format=saf") as caught:
+    with pytest.raises(InputError, match=r"^format=onnx: this model cannot be exported \(.*; use format=saf") as caught:
         onnx_content(config, new_model(config).eval(), {}, 1)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300

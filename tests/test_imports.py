@@ -11,7 +11,7 @@ FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path 
 
 # From the lowest floor to the highest: a room imports only from itself and from the floors below its own.
 FLOORS = (
-    ("system", "units"),
+    ("system", "units", "errors"),
     ("config",),
     ("models", "data", "pipeline.schedule"),
     ("pipeline.runtime",),

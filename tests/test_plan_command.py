@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from training_runs import TINY, command, configure
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch import plan_run
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
@@ -120,7 +121,7 @@ def test_a_plan_of_the_schedule_that_was_written_is_the_same(
 @pytest.mark.parametrize("key", ["tflops", "link_gb_per_second"])
 def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
     config = configure(*PLAN, "hardware=tpu_v2", f"hardware.{key}=null")
-    with pytest.raises(ValueError, match=rf"hardware.{key}=null: a step cannot be predicted without it"):
+    with pytest.raises(InputError, match=rf"hardware.{key}=null: a step cannot be predicted without it"):
         plan_run._require_figures(config, several=True)
 
 

@@ -21,6 +21,7 @@ from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
 from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, show_sweep
 from gpipe_cli.system.source_code import commit_of
@@ -220,7 +221,7 @@ def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("sweep").mkdir()
     Path("sweep", SWEEP).write_text(text or '{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
-    with pytest.raises(ValueError, match=re.escape(line)):
+    with pytest.raises(InputError, match=re.escape(line)):
         sweep(arguments)
     assert [path.name for path in Path("sweep").iterdir()] == [SWEEP]
 
@@ -244,7 +245,7 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert first.choose(path) == path
     assert SweepFolder("bench", ["-m"]).choose(path) == tmp_path / "12-00-00_sweep-2", "another of the same second"
     resumed = SweepFolder("bench", ["-m"], path)
-    with pytest.raises(ValueError, match=r"12-00-00_sweep: process .* is at work there; wait"):
+    with pytest.raises(InputError, match=r"12-00-00_sweep: process .* is at work there; wait"):
         resumed.choose(path)
     first.release()
     path.mkdir(exist_ok=True)
@@ -254,7 +255,7 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     path.mkdir(exist_ok=True)
     (path / SWEEP).write_text("{}")
     typed = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={path}"])
-    with pytest.raises(ValueError, match=r"hydra\.sweep\.dir=.*: a sweep lies there already; go on with it by resume="):
+    with pytest.raises(InputError, match=r"hydra\.sweep\.dir=.*: a sweep lies there already; go on with it by resume="):
         typed.choose(path)
     assert [file.name for file in path.iterdir()] == [SWEEP]
 

@@ -24,7 +24,7 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 
 
 def build_model(config: TrainConfig) -> nn.Sequential:
-    """The whole model on the meta device: layers with names and shapes, no memory. Raises ValueError for bad
+    """The whole model on the meta device: layers with names and shapes, no memory. Raises InputError for bad
     settings."""
     with torch.device("meta"):
         return _model(config, weights=False)
@@ -113,7 +113,7 @@ def outputs_of(config: TrainConfig) -> int:
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:
     """The training and the test split; `pieces` is the vocabulary of an earlier run, for text.
 
-    Raises ValueError, one line, for a folder that is missing, empty or different.
+    Raises InputError, one line, for a folder that is missing, empty or different.
     """
     if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed)

@@ -10,6 +10,7 @@ from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, show_rest, write_bench
@@ -27,7 +28,7 @@ REFUSED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     sweep = sweep_of("bench", arguments, _requested)
     line = sweep.line
     line.refuse(REFUSED)
@@ -45,12 +46,12 @@ def main(arguments: Sequence[str]) -> int:
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
     request = _requested(tree, line.overrides)
     if "rounds" in line.overrides and request.rounds > 1:  # a recipe's is for when it is swept
-        raise ValueError(f"rounds={request.rounds}: one configuration has nothing to take turns with; add -m")
+        raise InputError(f"rounds={request.rounds}: one configuration has nothing to take turns with; add -m")
     return request.perform("bench", *arguments)
 
 
 def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The measurement that `tree` describes, of which `given` was typed. Raises ValueError for a wrong setting."""
+    """The measurement that `tree` describes, of which `given` was typed. Raises InputError for a wrong setting."""
     settings = own(BenchSettings, "bench", tree)
     steps = settings.warm_up_steps + settings.steps
     # An epoch has at least one step: there are enough of them.

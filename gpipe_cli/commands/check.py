@@ -7,6 +7,7 @@ from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, traini
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import find_run
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
@@ -18,7 +19,7 @@ REFUSED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     line = read("check", arguments, "it tries all partitions, schedules and recompute modes by itself")
     line.refuse(REFUSED)
     tree = compose(line, TRAINING_KEYS)
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config, auto = training(tree, line.overrides)
     for key in auto:
-        raise ValueError(f"{key}=auto: a check needs a number; give one")
+        raise InputError(f"{key}=auto: a check needs a number; give one")
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:

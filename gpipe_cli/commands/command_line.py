@@ -40,6 +40,7 @@ from gpipe_cli.config.settings import (
     replaced_batch,
 )
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
+from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ class CommandLine:
     typed: tuple[str, ...]  # the settings among the arguments
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
-        """Raises ValueError for a setting that the command has no use for: key, and what to do instead; and for a group
+        """Raises InputError for a setting that the command has no use for: key, and what to do instead; and for a group
         that is set to something else than the name of a choice."""
         presets = {"presets": "the model and the data set choose it; leave it out, or give ~presets"}
         remedies = presets | dict(remedies)  # Hydra ignores a choice that it lacks
@@ -85,7 +86,7 @@ class CommandLine:
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
     """Reads the arguments without composing anything. `no_sweeps`: why the command has none.
 
-    Raises ValueError for an option that Hydra does not have, and for a setting that is not of the form key=value.
+    Raises InputError for an option that Hydra does not have, and for a setting that is not of the form key=value.
     """
     arguments, complaint = arranged(given), io.StringIO()
     try:
@@ -95,18 +96,18 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
         line = complaint.getvalue().strip().rpartition(": error: ")[2]
         if dashed := re.search(r"--([a-z_.]+)(=\S+)?$", line):
             line += f"; a setting has no dashes: {dashed[1]}{dashed[2] or '=...'}"
-        raise ValueError(f"{line}; see gpipe {command} --hydra-help") from None
+        raise InputError(f"{line}; see gpipe {command} --hydra-help") from None
     if options["multirun"] and no_sweeps:
-        raise ValueError(f"-m: {command} has no sweeps; {no_sweeps}")
+        raise InputError(f"-m: {command} has no sweeps; {no_sweeps}")
     try:
         overrides = OverridesParser.create().parse_overrides(options["overrides"])
         for o in overrides:
             if not o.key_or_group:
-                raise ValueError(
+                raise InputError(
                     f"{o.input_line}: a value without a setting; write SETTING={str(o.input_line).lstrip('+=')}"
                 )
             if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
-                raise ValueError(f"{o.input_line}: has no values; give one or more")
+                raise InputError(f"{o.input_line}: has no values; give one or more")
         values: dict[str, object] = {
             o.key_or_group: str(o.input_line).partition("=")[2] if o.is_sweep_override() else o.value()
             for o in overrides
@@ -115,7 +116,7 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     except HydraException as error:
         raise translated(error, []) from error
     except RecursionError as error:
-        raise ValueError("a setting is nested too deeply; no value is a list of lists") from error
+        raise InputError("a setting is nested too deeply; no value is a list of lists") from error
     swept = frozenset(o.key_or_group for o in overrides if o.is_sweep_override())
     return CommandLine(command, tuple(arguments), options, values, swept, tuple(options["overrides"]))
 
@@ -146,7 +147,7 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
     """The tree that Hydra composes from `conf/COMMAND.yaml`, which has these `keys` and the command's own; None where
     Hydra has answered by itself (`--help`, `--cfg`, `--info`, completion), or run a sweep.
 
-    Raises ValueError if it cannot be composed.
+    Raises InputError if it cannot be composed.
     """
     command, arguments = line.command, line.arguments
     keys = [*keys, *(key for key, whose in OWNERS.items() if whose == command)]
@@ -154,7 +155,7 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
         if "=" in argument and owner(argument) not in (None, command):
             key, value = key_of(argument), argument.partition("=")[2]
             near = nearest(key, keys) or "; leave it out"
-            raise ValueError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
+            raise InputError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
     # A recipe for another command lacks what only this one has: `++` sets what is there and adds what is not.
     arguments = tuple(f"++{one}" if one[:1] not in "+~" and "=" in one and owner(one) else one for one in arguments)
     shell_completion = arguments[:1] == ("-sc",)  # installs itself under the name of the program: gpipe
@@ -172,7 +173,7 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise translated(error, keys) from error
     except RecursionError as error:  # in the list of its defaults, without end
-        raise ValueError("configuration: a file includes itself in its defaults; leave that line out") from error
+        raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
     for tree in composed:
         drop_others(command, tree)
         return tree
@@ -207,7 +208,7 @@ class _Files(FileConfigSource):
             return super().load_config(config_path)
         except (OSError, UnicodeDecodeError, RecursionError) as error:  # OSError: it holds a number
             why = f"holds no settings ({one_line(error)}); write lines key: value, in UTF-8"
-            raise ValueError(f"{file}: {why}") from error
+            raise InputError(f"{file}: {why}") from error
 
 
 def drop_others(command: str, tree: DictConfig) -> None:
@@ -219,7 +220,7 @@ def drop_others(command: str, tree: DictConfig) -> None:
 
 def own(kind: type[T], command: str, tree: DictConfig) -> T:
     """What `command` has beside the settings of a training, taken out of `tree`. What a recipe does not have is as in
-    `conf/COMMAND.yaml`. Raises ValueError, as `typed`."""
+    `conf/COMMAND.yaml`. Raises InputError, as `typed`."""
     text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     defaults = OmegaConf.create(text.partition("\nhydra:")[0])
     with open_dict(tree):
@@ -230,7 +231,7 @@ def own(kind: type[T], command: str, tree: DictConfig) -> T:
 def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
     """The training that `tree` describes, and its settings that are to be chosen, where a 1 stands for them.
 
-    `given` is what was typed. Raises ValueError, as `from_tree`.
+    `given` is what was typed. Raises InputError, as `from_tree`.
     """
     if (key := replaced_batch(given)) is not None:  # a default, or a preset's
         OmegaConf.update(tree, key, None, force_add=True)
@@ -241,7 +242,7 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
 def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """The configuration of a run with what is given in the place of its own.
 
-    A group that is given with the choice that the run has already keeps the run's settings. Raises ValueError, as
+    A group that is given with the choice that the run has already keeps the run's settings. Raises InputError, as
     `from_tree`.
     """
     base = OmegaConf.create(asdict(saved))
@@ -263,7 +264,7 @@ def take_auto(tree: DictConfig) -> tuple[str, ...]:
     return auto
 
 
-def translated(error: Exception, keys: Sequence[str]) -> ValueError:
+def translated(error: Exception, keys: Sequence[str]) -> InputError:
     """An error of Hydra's in one line, with what to write instead."""
     message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
     match error:
@@ -272,8 +273,8 @@ def translated(error: Exception, keys: Sequence[str]) -> ValueError:
             lines = [line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))]
             wrong = lines[0] if lines else "not setting=value"
             if "=" not in str(error.override):
-                return ValueError(f"{error.override}: a setting without a value; write {error.override}=VALUE")
-            return ValueError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")
+                return InputError(f"{error.override}: a setting without a value; write {error.override}=VALUE")
+            return InputError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")
         case MissingConfigException() if error.options and error.missing_cfg_file:
             group, _, choice = error.missing_cfg_file.rpartition("/")
             options = ", ".join(error.options)
@@ -281,14 +282,14 @@ def translated(error: Exception, keys: Sequence[str]) -> ValueError:
             return SettingError(group, choice, f"there is no such choice; choose one of {options}{hint}")
         case MissingConfigException() if error.missing_cfg_file:
             name = error.missing_cfg_file
-            return ValueError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
+            return InputError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
         case ConfigCompositionException():
             if found := re.match(r"Could not override '(.+?)'\.; To append to your config use \+\S+?=(.*)", message):
                 if found[1].startswith("hydra."):
-                    return ValueError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
+                    return InputError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
                 return unknown(found[1], found[2], keys)
             if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '\+*(.+?)'", message):
-                return ValueError(
+                return InputError(
                     f"{found[1]}: several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
                 )
-    return ValueError(f"configuration: {message}")
+    return InputError(f"configuration: {message}")

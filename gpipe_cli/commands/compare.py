@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.config.settings import newest_runs
+from gpipe_cli.errors import InputError
 
 OUTPUT = Path("outputs")
 HELP = """\
@@ -48,11 +49,11 @@ class _Parser(argparse.ArgumentParser):
     """argparse prints its usage above what is wrong, and leaves; here that is one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see gpipe compare --help")
+        raise InputError(f"{message}; see gpipe compare --help")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if arguments[:1] == ["-sc"]:  # tab completion asks for settings; runs are folders, which shells know by themselves
         return 0
     parser = _Parser(prog="gpipe compare", add_help=False, allow_abbrev=False)
@@ -65,9 +66,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(HELP)
         return 0
     if not given.runs:
-        raise ValueError(f"RUN: give the folder of a run, or of several{_newest()}")
+        raise InputError(f"RUN: give the folder of a run, or of several{_newest()}")
     if given.csv and given.output is not None:
-        raise ValueError(f"--output {given.output}: --csv writes no files; leave one of them out")
+        raise InputError(f"--output {given.output}: --csv writes no files; leave one of them out")
     return _compare(given.runs, given.csv, given.output)
 
 
@@ -89,17 +90,17 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
         problems += left_out(folder)
         try:
             found |= {path: run for run in find_runs(folder) if (path := run.resolve()) not in found}
-        except ValueError as error:
+        except InputError as error:
             problems.append(str(error))
     runs: list[RunRecord] = []
     for folder in found.values():
         try:
             runs.append(read_run(folder))
-        except ValueError as error:
+        except InputError as error:
             problems.append(str(error))
     if not runs:
         more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
-        raise ValueError(f"{problems[0]}{more}{'' if found else _newest()}")
+        raise InputError(f"{problems[0]}{more}{'' if found else _newest()}")
     for problem in problems:  # on stderr: the table of --csv may be read by a program
         sys.stderr.write(f"gpipe compare: left out: {problem}\n")
     comparison = compare(runs)
@@ -116,7 +117,7 @@ def _compare(folders: Sequence[Path], as_csv: bool, output: Path | None) -> int:
         try:
             write_comparison(console, comparison, folder)
         except OSError as error:
-            raise ValueError(
+            raise InputError(
                 f"--output {folder}: cannot be written to ({error.strerror}); give another, or --csv"
             ) from error
         if unread is not None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import find_run
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.run.result import flattened
@@ -50,13 +51,13 @@ _RESULTS: tuple[tuple[str, tuple[str, ...], Callable[[Any], str]], ...] = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
     if len(arguments) != 2:
         given = " ".join(arguments) or "no run"
-        raise ValueError(f"{given}: give the folders of two runs, gpipe diff RUN RUN")
+        raise InputError(f"{given}: give the folders of two runs, gpipe diff RUN RUN")
     first, second = (read_run(find_run("RUN", run, "outputs")) for run in arguments)
     console = Console()
     show_facts(console, [("first", str(first.folder)), ("second", str(second.folder))])

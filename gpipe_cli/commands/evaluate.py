@@ -37,7 +37,7 @@ Settings = TypeVar("Settings", EvaluateSettings, ExportSettings)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     line = read("evaluate", arguments, "call it once for each run")
     tree = compose(line, KEYS)
     if tree is None:

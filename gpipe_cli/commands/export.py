@@ -23,7 +23,7 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     tree = compose(read("export", arguments, "call it once for each file"), KEYS)
     if tree is None:
         return 0
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def exported(tree: DictConfig) -> ExportConfig:
-    """What to export. Raises ValueError for averages that the run has not kept."""
+    """What to export. Raises InputError for averages that the run has not kept."""
     settings, training = of_run(ExportSettings, tree)
     if settings.averages and not training.ema_decay:
         why = "the run kept no average of its weights, as ema_decay=0; leave it out"
@@ -54,7 +54,7 @@ def exported(tree: DictConfig) -> ExportConfig:
 
 
 def file_of(config: ExportConfig) -> Path:
-    """Where the file goes. Raises ValueError for a place that is taken, or is none."""
+    """Where the file goes. Raises InputError for a place that is taken, or is none."""
     suffixes = SUFFIXES[config.format]
     file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
     if file.suffix not in suffixes:

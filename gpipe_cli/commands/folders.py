@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpipe_cli.config.settings import CONFIG, TrainConfig
 from gpipe_cli.distributed.torchrun import leads
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
 
 _BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # what a run writes before its configuration
@@ -51,7 +52,7 @@ def run_folder(
     Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
 
     Raises:
-        ValueError: the folder cannot be made, another process is at work there, or `run_folder` holds something and is
+        InputError: the folder cannot be made, another process is at work there, or `run_folder` holds something and is
             not the run that goes on.
     """
     chosen = new_run(config, now, auto, what) if config.run_folder is None else Path(config.run_folder)
@@ -65,7 +66,7 @@ def run_folder(
         left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
         is_run = CONFIG in left or left <= _BEFORE_CONFIG
         if left and not (goes_on or (again and is_run)):
-            raise ValueError(
+            raise InputError(
                 f"run_folder={folder}: the folder is not empty; choose another, or leave the setting out, "
                 f"or go on with that run by resume={folder}"
             )
@@ -81,7 +82,7 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
     `patience_seconds`: how long to wait for a command that may be ending.
 
     Raises:
-        ValueError: it cannot be made, or another process is at work there.
+        InputError: it cannot be made, or another process is at work there.
     """
     above = [parent for parent in chosen.parents if not parent.exists()]  # from the lowest to the highest
     try:
@@ -89,9 +90,9 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
         folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder, patience_seconds)
     except FolderInUseError as error:
-        raise ValueError(f"{setting}: {error}; wait for its end, or choose another folder") from error
+        raise InputError(f"{setting}: {error}; wait for its end, or choose another folder") from error
     except OSError as error:
-        raise ValueError(f"{setting}: no folder can be made there ({error.strerror}); choose another") from error
+        raise InputError(f"{setting}: no folder can be made there ({error.strerror}); choose another") from error
     try:
         yield folder
     finally:

@@ -14,6 +14,7 @@ from gpipe_cli.commands import list as lists
 from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
 from gpipe_cli.config.settings import SCHEDULES, TrainConfig
 from gpipe_cli.config.typed import choices, nearest
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reproduction.recipe import load, names
 
@@ -33,7 +34,7 @@ _INDENT = "    "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for a topic that there is not."""
+    """Returns the exit code. Raises InputError, one line, for a topic that there is not."""
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(HELP)
         return 0
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
     if not found:
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
-        raise ValueError(f"{topic}: there is no such topic{hint}")
+        raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()
     for heading, text in found:
         show_line(console, heading, "bold")

@@ -17,6 +17,7 @@ from gpipe_cli.commands.sweep import differences, folder_name, refuse_place
 from gpipe_cli.config.settings import LaunchSettings, TrainConfig, find_run, key_of, owner
 from gpipe_cli.config.typed import RefusedError, quoted
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.slurm import script, submit
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.interrupts import interruptible_import
@@ -31,7 +32,7 @@ SWEEP_DIR = "hydra.sweep.dir"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     named = arguments[:1] == ["slurm"]
     line = read("launch", arguments[1:] if named else arguments)
     line.refuse(REFUSED)
@@ -44,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         jobs.append(own(LaunchSettings, "launch", tree))
         requests.append(training(tree, one.overrides))
     if not named:
-        raise ValueError("slurm is missing; write gpipe launch slurm [setting=value ...]")
+        raise InputError("slurm is missing; write gpipe launch slurm [setting=value ...]")
     if torchrun() is not None:
-        raise ValueError("torchrun: one process writes the script; call gpipe launch slurm")
+        raise InputError("torchrun: one process writes the script; call gpipe launch slurm")
     job, (config, auto) = jobs[0], requests[0]  # of an array all have the same
     for one_config, _ in requests:
         _refuse(job, one_config)
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"{path}: cannot be written ({error.strerror}); give another output=... or run_folder=..."
         ) from error
     sys.stdout.write(f"{text}\n")
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_trainings(line: CommandLine) -> list[CommandLine]:
-    """That of each training: of a sweep one for each combination. Raises ValueError for what an array cannot have."""
+    """That of each training: of a sweep one for each combination. Raises InputError for what an array cannot have."""
     refuse_place(line)
     for key, value in line.overrides.items():
         if key.startswith("hydra") and key != SWEEP_DIR:
@@ -98,7 +99,7 @@ def _of_trainings(line: CommandLine) -> list[CommandLine]:
         if owner(key) is not None:
             raise RefusedError(key, line.overrides[key], "all elements of a job array have the same; give one value")
     if not line.swept:
-        raise ValueError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
+        raise InputError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
     options = [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
     parsed = OverridesParser.create().parse_overrides([one for one in line.typed if key_of(one) != SWEEP_DIR])
     (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
@@ -106,7 +107,7 @@ def _of_trainings(line: CommandLine) -> list[CommandLine]:
 
 
 def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
-    """Raises ValueError for devices that the job does not have or would not use, and weights that are not there."""
+    """Raises InputError for devices that the job does not have or would not use, and weights that are not there."""
     if config.device == "cuda" and not job.gpus_per_node:
         raise RefusedError("device", config.device, "the job has gpus_per_node=0; give its GPUs, or use device=cpu")
     if config.device == "cpu" and job.gpus_per_node:

@@ -14,6 +14,7 @@ from gpipe_cli.config.comments import all_settings, of_choices
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, load_hardware
 from gpipe_cli.config.typed import nearest
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.result import RESULT, read_result, value_of
@@ -36,7 +37,7 @@ Usage: gpipe list                         says what can be listed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
@@ -54,9 +55,9 @@ def main(arguments: Sequence[str]) -> int:
             if what in TOPICS:
                 taken = {"models": "one pattern", "runs": "one folder"}.get(what)
                 extra, allowed = (more[1], f"{taken} and nothing more") if taken else (more[0], "nothing more")
-                raise ValueError(f"{extra}: gpipe list {what} takes {allowed}; leave it out")
+                raise InputError(f"{extra}: gpipe list {what} takes {allowed}; leave it out")
             hint = nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
-            raise ValueError(f"{what}: there is no such list{hint}")
+            raise InputError(f"{what}: there is no such list{hint}")
     return 0
 
 
@@ -119,8 +120,8 @@ def _timm(console: Console, pattern: str) -> None:
 def _runs(console: Console, folder: Path = Path("outputs")) -> None:
     try:
         found = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
-    except ValueError as error:
-        raise ValueError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
+    except InputError as error:
+        raise InputError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
     columns = [
         Column("run"), Column("started", number=True), Column("status"), Column("model"), Column("dataset"),
         Column("K", number=True), Column("M", number=True), Column("test", number=True),

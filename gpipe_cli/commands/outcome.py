@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import STOPPED, Stopped, interruptible, interruptible_import
 from gpipe_cli.system.streams import lost_output
@@ -54,11 +55,11 @@ def outcome(work: Callable[[], int]) -> Outcome:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the process when nobody reads its console
             return Outcome(UNREAD)
         raise
-    except (ValueError, OSError) as error:
+    except (InputError, OSError) as error:
         if os.environ.get("GPIPE_FULL_ERROR") == "1":
             raise
         too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a file name that the user gave
-        exit_code = BAD_INPUT if isinstance(error, ValueError) or too_long else FAILED
+        exit_code = BAD_INPUT if isinstance(error, InputError) or too_long else FAILED
         refusal = error if isinstance(error, RefusedError | NothingFitsError) else None
         return Outcome(exit_code, one_line(error), refusal)
 

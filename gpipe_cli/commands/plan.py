@@ -11,16 +11,17 @@ from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     line = read("plan", arguments, "partitions=auto and micro_batches=auto compare by themselves")
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     if torchrun() is not None:
-        raise ValueError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
+        raise InputError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
         raise RefusedError("partition.balance", config.partition.balance, why)
     if settings.solve is not None and auto:
-        raise ValueError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
+        raise InputError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
     file = None if settings.write_schedule is None else _new_file(settings.write_schedule)
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures":
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _new_file(name: str) -> Path:
-    """Where the schedule goes. Raises ValueError for a place that is taken, or is none."""
+    """Where the schedule goes. Raises InputError for a place that is taken, or is none."""
     file = Path(name)
     if not name.endswith(SCHEDULE_FILE):
         raise RefusedError(

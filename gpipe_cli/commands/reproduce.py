@@ -17,6 +17,7 @@ from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, STOPPED, ended, f
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import show_reproduction
@@ -60,7 +61,7 @@ class ReproduceSettings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
@@ -70,26 +71,26 @@ def main(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if "=" not in argument]
     for argument in arguments:
         if argument.startswith("-"):
-            raise ValueError(
+            raise InputError(
                 f"{argument}: there is no such option; write NAME setting=value, see gpipe reproduce --help"
             )
         if argument.startswith("~"):
-            raise ValueError(f"{argument}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
+            raise InputError(f"{argument}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
     line = read("reproduce", [argument for argument in arguments if "=" in argument])
     line.refuse(REFUSED)
     for key in line.swept:
-        raise ValueError(f"{key}={line.overrides[key]}: one value for all commands of a recipe; run it once for each")
+        raise InputError(f"{key}={line.overrides[key]}: one value for all commands of a recipe; run it once for each")
     own = {"scale": "auto", "output": "outputs"}
     whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in own.items()})
     if torchrun() is not None:
-        raise ValueError("torchrun: a recipe starts its own processes; call gpipe reproduce")
+        raise InputError("torchrun: a recipe starts its own processes; call gpipe reproduce")
     if not rest:
         if line.typed:
-            raise ValueError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")
+            raise InputError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")
         show_recipes(Console())
         return 0
     if len(rest) > 1:
-        raise ValueError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
+        raise InputError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
     recipe = load(rest[0])
     given = tuple(one for one in last_wins(line.typed) if key_of(one) not in own)
     recipe.check(given)
@@ -115,7 +116,7 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
         if result.exit_code == BAD_INPUT:
-            raise result.refusal or ValueError(result.error)
+            raise result.refusal or InputError(result.error)
         if result.exit_code != 0:
             raise CommandFailedError(result.error)
 
@@ -135,11 +136,11 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
         except CommandFailedError as error:
             show_line(console, f"failed: {error}", "bold red")
             return 1
-        except ValueError as error:
+        except InputError as error:
             if {path.name for path in folder.rglob("*") if path.is_file()} <= {LOG, LOCK}:
                 shutil.rmtree(folder)  # no command has written anything
                 raise
-            raise ValueError(f"{error}; what was run before is in {folder}") from error
+            raise InputError(f"{error}; what was run before is in {folder}") from error
         show_reproduction(console, found, folder)
     return 0
 

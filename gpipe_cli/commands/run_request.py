@@ -39,13 +39,13 @@ class RunRequest:
     def resuming(self, folder: Path) -> "RunRequest":
         """The run in this folder from its last checkpoint on, with its own settings but for those of an invocation.
 
-        Raises ValueError if they cannot be read.
+        Raises InputError if they cannot be read.
         """
         now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 
     def perform(self, *typed: str) -> int:
-        """`typed` is the command line, `gpipe` left out. Returns the exit code; raises ValueError for what the user can
+        """`typed` is the command line, `gpipe` left out. Returns the exit code; raises InputError for what the user can
         mend."""
         start = Start(shlex.join(["gpipe", *typed]), datetime.now().astimezone())
         config, again = self.config, self.config.resume == GO_ON

@@ -35,13 +35,14 @@ from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, 
 from gpipe_cli.config.settings import has_checkpoint, key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import value_of
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status
 from gpipe_cli.system.interrupts import Stopped
 
-# What a tree and the settings that were typed ask for; raises ValueError for a wrong setting.
+# What a tree and the settings that were typed ask for; raises InputError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
 
 SWEEPER = "hydra/sweeper"
@@ -57,7 +58,7 @@ class Cell:
     number: int  # within the sweep; the first is 1
     name: str  # what differs: `micro_batches=4`
     varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
-    request: RunRequest | ValueError  # why it cannot run
+    request: RunRequest | InputError  # why it cannot run
 
 
 class Sweep(Launcher):
@@ -118,7 +119,7 @@ class Sweep(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Set `hydra.sweep.dir` in `config`, which the sweeper has too, to the folder that the sweep gets."""
         if torchrun() is not None:
-            raise ValueError(
+            raise InputError(
                 f"torchrun: each of its processes would run the whole sweep; call gpipe {self.line.command} -m on one "
                 "machine without it, or torchrun once for each configuration"
             )
@@ -137,7 +138,7 @@ class Sweep(Launcher):
         """
         begins = initial_job_idx == 0 and not self._folder.resumes
         requests = [self._request(job) for job in job_overrides]
-        refusals = [request for request in requests if isinstance(request, ValueError)]
+        refusals = [request for request in requests if isinstance(request, InputError)]
         for refusal in refusals if begins else ():
             if isinstance(refusal, SettingError) or len(refusals) == len(requests):
                 raise refusal
@@ -162,21 +163,21 @@ class Sweep(Launcher):
         if begins and len(refused) == len(self.runs):
             (self.path / SWEEP).unlink()
             self.runs.clear()
-            raise ValueError(refused[0].error)
+            raise InputError(refused[0].error)
         # that a run failed is not Hydra's to report
         returns = [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in job_overrides]
         for cell, returned in zip(cells, returns, strict=True):
             returned.return_value = objective(self.line.command, last[cell.number].result)
         return returns
 
-    def _request(self, job: Sequence[str]) -> RunRequest | ValueError:
+    def _request(self, job: Sequence[str]) -> RunRequest | InputError:
         try:
             tree = self._loader.load_sweep_config(self._config, list(job))
             with read_write(tree), open_dict(tree):
                 del tree["hydra"]
             drop_others(self.line.command, tree)
             return self._requested(tree, values_of(job))
-        except ValueError as error:
+        except InputError as error:
             return error
         except (HydraException, OmegaConfBaseException) as error:
             return translated(error, TRAINING_KEYS)
@@ -210,7 +211,7 @@ class Sweep(Launcher):
         self._folder.record(attempt)
         begin = time.monotonic()
         try:
-            if isinstance(request := cell.request, ValueError):
+            if isinstance(request := cell.request, InputError):
                 now = outcome.Outcome(outcome.BAD_INPUT, str(request))
             else:
                 if not request.config.dry_run:
@@ -276,7 +277,7 @@ class Sweep(Launcher):
 
 
 def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sweep:
-    """The sweep that the arguments begin or go on with. Raises ValueError for what the user can mend."""
+    """The sweep that the arguments begin or go on with. Raises InputError for what the user can mend."""
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
@@ -328,7 +329,7 @@ def current_sweep() -> Sweep:
 
 
 def refuse_place(line: CommandLine) -> None:
-    """Raises ValueError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
+    """Raises InputError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
     if line.options["multirun"] or str(line.overrides.get("hydra.mode")) == "MULTIRUN":
         what, given_by, other = "a sweep, in which those of its runs lie,", "hydra.sweep.dir", "run_folder"
     else:
@@ -339,7 +340,7 @@ def refuse_place(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it names none. Raises ValueError if more is given than that, or it is the
+    """The sweep that `resume` names; None if it names none. Raises InputError if more is given than that, or it is the
     sweep of another command."""
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
@@ -348,13 +349,13 @@ def _resumed_folder(line: CommandLine) -> SweepFolder | None:
     named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
     more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
     if more:
-        raise ValueError(
+        raise InputError(
             f"{more[0]}: resume={given} is a sweep, whose runs would then differ in more than it says; leave it out"
         )
     folder = SweepFolder.read(Path(given))
     if folder.command != line.command:
         go_on = f"gpipe {folder.command} {override('resume', given)}"
-        raise ValueError(f"resume={given}: is a sweep of gpipe {folder.command}; go on with it by {go_on}")
+        raise InputError(f"resume={given}: is a sweep of gpipe {folder.command}; go on with it by {go_on}")
     folder.arguments = [argument for argument in folder.arguments if not argument.startswith(PLACE)]
     return folder
 

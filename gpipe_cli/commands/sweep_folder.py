@@ -14,6 +14,7 @@ from typing import Any
 
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.config.settings import CONFIG
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.run.result import read_result, write_result
 
@@ -48,14 +49,14 @@ class SweepFolder:
 
     @classmethod
     def read(cls, path: Path) -> "SweepFolder":
-        """The sweep that lies in `path`. Raises ValueError if it cannot be read."""
+        """The sweep that lies in `path`. Raises InputError if it cannot be read."""
         saved = read_result(path, SWEEP)
         try:
             sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
             attempts = [Attempt(**values) for values in saved["runs"]]
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
         except (KeyError, TypeError) as error:
-            raise ValueError(
+            raise InputError(
                 f"{path / SWEEP}: cannot be read as a sweep ({type(error).__name__}: {error}); begin it again"
             ) from error
         return sweep
@@ -67,7 +68,7 @@ class SweepFolder:
         sweep was killed may still be ending: a sweep that goes on waits for it. Forks of this process hold the lock.
 
         Raises:
-            ValueError: a sweep lies where this one was told to, or is at work there, or no folder can be made there.
+            InputError: a sweep lies where this one was told to, or is at work there, or no folder can be made there.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
         setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
@@ -76,7 +77,7 @@ class SweepFolder:
         folder = self._lock.enter_context(lock)
         if typed and (folder / SWEEP).exists():
             self._lock.close()
-            raise ValueError(f"{setting}: a sweep lies there already; go on with it by resume={path} or choose another")
+            raise InputError(f"{setting}: a sweep lies there already; go on with it by resume={path} or choose another")
         self.path = folder
         return folder
 

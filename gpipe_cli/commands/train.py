@@ -19,7 +19,7 @@ from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises ValueError, one line, for what the user can mend."""
+    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     sweep = sweep_of("train", arguments, requested)
     line = sweep.line
     line.refuse({})
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The run that `tree` describes, of which `given` was typed. Raises ValueError for a wrong setting, and where there
+    """The run that `tree` describes, of which `given` was typed. Raises InputError for a wrong setting, and where there
     is no run to go on with."""
     run = _to_go_on_with(OmegaConf.select(tree, "resume"), OmegaConf.select(tree, "run_folder"))
     if run is None:

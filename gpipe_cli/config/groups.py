@@ -185,7 +185,7 @@ DatasetConfig = ImagesConfig | TextConfig
 
 
 def _check_needed(config: DatasetConfig, **needed: bool) -> None:
-    """Raises ValueError for a setting that the data set needs and does not have, or has and does not need."""
+    """Raises InputError for a setting that the data set needs and does not have, or has and does not need."""
     for key, is_needed in needed.items():
         value = getattr(config, key)
         if value is None and is_needed:

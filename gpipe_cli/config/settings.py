@@ -28,6 +28,7 @@ from gpipe_cli.config.typed import (
     show,
     typed,
 )
+from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises ValueError where two do not fit.
+    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError where two do not fit.
 
     One with a default is what the runs of an older version do not have, and is as if they had not had it.
     """
@@ -147,13 +148,13 @@ class TrainConfig:
         return self.schedule.endswith(SCHEDULE_FILE)
 
     def _check_schedule(self) -> None:
-        """Raises ValueError for a schedule that is neither a name nor a file."""
+        """Raises InputError for a schedule that is neither a name nor a file."""
         if self.schedule not in SCHEDULES and not self.schedule_is_file:
             allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
             raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
 
     def _check_compile(self) -> None:
-        """Raises ValueError for what would be compiled anew in every step, or cannot be compiled."""
+        """Raises InputError for what would be compiled anew in every step, or cannot be compiled."""
         if self.compile and self.schedule == "zero_bubble":
             why = "schedule=zero_bubble cuts backwards in two, and compiled code cannot be cut"
             raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
@@ -165,7 +166,7 @@ class TrainConfig:
             raise RefusedError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
 
     def _check_fine_tuning(self) -> None:
-        """Raises ValueError for a setting that means nothing without `init_from`."""
+        """Raises InputError for a setting that means nothing without `init_from`."""
         if self.init_from is not None:
             return
         if self.init_head != "auto":
@@ -188,7 +189,7 @@ class TrainConfig:
         return "language_model"
 
     def _check_task(self) -> None:
-        """Raises ValueError if the model cannot learn from the data set."""
+        """Raises InputError if the model cannot learn from the data set."""
         name, pairs = f"dataset={self.dataset.name}", self.dataset.name in ("cldr", "parallel_text")
         match self.model, self.dataset:
             case ((groups.AmoebaNetConfig() | groups.ResNetConfig() | groups.TimmConfig()), groups.TextConfig()):
@@ -209,7 +210,7 @@ class TrainConfig:
         raise RefusedError("model", self.model.name, why)
 
     def _check_mini_batch(self) -> None:
-        """Raises ValueError for a mini-batch whose size is not given, or does not suit the other settings."""
+        """Raises InputError for a mini-batch whose size is not given, or does not suit the other settings."""
         tokens, samples, k, m = self.batch_tokens, self.batch_size, self.partitions, self.micro_batches
         r = self.replicas
         if tokens is not None and self.task == "classification":
@@ -217,7 +218,7 @@ class TrainConfig:
         if (samples is None) == (tokens is None):
             both = "both are given" if samples else "neither is given"
             remedy = "batch_tokens=null or batch_size=null" if samples else "batch_size=32"
-            raise ValueError(
+            raise InputError(
                 f"batch_size={show(samples)}, batch_tokens={show(tokens)}: {both}, and one of them says how large a "
                 f"mini-batch is; add {remedy}"
             )
@@ -385,16 +386,16 @@ def replaced_batch(given: Mapping[str, object]) -> str | None:
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:
-    """Turns Hydra's tree into the dataclass `kind`, at every level. Raises ValueError, as `typed` and `container`."""
+    """Turns Hydra's tree into the dataclass `kind`, at every level. Raises InputError, as `typed` and `container`."""
     return typed(kind, container(tree))
 
 
 def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
-    """The plain values in Hydra's tree. Raises ValueError where one refers to what is not there."""
+    """The plain values in Hydra's tree. Raises InputError where one refers to what is not there."""
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ValueError(f"configuration: {one_line(error)}") from error
+        raise InputError(f"configuration: {one_line(error)}") from error
     return dict(values)
 
 
@@ -404,16 +405,16 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def refuse_aliases(file: Path) -> None:
-    """Raises ValueError for a file of so many aliases that a few lines can stand for more than a machine holds."""
+    """Raises InputError for a file of so many aliases that a few lines can stand for more than a machine holds."""
     yaml.compose(text := file.read_text(encoding="utf-8"))  # RecursionError at once; events of a deep file take minutes
     if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
-        raise ValueError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
+        raise InputError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
 
 
 def load(path: Path) -> TrainConfig:
     """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
 
-    Raises ValueError if the file is not there, is not YAML, or holds settings that this version does not have.
+    Raises InputError if the file is not there, is not YAML, or holds settings that this version does not have.
     """
     file = path / CONFIG if path.is_dir() else path
     try:
@@ -422,7 +423,7 @@ def load(path: Path) -> TrainConfig:
         assert isinstance(tree, DictConfig)
         return from_tree(TrainConfig, tree)
     except (OSError, AssertionError, RecursionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
+        raise InputError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
@@ -441,7 +442,7 @@ def load_hardware(name: str) -> groups.HardwareConfig:
 
 
 def find_run(key: str, run: str, output: str) -> Path:
-    """The folder of a run, given as setting `key`. Raises ValueError, which names the newest runs below `output`, if
+    """The folder of a run, given as setting `key`. Raises InputError, which names the newest runs below `output`, if
     there is none."""
     folder = Path(run)
     if (folder / CONFIG).is_file():
@@ -451,7 +452,7 @@ def find_run(key: str, run: str, output: str) -> Path:
     remedy = (
         f"the newest runs {'in it ' if below else ''}are {newest}" if newest else f"there is no run in {output} either"
     )
-    raise ValueError(f"{key}={run}: no run there (looked for {folder / CONFIG}); {remedy}")
+    raise InputError(f"{key}={run}: no run there (looked for {folder / CONFIG}); {remedy}")
 
 
 def has_checkpoint(run: Path) -> bool:

@@ -13,6 +13,8 @@ from difflib import SequenceMatcher
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from gpipe_cli.errors import InputError
+
 T = TypeVar("T")
 
 
@@ -42,11 +44,11 @@ NotNegative = Annotated[float, Within(0, LARGEST)]
 ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
 
 
-class NothingFitsError(ValueError):
+class NothingFitsError(InputError):
     """No cut of any candidate fits the memory limit; the message says by how much, and what would fit."""
 
 
-class RefusedError(ValueError):
+class RefusedError(InputError):
     """The value of a setting that cannot be: `model.filters=0: why; remedy`. What is `drawn` is shown below that."""
 
     def __init__(self, key: str, value: object, why: str, drawn: str = "") -> None:
@@ -66,7 +68,7 @@ def typed(kind: type[T], values: Any) -> T:
 
     Raises:
         SettingError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
-        ValueError: two settings that do not go together.
+        InputError: two settings that do not go together.
     """
     made: T = _convert(kind, values, "", settings(kind))
     return made
@@ -234,7 +236,7 @@ def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) ->
             raise unknown(f"{prefix}{name}", value, keys)
     for field in fields(kind):
         if field.name not in values and field.default is MISSING:
-            raise ValueError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
+            raise InputError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
     return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
 
 

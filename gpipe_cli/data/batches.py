@@ -94,7 +94,7 @@ class MiniBatches:
 
     micro_batches, replicas, replica: which share of each mini-batch is read here.
 
-    Raises ValueError for a sample longer than batch_tokens.
+    Raises InputError for a sample longer than batch_tokens.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gpipe_cli.config.typed import one_line
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import write_whole
 
 _DIGEST_BYTES = 16
@@ -25,7 +26,7 @@ _DIGEST_BYTES = 16
 def cache_folder(setting: str | None) -> Path:
     """The folder of the cache: dataset.cache, or `$XDG_CACHE_HOME/gpipe`, or `~/.cache/gpipe`. It need not exist.
 
-    Raises ValueError where none is set and the user has no home.
+    Raises InputError where none is set and the user has no home.
     """
     if setting is not None:
         return Path(setting).expanduser()
@@ -34,7 +35,7 @@ def cache_folder(setting: str | None) -> Path:
     try:
         return Path.home() / ".cache" / "gpipe"
     except RuntimeError as error:
-        raise ValueError("dataset.cache=null: this user has no home folder; set dataset.cache to a folder") from error
+        raise InputError("dataset.cache=null: this user has no home folder; set dataset.cache to a folder") from error
 
 
 def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) -> str:
@@ -52,7 +53,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
 
     Several processes may ask at once: one makes it, the others wait. Reading needs no permission to write.
 
-    Raises ValueError where it must be stored and the folder cannot be written, and what `make` raises.
+    Raises InputError where it must be stored and the folder cannot be written, and what `make` raises.
     """
     path = folder / name
     if (content := _read(path)) is not None:
@@ -64,7 +65,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
                 write_whole(path, _digest(content) + content)
             return content
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"dataset.cache={folder}: cannot be written ({one_line(error)}); set dataset.cache to a folder that can"
         ) from error
 

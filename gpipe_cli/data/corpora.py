@@ -19,6 +19,7 @@ from torch import Tensor
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, seed_of
 from gpipe_cli.data.cache import cached, digest_of
+from gpipe_cli.errors import InputError
 
 _SECTION_CHARACTERS = 2000
 _TEST_EVERY = 10  # of documents
@@ -33,13 +34,13 @@ def read_python_docs() -> tuple[Documents, Documents]:
     is left out; otherwise the test text would be in the training text. What is left of a topic is cut into sections of
     about 2,000 characters, at paragraphs; every tenth section is test text. The split is fixed, whatever the seed.
 
-    Raises ValueError where Python was installed without them.
+    Raises InputError where Python was installed without them.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         why = "this Python was installed without its help topics (pydoc_data)"
-        raise ValueError(f"dataset=python_docs: {why}; use another Python, or dataset=text_files") from error
+        raise InputError(f"dataset=python_docs: {why}; use another Python, or dataset=text_files") from error
     return split_sections(topics[name] for name in sorted(topics))
 
 
@@ -70,7 +71,7 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
     last tenth is test text, from the next line on. Each file is a document; order is by path; UTF-8. root may be one
     such file.
 
-    Raises ValueError for a folder that is missing or holds no text, and for a file that is not UTF-8.
+    Raises InputError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
     train_folder, test_folder = root / "train", root / "test"
     if train_folder.is_dir() or test_folder.is_dir():
@@ -78,7 +79,7 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
     halves = [_cut_last_tenth(text) for text in _read_folder(root, root)]
     train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*halves, strict=True))
     if not test:
-        raise ValueError(f"dataset.root={root}: too little text for a test text of its own; add text, or 'test/*.txt'")
+        raise InputError(f"dataset.root={root}: too little text for a test text of its own; add text, or 'test/*.txt'")
     return train, test
 
 
@@ -95,16 +96,16 @@ def _read_folder(root: Path, folder: Path) -> Documents:
 def read_utf8(path: Path) -> str:
     """The text of a file, without a mark of its encoding and with lines that end in a line feed.
 
-    Raises ValueError, with the line, if it is not UTF-8, and if it cannot be read.
+    Raises InputError, with the line, if it is not UTF-8, and if it cannot be read.
     """
     try:
         content = path.read_bytes()
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"text file '{path}': line {line} is not UTF-8 ({error.reason}); convert it") from error
+        raise InputError(f"text file '{path}': line {line} is not UTF-8 ({error.reason}); convert it") from error
     except OSError as error:
-        raise ValueError(f"text file '{path}': cannot be read ({error.strerror}); see dataset.root") from error
+        raise InputError(f"text file '{path}': cannot be read ({error.strerror}); see dataset.root") from error
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:
@@ -170,7 +171,7 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     root: a folder with train.tsv and test.tsv, or one file: then a line is test text where a hash of its target says
     so, about 1 in 20, so that no target is in both splits.
 
-    Raises ValueError for files that are missing, empty or not UTF-8, and for a line of another form, with its number.
+    Raises InputError for files that are missing, empty or not UTF-8, and for a line of another form, with its number.
     """
     if root.is_dir():
         files = (root / "train.tsv", root / "test.tsv")
@@ -204,10 +205,10 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) != 3 or not all(columns) or not _LANGUAGES.fullmatch(columns[2]):
             why = "must have 3 columns, separated by tabs and none of them empty"
-            raise ValueError(f"text file '{file}' line {number}: {why}: source, target and languages (such as de-en)")
+            raise InputError(f"text file '{file}' line {number}: {why}: source, target and languages (such as de-en)")
         rows.append((columns[0], columns[1], columns[2], number))
     if not rows:
-        raise ValueError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
+        raise InputError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
     return rows
 
 

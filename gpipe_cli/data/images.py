@@ -48,7 +48,7 @@ def build_transform(
     evaluation), 1.0 for the whole image. augmentation: None for evaluation. Random steps draw from torch's default
     generator.
 
-    Raises ValueError where a length of the augmentation does not fit images of this size.
+    Raises InputError where a length of the augmentation does not fit images of this size.
     """
     from torchvision.transforms import v2
 
@@ -119,7 +119,7 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
     `dataset.classes` there are only samples of these classes, which become 0, 1, … in the given order, e.g.
     (0, 1, 2, 3, 4) to learn five digits and (5, 6, 7, 8, 9) to transfer to the others.
 
-    Raises ValueError (one line) for missing, empty or damaged data, and a wrong number of classes.
+    Raises InputError (one line) for missing, empty or damaged data, and a wrong number of classes.
     """
     name, root = dataset.name, Path(dataset.root or "")  # whatever is read from disk has one
     match name:
@@ -166,7 +166,7 @@ def centre_share(dataset: ImagesConfig) -> float:
 def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[Samples]:
     """Only the samples of `classes`, in their old order; class classes[i] gets the number i.
 
-    Raises ValueError for classes that do not exist, twice the same, fewer than two, or without an image.
+    Raises InputError for classes that do not exist, twice the same, fewer than two, or without an image.
     """
     names = splits[0].class_names
     if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < len(names) for number in classes):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpipe_cli.data.batches import MiniBatches, Split
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.forked_call import end_with_parent
 
 
@@ -31,7 +32,7 @@ class LoadedBatches:
     """Iterator over the first stage's inputs, a tuple of (N, ...) each of this replica's share of every mini-batch of
     which it has one; `close` ends its workers.
 
-    `next` raises ValueError, in one line that names the file, where an image cannot be read; loading then has ended.
+    `next` raises InputError, in one line that names the file, where an image cannot be read; loading then has ended.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class LoadedBatches:
             raise
         if isinstance(batch, str):
             self.close()
-            raise ValueError(batch)
+            raise InputError(batch)
         return tuple(batch)
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class _Batches:
     def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor, ...] | str:
         try:
             return self.split.inputs(*key)
-        except ValueError as error:
+        except InputError as error:
             return str(error)
 
 

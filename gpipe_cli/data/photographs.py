@@ -15,6 +15,7 @@ import torch
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.readers import Files, Samples, read_folders
+from gpipe_cli.errors import InputError
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -97,7 +98,7 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
     download: fetch what is missing; the settings allow it where torchvision can. partial: accept fewer images and
     classes than the paper used; images that are listed but have no file are left out.
 
-    Raises ValueError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
+    Raises InputError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
     """
     photographs = PHOTOGRAPHS[name]
     expected = f"{name} is expected as {photographs.contents}; {photographs.get}"
@@ -119,7 +120,7 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
         remedy = "remove what is not part of it"
         if found < wanted:
             remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
-        raise ValueError(f"dataset.root={root}: {name} has {wanted:,} {what}, found {found:,}; {remedy}")
+        raise InputError(f"dataset.root={root}: {name} has {wanted:,} {what}, found {found:,}; {remedy}")
     return train, test
 
 
@@ -159,7 +160,7 @@ def _download(name: str, root: Path) -> None:
         with locked(root / ".download.lock"):
             _open_listed(name, root, "training", download=True)
     except Exception as error:  # the network, the archive and the annotations fail in many ways
-        raise ValueError(
+        raise InputError(
             f"dataset.download=true: could not download {name} to '{root}' or read what is there ({with_type(error)}); "
             f"check the network, delete '{folder}' and its archive, and try again"
         ) from error
@@ -198,7 +199,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool
     kept = [(path, target) for path, target in listed if path in there]
     if len(kept) < len(listed) and not partial:
         missing = next(path for path, _ in listed if path not in there)
-        raise ValueError(
+        raise InputError(
             f"dataset.root={root}: {len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists "
             f"are missing, e.g. '{missing}'; {_complete(name, root)} or set dataset.partial=true"
         )

@@ -18,6 +18,7 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
+from gpipe_cli.errors import InputError
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -45,7 +46,7 @@ class Files:
     paths: tuple[str, ...]
 
     def __getitem__(self, index: int) -> Tensor:
-        """uint8 (3, H, W) of file `index`; ValueError naming the file if it cannot be decoded."""
+        """uint8 (3, H, W) of file `index`; InputError naming the file if it cannot be decoded."""
         from PIL import Image
         from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -54,7 +55,7 @@ class Files:
             with path.open("rb") as file, Image.open(file) as image:
                 return pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
-            raise ValueError(
+            raise InputError(
                 f"image file '{path}': cannot be read ({one_line(error)}); replace or delete it"
             ) from error
 
@@ -94,7 +95,7 @@ def read_digits() -> tuple[Samples, Samples]:
 def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[Samples, Samples]:
     """CIFAR-10 or CIFAR-100 (50,000 / 10,000 images, 32x32) through torchvision's reader, which checks each file's MD5.
 
-    Raises ValueError where files are missing or damaged and `download` is false, or the download fails.
+    Raises InputError where files are missing or damaged and `download` is false, or the download fails.
     """
     folder = root / reader.base_folder
     try:
@@ -139,7 +140,7 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
 
     test_names: folders that may hold the test images; the first that exists is read.
 
-    Raises ValueError, which says what is `expected`, for a folder that is missing or a class without an image.
+    Raises InputError, which says what is `expected`, for a folder that is missing or a class without an image.
     """
     from torchvision.datasets.folder import is_image_file, make_dataset
 

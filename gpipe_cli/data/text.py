@@ -61,7 +61,7 @@ def open_documents(
 ) -> tuple[TextSplit, TextSplit]:
     """Learn the vocabulary from the training documents, or take that of `pieces`, and encode both.
 
-    Raises ValueError for a vocabulary that the text does not support, and a text shorter than a window.
+    Raises InputError for a vocabulary that the text does not support, and a text shorter than a window.
     """
     cache = cache_folder(dataset.cache)
     # A line's end is a byte of its own and need not be learned.
@@ -142,7 +142,7 @@ def open_text(
     split once and for all. pairs: whether `synthetic_text` has pairs. pieces: the vocabulary of an earlier run, as
     SentencePiece stores it, in place of a new one.
 
-    Raises ValueError (one line) for missing, empty or damaged data, and settings that do not fit it.
+    Raises InputError (one line) for missing, empty or damaged data, and settings that do not fit it.
     """
     root = Path(dataset.root or "")  # what is read from files has one
     match dataset.name:

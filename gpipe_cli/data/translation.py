@@ -106,7 +106,7 @@ def open_pairs(
     length: the most tokens of a source or a target that the model takes, special ones included. With
     `dataset.drop_long` longer pairs are left out of their split and counted, instead of refused.
 
-    Raises ValueError for a vocabulary that the text does not support, and for a pair that is too long.
+    Raises InputError for a vocabulary that the text does not support, and for a pair that is too long.
     """
     cache = cache_folder(dataset.cache)
     # Every text once: in a corpus with many languages the same English sentence comes back for each.
@@ -151,7 +151,7 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
 
 
 def _check_lengths(splits: list[PairSplit], length: int) -> None:
-    """ValueError that names the longest pair of all where it is too long."""
+    """InputError that names the longest pair of all where it is too long."""
     split = max(splits, key=lambda split: int(split.longer.max()))
     longest, index = int(split.longer.max()), int(split.longer.argmax())
     if longest > length:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.cache import cached, digest_of
+from gpipe_cli.errors import InputError
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
@@ -76,7 +77,7 @@ def make_vocabulary(
     word is the same piece as in the middle; wrong for lines of a longer text, whose spaces are to be predicted.
     The same arguments give the same vocabulary, byte for byte.
 
-    Raises ValueError for a size that is too small for the texts, for `pieces` with more ids or without a symbol, and
+    Raises InputError for a size that is too small for the texts, for `pieces` with more ids or without a symbol, and
     where the cache cannot be written.
     """
     if pieces is not None:
@@ -85,7 +86,7 @@ def make_vocabulary(
             why = f"the vocabulary of that run has {vocabulary.size} ids; use dataset.vocabulary={vocabulary.size}"
             raise RefusedError("dataset.vocabulary", size, why)
         if missing := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
-            raise ValueError(
+            raise InputError(
                 f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "
                 f"({', '.join(symbol[2:-1] for symbol in missing[:4])}); leave them out, or train from the beginning"
             )

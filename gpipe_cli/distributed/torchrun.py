@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gpipe_cli.errors import InputError
+
 _MOST = 10_000  # processes: a partition each
 
 
@@ -24,7 +26,7 @@ def torchrun() -> Torchrun | None:
     """None: the command starts its own processes.
 
     Raises:
-        ValueError: the variables do not fit each other, or one is no number.
+        InputError: the variables do not fit each other, or one is no number.
     """
     processes = _number("WORLD_SIZE", 1, _MOST, 1)
     names = "RANK", "LOCAL_RANK"
@@ -34,7 +36,7 @@ def torchrun() -> Torchrun | None:
     if processes == 1:
         return None
     if not os.environ.get("MASTER_ADDR"):
-        raise ValueError(
+        raise InputError(
             f"WORLD_SIZE={processes}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
             "or unset WORLD_SIZE and RANK"
         )
@@ -44,7 +46,7 @@ def torchrun() -> Torchrun | None:
 
 
 def store_address() -> tuple[str, int]:
-    """Where the store is through which the processes find each other. Raises ValueError for a port that is none."""
+    """Where the store is through which the processes find each other. Raises InputError for a port that is none."""
     return os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1, 65535, 29500)
 
 
@@ -70,7 +72,7 @@ def leads() -> bool:
     """Whether this is process 0, the one that reports."""
     try:
         started = torchrun()
-    except ValueError:  # it is then reported by every process
+    except InputError:  # it is then reported by every process
         return True
     return started is None or started.rank == 0
 
@@ -78,7 +80,7 @@ def leads() -> bool:
 def _number(name: str, least: int, most: int, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
-        raise ValueError(
+        raise InputError(
             f"{name}={text!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by torchrun, or "
             f"unset {name}"
         )

@@ -18,6 +18,7 @@ from rich.console import Console
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
@@ -41,10 +42,10 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     """Check the configuration; leaves check.json in `folder`. Returns the exit code: 0 identical, 1 it differs or
     failed, 130 interrupted.
 
-    Raises ValueError, one line, for what the user can mend.
+    Raises InputError, one line, for what the user can mend.
     """
     if torchrun() is not None:
-        raise ValueError("torchrun: gpipe check starts its own processes; call it without torchrun")
+        raise InputError("torchrun: gpipe check starts its own processes; call it without torchrun")
     # the same bits need the same number of threads, however many processes share the cores
     threads = config.threads or max(1, usable_cores() // config.partitions)
     # every mode is tried, whatever there is memory for
@@ -218,12 +219,12 @@ class _Checked:
     def end(self, variants: Sequence[verify.Variant], failure: Failure | None, *, alone: bool) -> None:
         """Workers, or one that was `alone`, have run these variants, or failed; what they did not come to is left out.
 
-        Raises ValueError for what the user can mend.
+        Raises InputError for what the user can mend.
         """
         if failure is None:
             return
         if failure.reason is Reason.USER and not self.rows:
-            raise ValueError(failure.text)
+            raise InputError(failure.text)
         missing = [variant for variant in variants if variant not in self.rows]
         told = any(self.rows[variant].verdict == "fails" for variant in variants if variant in self.rows)
         if missing and (alone or not told):

@@ -11,6 +11,7 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
 from gpipe_cli.data.images import MEAN, STD
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Task
 from gpipe_cli.launch.run_report import NoReport
 from gpipe_cli.launch.training_run import fitting_checkpoint, for_evaluation, run_and_report
@@ -31,10 +32,10 @@ _NOT_DECODED = DecodeConfig(1, 0, 0.0)
 def run_export(config: ExportConfig, file: Path) -> int:
     """Export and evaluate; returns the exit code: 0, 1 it failed or the file gives other results, 130 interrupted.
 
-    Raises ValueError, one line, for what the user can mend before anything was written.
+    Raises InputError, one line, for what the user can mend before anything was written.
     """
     if torchrun() is not None:
-        raise ValueError("torchrun: gpipe export starts its own processes; call it without torchrun")
+        raise InputError("torchrun: gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
     placement = make_placement(training)

@@ -27,6 +27,7 @@ from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardwar
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch import reference_layers
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.layer_benchmark import measure
@@ -61,12 +62,12 @@ _DAY = 86400
 def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCosts:
     """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so.
 
-    `log` gets a line before seconds go by. Raises ValueError for what cannot be placed, or measured.
+    `log` gets a line before seconds go by. Raises InputError for what cannot be placed, or measured.
     """
     if config.cost == "figures":
         return predicted_costs(config, profile, machine_rates(config, log))
     if torchrun() is not None:
-        raise ValueError(
+        raise InputError(
             f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
             "use cost=figures, or partition.balance=[...] as gpipe plan finds it"
         )
@@ -82,8 +83,8 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
     facts = _layer_facts(config, profile, samples)
     try:
         found, _ = _timed("costs", facts, line, log, work, anew=config.cost == "measured_anew")
-    except ValueError as error:
-        raise ValueError(
+    except InputError as error:
+        raise InputError(
             f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
             "micro_batches"
         ) from None
@@ -124,7 +125,7 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     line = "timing this machine for a few seconds (hardware=auto)"
     try:
         found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
-    except (ValueError, OSError) as error:  # what cannot be timed may still be trained
+    except (InputError, OSError) as error:  # what cannot be timed may still be trained
         log(f"this machine cannot be timed ({one_line(error)}); predicting by a data sheet")
         return None
     age = abs(time.time() - at)
@@ -243,7 +244,7 @@ def _measure(
         task = partial(measure, config, placed, segments, samples, seconds, apart, profile.splits)
         failure = run_task(task, placed, config.timeout_seconds, found.append)
         if failure is not None:
-            raise ValueError(failure.text)
+            raise InputError(failure.text)
     times = [one for one in found if isinstance(one, LayerTimes)]
     return max(times, key=lambda one: sum(map(sum, one.alone)))
 
@@ -325,7 +326,7 @@ def _timed(
     """
     try:
         folder = cache_folder(None)
-    except ValueError:  # this user has none, as in a container: it is remembered until this command ends
+    except InputError:  # this user has none, as in a container: it is remembered until this command ends
         folder = temporary_folder()
     file = folder / kind / f"{digest_of('layer seconds', facts)}.json"
     remembered = None if anew else _remembered(file)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.config.settings import TrainConfig, to_yaml
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.machine_timing import step_costs, times_machine
 from gpipe_cli.launch.prepare import not_compiled, prepare
 from gpipe_cli.launch.trace_file import TRACE, predicted_step, write_trace
@@ -35,7 +36,7 @@ SETTINGS = "settings.yaml"  # not config.yaml: this is no run
 def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path, file: Path | None) -> int:
     """Plan `config`, show it, and write it into `folder`, its schedule into `file` too. Returns the exit code.
 
-    Raises ValueError, one line, for what cannot be planned or does not fit.
+    Raises InputError, one line, for what cannot be planned or does not fit.
     """
     gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
     try:
@@ -72,13 +73,13 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:
-    """Raises ValueError if a plan by figures cannot be made, for want of one."""
+    """Raises InputError if a plan by figures cannot be made, for want of one."""
     hardware = resolved(config.hardware, place(config).stages)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
     if config.cost == "figures" and missing and not times_machine(config):
         what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
-        raise ValueError(
+        raise InputError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
             f"give hardware.{missing[0]}=..., another hardware, or cost=measured"
         )

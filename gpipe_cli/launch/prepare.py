@@ -37,7 +37,7 @@ def prepare(
 
     `log` gets a line before what takes seconds; `elsewhere`: the devices here do not count.
 
-    Raises ValueError, one line, for what cannot be built, cut, placed or does not fit.
+    Raises InputError, one line, for what cannot be built, cut, placed or does not fit.
     """
     profile = profile_model(config)
     config, plan, comparisons = choose(config, auto, profile, partial(step_costs, log=log), elsewhere=elsewhere)

@@ -12,6 +12,7 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.launch.prepare import Prepared
 from gpipe_cli.launch.trace_file import predicted_step, traced_step, write_trace
@@ -244,13 +245,13 @@ Report = RunReport | NoReport
 def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
     """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
 
-    Raises ValueError for what the training would refuse.
+    Raises InputError for what the training would refuse.
     """
     config, data, steps_per_epoch = prepared.config, events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:
             train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
-        except ValueError as error:
+        except InputError as error:
             data = events.DataFacts(notes=(("not read", one_line(error)),))
         else:
             batches = mini_batches(config, train.catalogue, training=True)

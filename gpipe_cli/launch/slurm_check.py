@@ -15,7 +15,7 @@ from gpipe_cli.planner.placement import make_placement
 
 
 def check(job: LaunchSettings, config: TrainConfig, auto: Collection[str]) -> None:
-    """Raises ValueError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices."""
+    """Raises InputError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices."""
     hardware = config.hardware
     if config.recompute == "auto" and job.gpus_per_node and hardware.name == "auto" and hardware.memory_gib is None:
         config = replace(config, recompute="always")  # how much memory the GPUs have is not known

@@ -13,6 +13,7 @@ from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, going_on, loa
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench, Failure, Reason, Task
 from gpipe_cli.launch.prepare import prepare
@@ -50,7 +51,7 @@ def launch(
 
     The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; result.json
     gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete.
-    Raises ValueError, one line, for what the user can mend before anything has run.
+    Raises InputError, one line, for what the user can mend before anything has run.
     """
     if isinstance(config, EvaluateConfig):
         return _evaluate(config, folder)
@@ -166,7 +167,7 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
 def find_source(config: TrainConfig, placement: Placement) -> Path | None:
     """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
 
-    Raises ValueError, one line, for one that does not fit the run.
+    Raises InputError, one line, for one that does not fit the run.
     """
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
@@ -179,7 +180,7 @@ def fitting_checkpoint(
 ) -> Path:
     """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
 
-    Raises ValueError, one line, if there is none, or they are of another model.
+    Raises InputError, one line, if there is none, or they are of another model.
     """
     model = build_model(config)
     freeze(model, placement.frozen)
@@ -196,7 +197,7 @@ def run_and_report(
     """Have the workers do the task, and `show` what they report and how it ended; returns the exit code. What failed is
     told in `folder`.
 
-    Raises ValueError, one line, for what the user can mend before anything was shown.
+    Raises InputError, one line, for what the user can mend before anything was shown.
     """
     ended = _run(task, placement, timeout_seconds, show, folder, start)
     assert isinstance(ended, int)
@@ -243,7 +244,7 @@ def _run(
     if restarts and failure.reason in (Reason.LOST, Reason.PEER):
         return failure
     if failure.reason is Reason.USER and not show.started:
-        raise failure.refused or ValueError(failure.text)
+        raise failure.refused or InputError(failure.text)
     text, details = failure.text, folder / "failure.txt"
     if failure.traceback:
         with suppress(OSError):  # no folder, no room: more important is why the run failed

@@ -18,6 +18,7 @@ from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.data.loading import LoaderDiedError
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
@@ -86,7 +87,7 @@ def _failure(process: int, error: Exception) -> Failure:
             reason = Reason.PEER
         case LoaderDiedError():
             reason = Reason.LOST
-        case ValueError():
+        case InputError():
             reason = Reason.USER
         case DivergedError() | CheckpointError():
             pass
@@ -120,7 +121,7 @@ def _set_up_compiler() -> None:
 
     key = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(key, default_cache_dir()) == default_cache_dir():  # torch sets it too
-        with contextlib.suppress(ValueError):  # this user has no folder; torch's is a temporary one
+        with contextlib.suppress(InputError):  # this user has no folder; torch's is a temporary one
             os.environ[key] = str(cache_folder(None) / "compiled")
 
 

@@ -283,7 +283,7 @@ def amoebanet(
         stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it; "auto" is "small"
             for images of at most 64 pixels.
 
-    Raises ValueError for filters that do not divide, and a map too small for the auxiliary head.
+    Raises InputError for filters that do not divide, and a map too small for the auxiliary head.
     """
     small = image_size <= SMALL_IMAGE if stem == "auto" else stem == "small"
     # Narrowest cell: F = D / 4 in the ImageNet stem, else D. It needs F / 4 channels for its bottlenecks.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.errors import InputError
 
 
 def build_timm(
@@ -52,7 +53,7 @@ def build_timm(
         pretrained: load timm's weights (from its cache or the network). `weights` comes first.
         weights: a file with tensors under timm's names, .safetensors or what torch.save writes.
 
-    Raises ValueError for an unknown name, a family without a chain, a setting that the model does not have, and weights
+    Raises InputError for an unknown name, a family without a chain, a setting that the model does not have, and weights
     that do not fit or cannot be had.
     """
     import timm
@@ -108,7 +109,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
 
 
 def _load(model: Any, file: Path) -> None:
-    """Fill `model` with the tensors of `file`; ValueError if it cannot be read or they are not those of the model."""
+    """Fill `model` with the tensors of `file`; InputError if it cannot be read or they are not those of the model."""
     tensors, own = _read(model, file), model.state_dict()
     # A classifier is left out whole: one tensor for another number of classes tells that all are.
     classifier = f"{model.pretrained_cfg['classifier']}."
@@ -214,7 +215,7 @@ def chains(pattern: str) -> tuple[list[tuple[str, str, int, int]], int]:
     """timm's models whose names fit a shell pattern and that are chains: name, family, layers, parameters; and how many
     other names fit. Each is built without memory, in about a tenth of a second.
 
-    Raises ValueError if none fits.
+    Raises InputError if none fits.
     """
     import timm
 
@@ -222,7 +223,7 @@ def chains(pattern: str) -> tuple[list[tuple[str, str, int, int]], int]:
     if not names:
         near = get_close_matches(pattern.strip("*"), timm.list_models(), n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "write it as 'resnet*'"
-        raise ValueError(f"{pattern}: timm has no model of such a name; {remedy}")
+        raise InputError(f"{pattern}: timm has no model of such a name; {remedy}")
     found = []
     for name in names:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):

@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import InputError
 
 # The longest wave of the positions is 10000 times 2 pi tokens long (Vaswani et al. 2017, Section 3.5).
 LONGEST_WAVE = 10_000.0
@@ -59,7 +60,7 @@ class Embedding(nn.Embedding):
 
     `length` is the longest sequence, tokens. Positions have no parameters, so it is a check and no size.
 
-    Raises ValueError for an odd width, which has no two halves for sines and cosines.
+    Raises InputError for an odd width, which has no two halves for sines and cosines.
     """
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
@@ -78,7 +79,7 @@ class Embedding(nn.Embedding):
     def with_positions(self, vectors: Tensor) -> Tensor:
         """Vectors (N, S, width) as they stand in the table, scaled, and with positions from 0 to S - 1.
 
-        Raises ValueError for a sequence longer than the model's length.
+        Raises InputError for a sequence longer than the model's length.
         """
         if vectors.shape[1] > self.length:
             why = f"a sequence has {vectors.shape[1]} tokens; cut it or raise model.length"
@@ -212,11 +213,11 @@ def transformer_lm(
     The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: entries between the two maps of a
     feed-forward part. dropout: probability to drop an entry of what a part of a layer adds.
 
-    Raises ValueError for an odd width, and heads that do not divide it.
+    Raises InputError for an odd width, and heads that do not divide it.
     """
     if width % heads:
         why = f"does not divide among model.heads={heads}; use a multiple of {heads} as the width"
-        raise ValueError(f"model.width={width} {why}")
+        raise InputError(f"model.width={width} {why}")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = Embedding(vocabulary, width, length)
     for index in range(layers):
@@ -334,7 +335,7 @@ def transformer_nmt(
         shared_embedding: whether one matrix embeds source and target.
         pad: the token that fills up sentences. Padded source positions are masked.
 
-    Raises ValueError for an odd width.
+    Raises InputError for an odd width.
     """
     scale = 1 / layers if depth_scaled else 1.0
     sizes = (width, hidden, heads, head_width, dropout, attention_dropout)

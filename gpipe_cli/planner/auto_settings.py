@@ -13,6 +13,7 @@ from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, Transf
 from gpipe_cli.config.settings import AUTO, AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.devices import memory_limit
@@ -59,7 +60,7 @@ def choose(
 
     Raises:
         NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
-        ValueError: there is nothing to choose from, or no candidate can be run; one line.
+        InputError: there is nothing to choose from, or no candidate can be run; one line.
     """
     if not auto:
         try:
@@ -74,14 +75,14 @@ def choose(
         try:
             refuse_single_samples(one, mini_batch_samples(one, profile.lengths))
             tried.append(try_plan(value, one, profile, costs_of(one, profile), memory_limit(one)))
-        except ValueError as error:
+        except InputError as error:
             tried.append(Candidate(value, one, profile, None, str(error)))
     steps = [(candidate.plan.step_seconds, candidate) for candidate in tried if candidate.plan is not None]
     if not steps:
         over = [(candidate.over.missing_bytes, candidate) for candidate in tried if candidate.over is not None]
         if not over:
             reason = tried[0].reason if tried else f"the model has only {len(profile.costs)} layers"
-            raise ValueError(f"{setting}=auto: none of {len(tried)} candidates will do; {reason}")
+            raise InputError(f"{setting}=auto: none of {len(tried)} candidates will do; {reason}")
         _, nearest = min(over, key=itemgetter(0))
         assert nearest.over is not None
         prefix = f"{setting}=auto: none of {len(tried)} candidates fits; "
@@ -137,7 +138,7 @@ def try_plan(
 def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
     """Those for which there are devices, and samples for every micro-batch.
 
-    Raises ValueError if there is only one value of `micro_batches`.
+    Raises InputError if there is only one value of `micro_batches`.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
     started, each = torchrun(), config.stages_per_process or 1
@@ -151,12 +152,12 @@ def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewher
         replicas = [r for r in numbers if r <= devices]
     if "micro_batches" in auto:
         if config.batch_size is None:
-            raise ValueError(
+            raise InputError(
                 f"micro_batches=auto: batch_tokens={config.batch_tokens} does not say how many samples there are; "
                 "give a number, e.g. micro_batches=4"
             )
         if config.batch_size == 1:
-            raise ValueError(
+            raise InputError(
                 "micro_batches=auto: batch_size=1 cannot be divided, there is nothing to choose; use micro_batches=1, "
                 "or batch_size=2 or more"
             )
@@ -181,7 +182,7 @@ def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, p
     for changed, words in _changes(config, len(profile.costs)):
         try:  # whether it fits does not depend on the seconds of layers: a data sheet is enough
             make_plan(changed, profile, predicted_costs(changed, profile), memory_limit(changed))
-        except ValueError:
+        except InputError:
             continue
         remedies.append(words)
         break
@@ -221,11 +222,11 @@ def solve_max_model(
 
     Raises:
         NothingFitsError: not even the smallest model fits.
-        ValueError: there is no limit, or the model has no sizes.
+        InputError: there is no limit, or the model has no sizes.
     """
     limit_bytes = memory_limit(config)
     if limit_bytes is None:
-        raise ValueError(
+        raise InputError(
             "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
         )
     began = time.monotonic()
@@ -267,7 +268,7 @@ def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:
             return ("filters", 16, 1 << 14), ("normal_cells", 3, _MOST_LAYERS)
         case TransformerLMConfig() | TransformerNMTConfig():
             return (("layers", 1, _MOST_LAYERS),)
-    raise ValueError(
+    raise InputError(
         f"solve=max_model: model={config.model.name} has no size that can be varied; use amoebanet, transformer_lm or "
         "transformer_nmt"
     )

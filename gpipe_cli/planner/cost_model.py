@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, replace
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.data_sheet import resolved
@@ -59,7 +60,7 @@ def predicted_costs(
     hardware; how layers differ from each other may be the user's word. `linked`: as if stages were on several devices,
     wherever they are.
 
-    Raises ValueError for a number of costs that is not that of the layers.
+    Raises InputError for a number of costs that is not that of the layers.
     """
     devices = place(config)
     costs = costs_by_rates(
@@ -72,7 +73,7 @@ def predicted_costs(
     )
     given = config.partition.costs
     if given is not None and len(given) != len(profile.costs):
-        raise ValueError(
+        raise InputError(
             f"partition.costs={show(given)}: there are {len(given)} for {len(profile.costs)} layers; give one for "
             "each, or null for our own"
         )

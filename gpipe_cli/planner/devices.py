@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.orders import DEALT_OUT
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import schedule_of_file
@@ -50,7 +51,7 @@ class Devices:
 
 
 def place(config: TrainConfig) -> Devices:
-    """Raises ValueError, one line, for devices that are not there and for processes that do not fit them."""
+    """Raises InputError, one line, for devices that are not there and for processes that do not fit them."""
     replicas, owners, rows = _devices(config)
     stages = replicas[0]
     processes = (1 + max(owners)) * len(replicas)
@@ -88,7 +89,7 @@ class Memory:
 def memory_of(config: TrainConfig, devices: Devices | None = None) -> Memory | None:
     """What the settings give; or for recompute=auto what the device has. None: there is no limit.
 
-    Raises ValueError if that has to be known and is not.
+    Raises InputError if that has to be known and is not.
     """
     memory_gib, stages = config.hardware.memory_gib, 1
     if memory_gib is not None and config.hardware.name != "auto":  # a device's, and not a stage's
@@ -100,7 +101,7 @@ def memory_of(config: TrainConfig, devices: Devices | None = None) -> Memory | N
         if memory_gib is None and devices.stages[0] == "cpu":
             memory_gib = usable_memory_bytes() / 2**30
         if memory_gib is None:
-            raise ValueError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
+            raise InputError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
         if config.hardware.name == "auto":
             stages = _stages_of_a_device(devices)
     return None if memory_gib is None else Memory(int(memory_gib * 2**30), stages)
@@ -126,7 +127,7 @@ def _places(config: TrainConfig, places: int | None) -> tuple[int, ...]:
     together; or dealt out, where the schedule wants a device to have stages that are not neighbours; or as the
     schedule's file says.
 
-    Raises ValueError for stages that cannot be dealt out.
+    Raises InputError for stages that cannot be dealt out.
     """
     partitions, each = config.partitions, config.stages_per_process
     if config.schedule_is_file:
@@ -150,7 +151,7 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     partitions, executor, started, replicas = config.partitions, config.executor, torchrun(), config.replicas
     gpus = number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
-        raise ValueError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
+        raise InputError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
     each = config.stages_per_process
     by_file = config.schedule_is_file
     rows = _places(config, None)
@@ -164,9 +165,9 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
         if started.processes % replicas:
             raise RefusedError("replicas", replicas, f"{many}, and each replica has as many; use replicas=1")
         if executor == "in_process" and started.processes > replicas:
-            raise ValueError(f"executor=in_process: {many}; start one for each replica, or leave executor out")
+            raise InputError(f"executor=in_process: {many}; start one for each replica, or leave executor out")
         if started.processes > partitions * replicas:
-            raise ValueError(
+            raise InputError(
                 f"partitions={partitions}: {many}, and each needs a stage; use "
                 f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}"
             )
@@ -179,7 +180,7 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     else:
         processes = min(partitions, max(1, gpus // replicas)) if gpus else partitions
     if started is not None and each is not None and processes != 1 + max(rows):
-        raise ValueError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
+        raise InputError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
     if by_file and 1 < processes != 1 + max(rows):
         why = f"has {plural(1 + max(rows), 'row')}, and {many} for each replica; start as many as rows"
         raise RefusedError("schedule", config.schedule, why)
@@ -203,7 +204,7 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
         if replicas > gpus:
             raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or device=cpu")
         fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
-        raise ValueError(
+        raise InputError(
             f"partitions={partitions}: {needs}; use "
             f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )

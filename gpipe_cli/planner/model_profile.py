@@ -15,6 +15,7 @@ from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
@@ -63,7 +64,7 @@ def profile_model(
     """Trace the model, for sentences of `lengths`, by default the greatest there may be; the two halves of backwards,
     too, where the schedule may have them.
 
-    Raises ValueError, one line, for one that does not fit the data set, or itself.
+    Raises InputError, one line, for one that does not fit the data set, or itself.
     """
     model = build.build_model(config) if model is None else model
     inputs, lengths = build.model_inputs(config), build.greatest_lengths(config) if lengths is None else lengths
@@ -89,26 +90,26 @@ def profile_model(
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
     """The paper's optional cost estimate c_i of each layer (section 2.1): its attribute `gpipe_cost`, if it has one.
 
-    Raises ValueError if only some layers have one, as they can only be compared with each other.
+    Raises InputError if only some layers have one, as they can only be compared with each other.
     """
     given = {name: getattr(layer, "gpipe_cost", None) for name, layer in model.named_children()}
     if not (costs := {name: cost for name, cost in given.items() if cost is not None}):
         return None
     for name, cost in given.items():
         if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"model.target: layer {name} has gpipe_cost={cost}, and layer {next(iter(costs))} has "
                 f"{next(iter(costs.values()))}; each layer needs a number, 0 or more, or none of them one"
             )
     if not any(costs.values()):
-        raise ValueError("model.target: gpipe_cost is 0 in all layers; at least one must be above 0, or none have it")
+        raise InputError("model.target: gpipe_cost is 0 in all layers; at least one must be above 0, or none have it")
     return tuple(costs.values())
 
 
 def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = False) -> None:
     """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1.
 
-    Raises ValueError if a mini-batch of `samples`, the short `last` one of an epoch or any other, would have one.
+    Raises InputError if a mini-batch of `samples`, the short `last` one of an epoch or any other, would have one.
     """
     micro_batches, replicas = config.micro_batches, config.replicas
     if micro_batch_sizes(samples, replicas * micro_batches)[-1] > 1:
@@ -118,13 +119,13 @@ def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = Fal
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     try:
         run_shapes(model, build.model_inputs(config), build.greatest_lengths(config), memory_format)
-    except ValueError as error:
+    except InputError as error:
         what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * replicas * micro_batches} or more"]
         if last:
             what, remedies = "dataset.drop_last=false: the last", ["dataset.drop_last=true"]
         if samples >= 2 * replicas:
             remedies.append(f"micro_batches={samples // 2 // replicas} or fewer")
-        raise ValueError(
+        raise InputError(
             f"{what} mini-batch has {plural(samples, 'sample')} and so a micro-batch of one, which this model cannot "
             f"train on ({error}); use {', or '.join(remedies)}"
         ) from error
@@ -144,14 +145,14 @@ def _layer_weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
 
 
 def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, ...]) -> None:
-    """Raises ValueError if the last layer of a user's own model does not return logits for this data set."""
+    """Raises InputError if the last layer of a user's own model does not return logits for this data set."""
     samples, classes = 2, build.outputs_of(config)
     wanted = (samples, *lengths[-1:], classes)
     found = outputs[0].shape(samples, lengths)
     if found != wanted:
         what = "classes" if config.task == "classification" else "tokens in its vocabulary"
         target = getattr(config.model, "target", config.model.name)
-        raise ValueError(
+        raise InputError(
             f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "
             f"{classes} {what}: {wanted} is needed; mend the model's last layer"
         )

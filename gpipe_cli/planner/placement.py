@@ -127,7 +127,7 @@ class Placement:
 
 
 def make_placement(config: TrainConfig, profile: ModelProfile | None = None, plan: Plan | None = None) -> Placement:
-    """Cut the model as planned, or else by the data sheet, and place the parts. Raises ValueError, one line, for what
+    """Cut the model as planned, or else by the data sheet, and place the parts. Raises InputError, one line, for what
     cannot be cut or placed."""
     devices = place(config)
     profile = profile_model(config) if profile is None else profile

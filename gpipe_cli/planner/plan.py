@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from gpipe_cli.config.settings import AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.orders import order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
@@ -70,7 +71,7 @@ def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((end - size, end) for size, end in zip(balance, accumulate(balance), strict=True))
 
 
-class TooLargeError(ValueError):
+class TooLargeError(InputError):
     """No cut fits the memory; `stage` of the best cut without a limit is `missing_bytes` over it."""
 
     def __init__(self, stage: int, missing_bytes: int, limit_bytes: int) -> None:
@@ -104,7 +105,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
 
     Raises:
         TooLargeError: no cut stays below `limit_bytes` on every stage.
-        ValueError: a balance that was given does not fit the model.
+        InputError: a balance that was given does not fit the model.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     micro_batches = len(sizes)

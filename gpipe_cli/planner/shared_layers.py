@@ -10,10 +10,12 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
+from gpipe_cli.errors import InputError
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class SeparatedError(ValueError):
+class SeparatedError(InputError):
     """The cut lies between layers that share something."""
 
 
@@ -29,12 +31,12 @@ class Shared:
 def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
     """The layers of `model` that have something in common, in order, with the first thing of each two.
 
-    Raises ValueError for a module that stands at two places of the model: only the first of them would be run.
+    Raises InputError for a module that stands at two places of the model: only the first of them would be run.
     """
     places: dict[int, str] = {}
     for name, module in model._modules.items():  # `named_children` leaves out what it has seen before
         if id(module) in places:
-            raise ValueError(
+            raise InputError(
                 f"model.target: layers {places[id(module)]} and {name} are the same module, and a layer has one place; "
                 "make a module for each place (they may share parameters)"
             )

@@ -11,6 +11,7 @@ from functools import cached_property
 from statistics import stdev
 from typing import TYPE_CHECKING
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
@@ -59,7 +60,7 @@ class Consistency:
         for key, values in (("partitions", self.partitions), ("seed", self.seeds)):
             if (value := runner.given(key)) is not None:
                 listed = ", ".join(map(str, values))
-                raise ValueError(f"{key}={value}: this recipe compares {key}={listed}; leave it out")
+                raise InputError(f"{key}={value}: this recipe compares {key}={listed}; leave it out")
         same = [_train(runner, partitions, self.seeds[0]) for partitions in self.partitions]
         repeated = [same[0], *(_train(runner, self.partitions[0], seed) for seed in self.seeds[1:])]
         runs = [*same, *repeated[1:]]

@@ -67,7 +67,7 @@ class LargestModel:
     grown: str  # what grows there, of the model's sizes: `filters`
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Runs the recipe. Raises ValueError for a setting that the rows differ in."""
+        """Runs the recipe. Raises InputError for a setting that the rows differ in."""
         runner.refuse(*(key_of(setting) for one in self.sizes for setting in one.settings))
         rows = ((1, True), *((k, False) for k in self.measured))
         trained = [row for k, naive in rows if (row := self.train(k, naive, runner))]

@@ -15,6 +15,7 @@ from typing import Literal
 
 from gpipe_cli.config.settings import key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, nearest, show, typed
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.tables.recipe import Reproduction
@@ -96,15 +97,15 @@ class Recipe:
         return found
 
     def check(self, given: Sequence[str]) -> None:
-        """Raises ValueError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that
+        """Raises InputError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that
         sets it runs, and what a recipe says of the paper is none."""
         for setting in given:
             key = key_of(setting)
             if key.partition(".")[0] == "recipe":
-                raise ValueError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
+                raise InputError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
             if owner(setting) is not None and key not in self.keys:
                 reads = f"does not run what reads it (gpipe {owner(setting)})"
-                raise ValueError(f"{setting}: {self.name} {reads}; leave it out")
+                raise InputError(f"{setting}: {self.name} {reads}; leave it out")
 
     def reproduce(
         self,
@@ -118,7 +119,7 @@ class Recipe:
     ) -> Reproduction:
         """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
 
-        Raises ValueError as the commands do for bad input, and CommandFailedError.
+        Raises InputError as the commands do for bad input, and CommandFailedError.
         """
         begin = time.monotonic()
         desk = self.desk.settings if scale == "desk" else ()
@@ -134,7 +135,7 @@ class Recipe:
             line = explained(error, given, desk, (*command, *self.keys))
             if scale == "paper" and self.needs.how is not None and error.key.startswith("dataset"):
                 line += f"; {self.needs.how}; scale=desk runs without it"
-            raise ValueError(line) from error
+            raise InputError(line) from error
         notes = [("paper's", self.hardware), ("scale", f"{scale}: {why}")]
         if given:
             line = f"{' '.join(given)}: in every command"
@@ -178,10 +179,10 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """The recipe in recipes/<name>.yaml. Raises ValueError if there is none."""
+    """The recipe in recipes/<name>.yaml. Raises InputError if there is none."""
     known = names()
     if name not in known:
-        raise ValueError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
+        raise InputError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
     tree = load_recipe(FOLDER / f"{name}.yaml")
     said = tree.pop("recipe")
     desk = said["desk"]

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Column, Table
@@ -79,10 +80,10 @@ class Runner:
         return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
 
     def refuse(self, *keys: str) -> None:
-        """Raises ValueError for a setting of the user that the rows of a table differ in: K, M, recompute, ``keys``."""
+        """Raises InputError for a setting of the user that the rows of a table differ in: K, M, recompute, ``keys``."""
         for one in self.users:
             if key_of(one) in ("partitions", "micro_batches", "recompute", *keys):
-                raise ValueError(f"{one.lstrip('+')}: is what the rows of this table differ in; leave it out")
+                raise InputError(f"{one.lstrip('+')}: is what the rows of this table differ in; leave it out")
 
     def changed(self, *harmless: str) -> tuple[str, ...]:
         """Those of the user's settings after which a number is not to be compared with the paper's; ``harmless`` more
@@ -102,7 +103,7 @@ class Runner:
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe bench -m` of what has several values in ``settings``; returns bench.json.
 
-        If no cell fits the memory, the rows say so. Raises ValueError if all cells are impossible: then a setting that
+        If no cell fits the memory, the rows say so. Raises InputError if all cells are impossible: then a setting that
         they share is wrong.
         """
         folder = self.folder / name
@@ -116,7 +117,7 @@ class Runner:
             if statuses != {"impossible"}:
                 raise
             shutil.rmtree(folder)  # nothing ran
-            raise ValueError(rows[0]["reason"]) from None
+            raise InputError(rows[0]["reason"]) from None
 
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe plan`; returns plan.json."""

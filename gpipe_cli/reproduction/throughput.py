@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
@@ -73,7 +74,7 @@ class Throughput:
     def reproduce(self, runner: Runner) -> Findings:
         """Runs the recipe. A cell that is impossible says so, and what was measured stays.
 
-        Raises ValueError as the commands do for bad input, and for a setting that the rows differ in.
+        Raises InputError as the commands do for bad input, and for a setting that the rows differ in.
         """
         runner.refuse()
         stages = self._stages(runner)
@@ -149,7 +150,7 @@ def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links
         try:
             with _through_host() if slow_links else contextlib.nullcontext():
                 rows = runner.bench(sweep, *settings)["rows"]
-        except ValueError as error:
+        except InputError as error:
             if not came:  # nothing was measured yet: bad input
                 raise
             rows = [{"settings": {}, "status": IMPOSSIBLE, "reason": str(error), "kind": None}]
@@ -188,7 +189,7 @@ def _of_layers(runner: Runner) -> tuple[str, ...]:
 def _simulated(
     model: Model, runner: Runner, folder: str, settings: tuple[str, ...], first: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """Of all rows. Raises ValueError if not even the first is possible, and this is the ``first`` that is found."""
+    """Of all rows. Raises InputError if not even the first is possible, and this is the ``first`` that is found."""
     runner = runner.without("cost", "executor")  # the user's are for what is measured
     came: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(model.rows):
@@ -199,7 +200,7 @@ def _simulated(
             came[at] = plan | {"status": MEASURED, "relative": plan["samples_per_second"], "sweep": folder}
         except NothingFitsError:
             came[at] = {"status": "no_fit", "relative": None, "sweep": folder}
-        except ValueError as error:
+        except InputError as error:
             if at == 0 and first:
                 raise
             came[at] = {"status": IMPOSSIBLE, "reason": str(error), "relative": None, "sweep": folder}

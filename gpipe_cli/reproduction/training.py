@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from gpipe_cli.config.typed import quoted
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, SAME_RESULT, Findings, Runner, beside, difference, number
 from gpipe_cli.units import count, percent, plural
@@ -101,12 +102,12 @@ class FineTuning:
         """Fine-tunes with every seed; at a desk also learns the same without the weights of another run."""
         if (seed := runner.given("seed")) is not None:
             seeds = f"0 to {self.runs - 1}"
-            raise ValueError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
+            raise InputError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
         begins_with, settings = runner.given("init_from"), self.fine_tuning if runner.desk else ()
         if begins_with == "null":
             begins_with, runner = None, runner.without("init_from")  # as if it were left out
         if begins_with is None and not runner.desk:
-            raise ValueError(
+            raise InputError(
                 "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "
                 f"reproduce {self.begins_with} scale=paper and give init_from=FOLDER of its run; "
                 "scale=desk makes its own"

@@ -20,6 +20,7 @@ from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.files import write_whole
@@ -69,7 +70,7 @@ class Data:
         test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
-        ValueError if an epoch of the run that is resumed had another number of steps.
+        InputError if an epoch of the run that is resumed had another number of steps.
         """
         stages = placement.stages_of(process)
         self._config, self._first, self._replica = config, 0 in stages, placement.replica_of(process)
@@ -90,7 +91,7 @@ class Data:
             span = 0, 0, 1 if start is None else config.epochs + 1
             if training and start is not None:
                 if start.steps_per_epoch not in (0, batches.steps_per_epoch):
-                    raise ValueError(
+                    raise InputError(
                         f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has "
                         f"{batches.steps_per_epoch} now, so the data is another; put back the data, and leave out the "
                         "dataset's settings"
@@ -140,10 +141,10 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, r
     """Of a training set; or of a test set, every sample once and in the same order each time. `replica` gets a share
     of each.
 
-    Raises ValueError for a training set that is smaller than one mini-batch.
+    Raises InputError for a training set that is smaller than one mini-batch.
     """
     if training and config.batch_size is not None and config.batch_size > catalogue.samples:
-        raise ValueError(
+        raise InputError(
             f"batch_size={config.batch_size}: the training set has only {catalogue.samples} samples; "
             f"use {catalogue.samples} or fewer"
         )
@@ -162,7 +163,7 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, r
 
 
 def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
-    """Raises ValueError if the model, or one of the replicas, cannot train on the last mini-batch of an epoch, which
+    """Raises InputError if the model, or one of the replicas, cannot train on the last mini-batch of an epoch, which
     may be short."""
     if config.batch_size is not None:
         smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))

@@ -28,6 +28,7 @@ from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
 from gpipe_cli.data.images import MEAN, STD, ImageSplit, centre_share
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.host_copies import to_device
@@ -47,7 +48,7 @@ from gpipe_cli.units import plural
 def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int, process: WorkerProcess) -> None:
     """Write the model of a checkpoint, and report it.
 
-    Raises ValueError, one line, for a model that has no such file, and for data that is not here to evaluate it on.
+    Raises InputError, one line, for a model that has no such file, and for data that is not here to evaluate it on.
     """
     control, _ = process.connect()
     with control.waits(Awaited.COMPILER):  # minutes, for a large model
@@ -77,7 +78,7 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
-    """What stands in the file beside the tensors: texts, numbers, lists and dictionaries. Raises ValueError for data
+    """What stands in the file beside the tensors: texts, numbers, lists and dictionaries. Raises InputError for data
     that is to be evaluated on and not here; where it is not, the names of classes are not known."""
     run = config.training
     settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
@@ -98,7 +99,7 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
     try:
         train, _ = open_data(run if config.evaluate else replace(run, dataset=replace(run.dataset, download=False)))
-    except ValueError:
+    except InputError:
         if config.evaluate:
             raise
         return facts

@@ -15,6 +15,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import classifier_of
 from gpipe_cli.config.groups import CustomConfig, DatasetConfig, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.checkpoint.restore import Comparison
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_tensors, select
@@ -48,7 +49,7 @@ def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
     """The checkpoint that `init_from` means: its best one, or if that is damaged the newest one that is not; `warn` is
     called with a line then.
 
-    Raises ValueError, one line, as `find_taking` does, or if there is none.
+    Raises InputError, one line, as `find_taking` does, or if there is none.
     """
     assert config.init_from is not None
     check = partial(find_taking, config, build_model(config))
@@ -59,7 +60,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     """What `init_from` and `init_head` mean for `model`: the names of the tensors that stay new, as all others are
     taken from the checkpoint.
 
-    Raises ValueError, one line: a checkpoint of another architecture (and which names or shapes differ), or a
+    Raises InputError, one line: a checkpoint of another architecture (and which names or shapes differ), or a
     classifier that shall be kept and does not fit; and DamagedError for one that is not whole.
     """
     assert config.init_from is not None
@@ -71,7 +72,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     both.refuse_other_shapes(sorted(here.keys() - classifier - absent))
     unfit = sorted(name for name in classifier - absent if there.get(name) != here[name])
     if unfit and config.init_head == "keep":
-        raise ValueError(
+        raise InputError(
             f"init_head=keep: {unfit[0]} has shape {there.get(unfit[0], 'none')} in {config.init_from} and "
             f"{here[unfit[0]]} here; use init_head=new, or the same classes"
         )
@@ -119,7 +120,7 @@ def _taken_facts(both: Comparison, new: frozenset[str], placement: Placement) ->
 
 
 def _refuse_other_names(both: Comparison, classifier: frozenset[str]) -> None:
-    """Raises ValueError if the layers are others, or the tensors in them.
+    """Raises InputError if the layers are others, or the tensors in them.
 
     What may be on one side only is a second classifier in the middle, AmoebaNet's auxiliary head.
     """

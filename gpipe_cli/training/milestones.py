@@ -10,13 +10,14 @@ from pathlib import Path
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.store import DamagedError, Progress, check_files, checkpoints_in, read_index
 
 
 def starting_point(config: TrainConfig, source: Path | None) -> Progress:
     """The first mini-batch, or the one that a resumed run, of which `source` is a checkpoint, comes to next.
 
-    Raises ValueError if its mini-batches would be others now.
+    Raises InputError if its mini-batches would be others now.
     """
     if config.resume is None or source is None:
         return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
@@ -24,7 +25,7 @@ def starting_point(config: TrainConfig, source: Path | None) -> Progress:
     for setting in ("seed", "batch_size", "batch_tokens"):
         given, saved = getattr(config, setting), getattr(progress, setting)
         if given != saved:
-            raise ValueError(
+            raise InputError(
                 f"{setting}={show(given)}: the run that is resumed has {setting}={show(saved)}, and its position in "
                 "the data means something else with another; leave the setting out"
             )
@@ -53,12 +54,12 @@ class Milestones:
         return min(self.total_steps, self.config.max_steps or self.total_steps)
 
     def refuse_finished(self, step: int) -> None:
-        """Raises ValueError if a run that is resumed has done all its steps."""
+        """Raises InputError if a run that is resumed has done all its steps."""
         if step < self.end_step:
             return
         epochs, ended = self.config.epochs, self.end_step == self.total_steps
         limit, more = ("epochs", epochs + 1) if ended else ("max_steps", step + 1)
-        raise ValueError(
+        raise InputError(
             f"resume={self.config.resume}: that run has done {step} steps, and {limit} allows {self.end_step}; "
             f"nothing is left to do, use {limit}={more} or more"
         )

@@ -19,6 +19,7 @@ from gpipe_cli.config.groups import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import watching
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.placement import Placement
@@ -49,7 +50,7 @@ def train(
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
-    Raises ValueError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
+    Raises InputError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
     CheckpointError and DivergedError.
     """
     # Why in this order: data loaders must be forked while this process has no threads, connections or CUDA context (1);
@@ -277,18 +278,18 @@ def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.
 
 
 def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:
-    """Under torchrun every process plans for itself. Raises ValueError if machines that differ came to other plans."""
+    """Under torchrun every process plans for itself. Raises InputError if machines that differ came to other plans."""
     plans = control.collect((placement.layer_names, placement.recompute))
     if any(plan != plans[0] for plan in plans):
         cuts = " and ".join(sorted({str([len(names) for names in cut]).replace(" ", "") for cut, _ in plans}))
-        raise ValueError(
+        raise InputError(
             f"partition.balance=null: the processes came to different plans ({cuts}), as their machines differ; give "
             f"partition.balance={cuts.partition(' and ')[0]} and recompute=except_last"
         )
 
 
 def _compile(config: TrainConfig, engine: Engine, control: ControlGroup, batches: MiniBatches) -> events.LayersCompiled:
-    """Compile all layers for all micro-batches that there will be, in all processes at the same time. Raises ValueError
+    """Compile all layers for all micro-batches that there will be, in all processes at the same time. Raises InputError
     for a layer that cannot be compiled."""
     positions = range(batches.steps_per_epoch)
     sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
@@ -311,7 +312,7 @@ def _check_layers(
 ) -> tuple[str, str]:
     """Watch every layer on the first micro-batch of what comes next; returns a line of the banner.
 
-    Raises ValueError for a layer whose results, or whose state, would depend on what is recomputed.
+    Raises InputError for a layer whose results, or whose state, would depend on what is recomputed.
     """
     began = time.perf_counter()
     epoch, position = next(iter(training.batches.stream(progress.epoch, progress.position, config.epochs)))
@@ -319,5 +320,5 @@ def _check_layers(
         rehearse(config, engine, control, training, epoch, position)
     findings = [finding for part in control.collect(watch.findings) for finding in part]
     if findings:
-        raise ValueError(f"model={choice_of(config.model)}: {findings[0].text}; check_layers=false trains it as it is")
+        raise InputError(f"model={choice_of(config.model)}: {findings[0].text}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

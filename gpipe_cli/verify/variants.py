@@ -158,7 +158,7 @@ def check(
     compared with, and are reported. `earlier` references are those of other processes, by schedule; their gradients
     lie in `folder`. Weights are taken from the checkpoint `source`, if there is one.
 
-    Raises ValueError for what the user can mend, and, where it is not alone, what a variant raises.
+    Raises InputError for what the user can mend, and, where it is not alone, what a variant raises.
     """
     run = None if config.init_from is None else Path(config.init_from)
     placement = placements[max(placements)]

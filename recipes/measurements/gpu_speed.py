@@ -36,6 +36,7 @@ from gpipe_cli.assembly.build import (
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch import worker
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
@@ -256,7 +257,7 @@ def with_factor(turns: Turns, model: str, factor: str) -> str:
         with patch.object(optimizers, "_fused", lambda _: False) if "fused=off" in given else nullcontext():
             step = pipeline(config, recording="recording=off" not in given)
         figures = speed(config, *turns.beside(step, config))
-    except (torch.OutOfMemoryError, ActionFailedError, ValueError) as error:  # ValueError: what is refused here
+    except (torch.OutOfMemoryError, ActionFailedError, InputError) as error:  # InputError: what is refused here
         return first_line(error)
     started = f"; {time.perf_counter() - began:.0f} s until then" if "compile=true" in given else ""
     return figures + started

@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
             for k, m in shown:
                 schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute, k // each)
-                owners = schedule.rows if name == "interleaved" else [stage // each for stage in range(k)]
+                owners = schedule.row_of_stage if name == "interleaved" else [stage // each for stage in range(k)]
                 if not finishes(schedule, owners, groups, receives=receives, idle=idle):
                     stuck.append((k, m))
             how = str(each), groups, receives, "idle" if idle else "at once"

@@ -25,6 +25,7 @@ from gpipe_cli.config.settings import (
     load,
     to_yaml,
 )
+from gpipe_cli.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 1, 31, 12, 0, 5)
@@ -115,7 +116,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
     ],
 )
 def test_bad_values_are_one_line(overrides: str, line: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(line)) as error:
+    with pytest.raises(InputError, match=re.escape(line)) as error:
         train(*overrides.split())
     assert len(str(error.value).splitlines()) == 1
 
@@ -140,7 +141,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     for text in ("a: [", "- 1", "partitions: 2"):
         file.write_text(text)
-        with pytest.raises(ValueError, match=r"^.*config\.yaml: cannot be read as the configuration of a run: .*$"):
+        with pytest.raises(InputError, match=r"^.*config\.yaml: cannot be read as the configuration of a run: .*$"):
             load(tmp_path)
 
 
@@ -166,7 +167,7 @@ def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
     other = resumed(saved, tree("dataset=cifar100", "dataset.root=/y"), ["dataset", "dataset.root"])
     assert other.dataset == train("dataset=cifar100", "dataset.root=/y").dataset  # another choice: the whole group
-    with pytest.raises(ValueError, match="filtrs=3: there is no such setting"):
+    with pytest.raises(InputError, match="filtrs=3: there is no such setting"):
         resumed(saved, tree("+filtrs=3"), ["filtrs"])
 
 
@@ -203,13 +204,13 @@ def test_an_unknown_run_lists_the_newest(tmp_path: Path) -> None:
     for age, name in enumerate(["a", "b", "sweep/c", "d"]):
         file = save(train(), tmp_path / name) / "config.yaml"
         os.utime(file, (1e9 - age, 1e9 - age))
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (compared below)
+    with pytest.raises(InputError) as error:
         find_run("run", "nowhere", str(tmp_path))
     newest = ", ".join(str(tmp_path / name) for name in ("a", "b", "sweep/c"))
     assert (
         str(error.value) == f"run=nowhere: no run there (looked for nowhere/config.yaml); the newest runs are {newest}"
     )
-    with pytest.raises(ValueError, match=r"there is no run in .*empty either"):
+    with pytest.raises(InputError, match=r"there is no run in .*empty either"):
         find_run("run", "nowhere", str(tmp_path / "empty"))
 
 
@@ -230,13 +231,13 @@ def test_run_folders_do_not_collide(tmp_path: Path) -> None:
 def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path) -> None:
     run = save(train(), tmp_path / "run")
     config = replace(train(), run_folder=str(run))
-    with pytest.raises(ValueError, match=r"run_folder=.*: the folder is not empty; .*resume="):
+    with pytest.raises(InputError, match=r"run_folder=.*: the folder is not empty; .*resume="):
         open_folder(config)
     goes_on = replace(config, resume=str(run))
     with run_folder(goes_on, NOW) as folder:
         assert folder == run
         # two runs in one folder took each other's checkpoints away
-        with pytest.raises(ValueError, match=rf"^run_folder={run}: process {os.getpid()} .*wait"):
+        with pytest.raises(InputError, match=rf"^run_folder={run}: process {os.getpid()} .*wait"):
             open_folder(goes_on)
     with run_folder(replace(config, run_folder=str(tmp_path / "a" / "b")), NOW) as folder:
         assert folder.is_dir()
@@ -245,7 +246,7 @@ def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path)
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output=.*file: no folder can be made there"):
+    with pytest.raises(InputError, match=r"output=.*file: no folder can be made there"):
         open_folder(replace(train(), output=str(tmp_path / "file")))
 
 

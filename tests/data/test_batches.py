@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpipe_cli.data.batches import Catalogue, MiniBatches, language_quotas, temperature_draws
+from gpipe_cli.errors import InputError
 
 
 def sentences(dimensions: int = 2) -> Catalogue:
@@ -150,7 +151,7 @@ def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:
 
 
 def test_the_longest_sentence_must_fit() -> None:
-    with pytest.raises(ValueError, match=r"^batch_tokens=29: the longest sentence has 30 tokens; use 30 or more$"):
+    with pytest.raises(InputError, match=r"^batch_tokens=29: the longest sentence has 30 tokens; use 30 or more$"):
         batches_of(sentences(), batch_tokens=29)
 
 

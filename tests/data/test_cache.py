@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.data.cache import cache_folder, cached, digest_of
+from gpipe_cli.errors import InputError
 
 
 def refuse() -> bytes:
@@ -52,7 +53,7 @@ def test_several_processes_make_it_once(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"^dataset\.cache=[^\n]*/file/cache: cannot be written [^\n]*dataset\.cache"):
+    with pytest.raises(InputError, match=r"^dataset\.cache=[^\n]*/file/cache: cannot be written [^\n]*dataset\.cache"):
         cached(tmp_path / "file" / "cache", "a", lambda: b"content")
 
 

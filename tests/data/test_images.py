@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 
 from gpipe_cli.data.images import ImageSplit, build_transform, cutout
 from gpipe_cli.data.readers import Files, read_cifar
+from gpipe_cli.errors import InputError
 
 Splits = tuple[ImageSplit, ImageSplit]
 
@@ -108,14 +109,14 @@ def test_chosen_classes_are_renumbered_in_the_given_order(digits: Splits) -> Non
 @pytest.mark.parametrize("classes", [(0, 10), (-1, 3), (3, 4, 3), (), (4,)])
 def test_classes_that_cannot_be_chosen(classes: tuple[int, ...]) -> None:
     given = ",".join(map(str, classes))
-    with pytest.raises(ValueError, match=rf"^dataset\.classes=\[{given}\]: must be 2 .* from 0 to 9; use .*=null"):
+    with pytest.raises(InputError, match=rf"^dataset\.classes=\[{given}\]: must be 2 .* from 0 to 9; use .*=null"):
         opened("digits", classes=classes)
 
 
 def test_chosen_classes_without_an_image() -> None:
     settings = {"num_classes": 9, "train_samples": 200, "test_samples": 1}
     (only,) = opened("synthetic_images", **settings)[1].samples.targets.tolist()
-    with pytest.raises(ValueError, match=r"^dataset\.classes=\[\d+,\d+\]: synthetic_images has no test image [^\n]*$"):
+    with pytest.raises(InputError, match=r"^dataset\.classes=\[\d+,\d+\]: synthetic_images has no test image [^\n]*$"):
         opened("synthetic_images", **settings, classes=((only + 1) % 9, (only + 2) % 9))
 
 
@@ -161,7 +162,7 @@ def test_broken_image_is_named_in_one_line(tmp_path: Path, suffix: str) -> None:
     for damaged in (b"", whole[: len(whole) // 2], b"<html>\n404\n</html>"):
         file.write_bytes(damaged)
         line = rf"^image file '{file}': cannot be read \([^\n]+\); replace or delete it$"
-        with pytest.raises(ValueError, match=line):
+        with pytest.raises(InputError, match=line):
             Files((str(file),))[0]
 
 
@@ -170,7 +171,7 @@ def test_folders_that_are_not_data(tmp_path: Path) -> None:
     data = tmp_path / "data"
 
     def refused(what: str) -> None:
-        with pytest.raises(ValueError, match=rf"^dataset\.root={data}: [^\n]*{what}[^\n]*$"):
+        with pytest.raises(InputError, match=rf"^dataset\.root={data}: [^\n]*{what}[^\n]*$"):
             open_folder(data)
 
     refused("data/train' cannot be read [^\n]*; expected [^\n]*/train/<class>")
@@ -231,7 +232,7 @@ def test_cifar_is_downloaded_when_asked(tmp_path: Path) -> None:
     archive = tmp_path / "server" / tiny.filename
     tiny.tgz_md5 = pack(archive, **{tiny.base_folder: tmp_path / "server" / tiny.base_folder})
     tiny.url = (tmp_path / "not there.tar.gz").as_uri()
-    with pytest.raises(ValueError, match=r"^dataset\.download=true: [^\n]*check the network[^\n]*$"):
+    with pytest.raises(InputError, match=r"^dataset\.download=true: [^\n]*check the network[^\n]*$"):
         read_cifar(tiny, tmp_path / "new" / "data", download=True)
     with served(archive.parent) as address:
         tiny.url = f"{address}/{archive.name}"
@@ -242,10 +243,10 @@ def test_cifar_is_downloaded_when_asked(tmp_path: Path) -> None:
 
 def test_cifar_missing_or_damaged(tmp_path: Path) -> None:
     line = rf"^dataset\.root={tmp_path}: [^\n]*{CIFAR10.base_folder}'[^\n]*set dataset\.download=true[^\n]*$"
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(InputError, match=line):
         opened("cifar10", tmp_path)
     write_cifar(tmp_path, CIFAR10)  # right names, wrong content
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(InputError, match=line):
         opened("cifar10", tmp_path)
 
 
@@ -302,5 +303,5 @@ def test_cutout_is_a_grey_square_that_may_extend_over_the_border(side: int) -> N
 
 @pytest.mark.parametrize("setting", ["cutout", "shift"])
 def test_lengths_must_fit_the_image(setting: str) -> None:
-    with pytest.raises(ValueError, match=rf"^dataset\.augmentation\.{setting}=8: [^\n]*use 7 or less[^\n]*$"):
+    with pytest.raises(InputError, match=rf"^dataset\.augmentation\.{setting}=8: [^\n]*use 7 or less[^\n]*$"):
         build_transform(8, 1.0, replace(PLAIN, **{setting: 8}))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.corpora import read_python_docs, read_text_files, split_sections
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_documents, open_text, unigram_perplexity
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary
+from gpipe_cli.errors import InputError
 
 # --- documents
 
@@ -76,7 +77,7 @@ def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
 )
 def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
     write(tmp_path, files)
-    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+    with pytest.raises(InputError, match=rf"\A{message}\Z"):
         read_text_files(tmp_path if files else tmp_path / "none")
 
 
@@ -120,11 +121,11 @@ def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
 
 
 def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
+    with pytest.raises(InputError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
         opened(tmp_path, DOCUMENTS, ["north sea"], length=100)
     most = int(str(error.value).partition("use model.length=")[2].split()[0])
     assert len(opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1]) == 1
-    with pytest.raises(ValueError, match=rf"^model\.length={most + 1}: "):
+    with pytest.raises(InputError, match=rf"^model\.length={most + 1}: "):
         opened(tmp_path, DOCUMENTS, ["north sea"], length=most + 1)
 
 

@@ -18,6 +18,7 @@ from training_runs import configure
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.errors import InputError
 from gpipe_cli.training.data_feed import workers_of
 
 
@@ -66,7 +67,7 @@ def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_pa
     for _ in range(4):
         (images,) = next(batches)
         assert images.shape == (2, 3, 12, 12)
-    with pytest.raises(ValueError, match=r"^image file '[^\n]*train/b/3\.jpg': cannot be read [^\n]*$"):
+    with pytest.raises(InputError, match=r"^image file '[^\n]*train/b/3\.jpg': cannot be read [^\n]*$"):
         next(batches)
     assert multiprocessing.active_children() == []
 

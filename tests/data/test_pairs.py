@@ -11,6 +11,7 @@ from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.corpora import Pairs, languages_of, read_cldr, read_parallel_text, target_language
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD
+from gpipe_cli.errors import InputError
 
 
 def rows_of(pairs: Pairs) -> list[tuple[str, str, str]]:
@@ -60,14 +61,14 @@ def test_one_file_is_split_by_target(tmp_path: Path) -> None:
 def test_one_line_about_what_is_wrong(tmp_path: Path, content: str | bytes, message: str) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+    with pytest.raises(InputError, match=rf"\A{message}\Z"):
         read_parallel_text(file)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("a\tb\tde-en")
     for root, file in ((tmp_path / "none", "none"), (tmp_path, "test.tsv")):
-        with pytest.raises(ValueError, match=rf"^text file '{tmp_path / file}': cannot be read .*; see dataset\.root$"):
+        with pytest.raises(InputError, match=rf"^text file '{tmp_path / file}': cannot be read .*; see dataset\.root$"):
             read_parallel_text(root)
 
 
@@ -225,7 +226,7 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     limit = most - 1
     too_long = [int((part > limit).sum()) for part in longest]
     line = f"line {int(longest[0].argmax()) + 1} has {most} tokens, and {sum(too_long)} pairs are too long; "
-    with pytest.raises(ValueError, match=rf"^model\.length={limit}: '\S+/train.tsv' {line}.*=true$"):
+    with pytest.raises(InputError, match=rf"^model\.length={limit}: '\S+/train.tsv' {line}.*=true$"):
         open_tiny(tmp_path, length=limit)
     assert len(open_tiny(tmp_path, length=most)[0]) == 124
 
@@ -236,5 +237,5 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     assert [texts(short, index) for index in range(len(short))] == [texts(whole, index) for index in kept]
     assert torch.equal(short.catalogue.lengths, whole.catalogue.lengths[kept])  # type: ignore[index,arg-type]
     assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
-    with pytest.raises(ValueError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):
+    with pytest.raises(InputError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):
         open_tiny(tmp_path, length=2, drop_long=True)

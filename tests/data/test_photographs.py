@@ -17,6 +17,7 @@ from torchvision.datasets import imagenet as torchvision_imagenet
 
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.photographs import DECODED, PHOTOGRAPHS
+from gpipe_cli.errors import InputError
 
 CONF = Path(__file__).parents[2] / "conf" / "dataset"
 
@@ -119,7 +120,7 @@ def open_tiny(name: str, root: Path, **settings: object) -> tuple[ImageSplit, Im
 
 def refusal(name: str, root: Path, **settings: object) -> str:
     """The one line that opening ends with."""
-    with pytest.raises(ValueError, match=r"^dataset\.[^\n]+$") as error:
+    with pytest.raises(InputError, match=r"^dataset\.[^\n]+$") as error:
         open_tiny(name, root, **settings)
     return str(error.value)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
+from gpipe_cli.errors import InputError
 
 LINES = [
     f"    for {name} in range({number}): print('{name} is {number * 7}')" for number in range(40) for name in "abxy"
@@ -79,7 +80,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
     assert make_vocabulary(LINES, most + 1, word_prefix=True, cache=tmp_path).size == most
 
     for size, symbols in ((265, []), (100, ["<2en>"])):
-        with pytest.raises(ValueError, match=rf"^dataset\.vocabulary={size}: .*{size} vs \d+.*; use a larger") as error:
+        with pytest.raises(InputError, match=rf"^dataset\.vocabulary={size}: .*{size} vs \d+.*; use a larger") as error:
             make_vocabulary(LINES, size, tmp_path, symbols=symbols, word_prefix=True)
         least = int(str(error.value).partition(" vs ")[2].partition(".")[0])
         assert make_vocabulary(LINES, least, tmp_path, symbols=symbols, word_prefix=True).size == least

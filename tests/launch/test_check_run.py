@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.check_run import _Checked
 from gpipe_cli.pipeline.profile.layer_probes import Watch, _Seen, watching
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
@@ -116,7 +117,7 @@ def test_a_training_refuses_a_layer_that_changes_its_input(model: str, layer: st
 def test_a_training_refuses_what_a_recomputation_would_count_twice(tmp_path: Path) -> None:
     """It was trained without a word, with statistics that depended on what was recomputed."""
     settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "partitions=2", "max_steps=1"]
-    with pytest.raises(ValueError, match=r"layer 1 changes its own seen.*check_layers=false"):
+    with pytest.raises(InputError, match=r"layer 1 changes its own seen.*check_layers=false"):
         train_here(configure(*settings), tmp_path / "refused")
     assert not list((tmp_path / "refused").iterdir())
     train_here(configure(*settings, "check_layers=false"), tmp_path / "as_it_is")
@@ -236,7 +237,7 @@ def test_whatever_two_layers_share_stays_in_one_partition(
 
 
 def test_a_module_has_one_place() -> None:
-    with pytest.raises(ValueError, match="layers 2 and 4 are the same module"):
+    with pytest.raises(InputError, match="layers 2 and 4 are the same module"):
         make_placement(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
 
 

@@ -14,6 +14,7 @@ from plan_runs import traced
 from training_runs import TINY, command, configure
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch.layer_benchmark import slowest_copies
 from gpipe_cli.launch.machine_timing import step_costs
@@ -119,7 +120,7 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     config = configure(*TINY, "cost=measured", "partitions=2")
-    with pytest.raises(ValueError, match="cost=measured: layers are not timed under torchrun"):
+    with pytest.raises(InputError, match="cost=measured: layers are not timed under torchrun"):
         timed(config, traced(*TINY))
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from networks import small_amoebanet
 from torch import Tensor, nn
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.amoebanet import (
     NORMAL,
     REDUCTION,
@@ -403,5 +404,5 @@ def test_classifier_rectifies_before_it_pools() -> None:
     ],
 )
 def test_what_does_not_fit(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         shapes(**settings)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.custom import build_custom
 
 SOURCE = """
@@ -105,7 +106,7 @@ def test_the_own_directory_comes_first(folder: Path, tmp_path: Path, monkeypatch
     ],
 )
 def test_refused(target: str, arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         build_custom(target, arguments)
     assert str(caught.value).startswith(f"model.target={target}: ")
     assert "\n" not in str(caught.value)

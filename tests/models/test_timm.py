@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from training_runs import assert_same_tensors
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import build_timm, chain
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
@@ -99,7 +100,7 @@ def test_names_of_layers() -> None:
 def test_a_tensor_that_no_layer_has_is_noticed() -> None:
     model = timm.create_model("test_resnet")
     model.register_buffer("extra", torch.zeros(1), persistent=False)
-    with pytest.raises(ValueError, match="has tensors that its chain of layers does not know, such as extra"):
+    with pytest.raises(InputError, match="has tensors that its chain of layers does not know, such as extra"):
         chain(model)
 
 
@@ -199,7 +200,7 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     ):
         if content is not None:
             torch.save(content, tmp_path / name)
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(InputError, match=message) as caught:
             build(weights=str(tmp_path / name))
         assert str(caught.value).startswith(f"model.weights={tmp_path / name}: ")
     assert not trace.exists()
@@ -214,7 +215,7 @@ def test_pretrained_weights_out_of_reach(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     caplog.set_level(logging.ERROR, logger="timm")
-    with pytest.raises(ValueError, match=f"the weights of {name} cannot be had here .*model.weights=FILE") as caught:
+    with pytest.raises(InputError, match=f"the weights of {name} cannot be had here .*model.weights=FILE") as caught:
         build(name, pretrained=True)
     assert str(caught.value).startswith("model.pretrained=true: ")
 
@@ -233,6 +234,6 @@ def test_pretrained_weights_out_of_reach(
     ],
 )
 def test_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match=message) as caught:
+    with torch.device("meta"), pytest.raises(InputError, match=message) as caught:
         build(name, **settings)
     assert "\n" not in str(caught.value)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from networks import KINDS, VOCABULARY, sentences, small_transformer
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import (
     Attention,
     Embedding,
@@ -36,7 +37,7 @@ def test_embedding_scales_its_vectors_and_adds_positions() -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 5))
     expected = 4 * embedding.weight[tokens] + sinusoids(5, torch.empty(16))
     torch.testing.assert_close(embedding(tokens), expected)
-    with pytest.raises(ValueError, match=r"model\.length=12: a sequence has 13 tokens"):
+    with pytest.raises(InputError, match=r"model\.length=12: a sequence has 13 tokens"):
         embedding(torch.zeros(1, 13, dtype=torch.int64))
 
 
@@ -146,7 +147,7 @@ def test_costs_of_attention_come_from_shapes(dropout: float) -> None:
     [(7, 7, r"^model\.width=7: .* use 6 or 8$"), (8, 3, r"^model\.width=8 does not divide among model\.heads=3; .*")],
 )
 def test_widths_that_do_not_fit(width: int, heads: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         transformer_lm(layers=1, width=width, hidden=8, heads=heads, vocabulary=10, length=4)
 
 

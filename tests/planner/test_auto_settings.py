@@ -7,6 +7,7 @@ from plan_runs import traced
 from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner import devices
 from gpipe_cli.planner.auto_settings import NothingFitsError, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
@@ -82,7 +83,7 @@ def test_partitions_and_micro_batches_are_chosen_together(profile: ModelProfile)
 )
 def test_nothing_to_choose_is_one_line(settings: str, line: str) -> None:
     config = configure(*(LM if "tokens" in settings else SETTINGS), *settings.split())
-    with pytest.raises(ValueError, match=line):  # before the profile is looked at
+    with pytest.raises(InputError, match=line):  # before the profile is looked at
         choose(config, ["micro_batches"], traced(*SETTINGS), with_overhead(0.0))
 
 
@@ -123,7 +124,7 @@ def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.Monke
     """A setting that was not given is not named, and more memory than there is cannot be advised."""
     config = configure(*SETTINGS[:-1], "micro_batches=2", "partitions=2", "recompute=auto")
     monkeypatch.setattr(devices, "usable_memory_bytes", lambda: 2 * 10**6)
-    with pytest.raises(ValueError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
+    with pytest.raises(InputError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
         choose(config, [], traced(*SETTINGS), predicted_costs)
     assert "memory_gib" not in str(error.value)
 
@@ -159,5 +160,5 @@ def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     ],
 )
 def test_what_cannot_be_solved_is_one_line(settings: list[str], line: str) -> None:
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(InputError, match=line):
         solve_max_model(configure(*settings), predicted_costs)

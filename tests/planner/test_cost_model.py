@@ -11,6 +11,7 @@ from training_runs import configure
 
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch import reference_layers
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.tracing import trace_layers
@@ -176,7 +177,7 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     ],
 )
 def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         predicted_costs(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))
 
 

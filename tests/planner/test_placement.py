@@ -10,6 +10,7 @@ from plan_runs import traced
 from training_runs import TINY, command, configure
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch import prepare
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner import devices, placement
@@ -70,7 +71,7 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     assert found.owners == (0, 0, 1, 1, 2)
     assert {found.stages[k] for k in range(5) if found.owners[k] == rank} == {f"cuda:{local_rank}"}
     monkeypatch.setattr(devices, "number_of_gpus", lambda config: here - 1)
-    with pytest.raises(ValueError, match=r"device=cuda: there is no CUDA" if here == 1 else r"1 GPUs|there are 1; use"):
+    with pytest.raises(InputError, match=r"device=cuda: there is no CUDA" if here == 1 else r"1 GPUs|there are 1; use"):
         place(configure(*TINY, "partitions=5", "device=cuda"))
 
 
@@ -159,7 +160,7 @@ def test_limits_are_given_or_the_devices_own() -> None:
 def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         place(configure(*TINY, *settings.split()))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from recipe_runs import TINY, column, real_runner
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import read_run
 from gpipe_cli.reproduction.consistency import (
     CURVES,
@@ -64,7 +65,7 @@ def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
 
 
 def test_what_is_compared_cannot_be_set(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"seed=1: this recipe compares .*; leave it out"):
+    with pytest.raises(InputError, match=r"seed=1: this recipe compares .*; leave it out"):
         WHAT.reproduce(real_runner("consistency", tmp_path, "seed=1"))
 
 

@@ -10,6 +10,7 @@ import pytest
 from recipe_runs import Answer, answering, shares_of_a_step
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import explained, load
 from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, Gpu, Runner, last_wins, with_users
@@ -99,7 +100,7 @@ def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
         (tmp_path / "a" / "bench.json").write_text(json.dumps({"rows": [{**rows[0], "status": s} for s in statuses]}))
         here.bench("a", "partitions=1,2")
 
-    with pytest.raises(ValueError, match=r"^model\.filters=x: must be a whole number$"):
+    with pytest.raises(InputError, match=r"^model\.filters=x: must be a whole number$"):
         bench("impossible", "impossible")
     assert not (tmp_path / "a").exists()
     with pytest.raises(CommandFailedError, match=r"^model\.filters=x: .*log\.txt$"):
@@ -155,7 +156,7 @@ def test_a_refused_setting_that_nobody_typed_is_called_the_recipes(tmp_path: Pat
         (RefusedError("batch_size", 8, "too few"), ""),  # the user's
         (RefusedError("executor", "auto", "no"), ""),  # nobody's: its default
     ):
-        with pytest.raises(ValueError, match=f"^{re.escape(str(error) + place)}$"):
+        with pytest.raises(InputError, match=f"^{re.escape(str(error) + place)}$"):
             breakdown(tmp_path, ("batch_size=8",), answer=refuses(error))
     error = RefusedError("model.variant", "d", "the chosen model has no such setting; leave it out")
     assert explained(error, ("model=resnet",), (), ("model.variant",)) == (

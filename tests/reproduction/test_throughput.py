@@ -10,6 +10,7 @@ import pytest
 from recipe_runs import answering, column
 
 from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
 from gpipe_cli.reproduction.throughput import Model, Row, Throughput
@@ -17,7 +18,7 @@ from gpipe_cli.reproduction.throughput import Model, Row, Throughput
 ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
 WHAT = Throughput((Model("Some model", ROWS, figures=("hardware=tpu_v2",)),))
 CPU = "device=cpu"
-Refusal = Callable[[Mapping[str, str]], ValueError | None]
+Refusal = Callable[[Mapping[str, str]], InputError | None]
 
 
 def ideal(k: int, m: int) -> float:
@@ -105,7 +106,7 @@ def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path)
 
 
 def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
-    def refusal(settings: Mapping[str, str]) -> ValueError | None:
+    def refusal(settings: Mapping[str, str]) -> InputError | None:
         small = settings.get("hardware") == "tpu_v2" and settings["micro_batches"] == "1"
         return NothingFitsError("hardware.memory_gib=8: no cut fits") if small else None
 
@@ -158,7 +159,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     reason = "partitions=4: the model has only 3 layers; use partitions=3 or fewer"
 
     def refusing(*partitions: str) -> Machine:
-        return Machine(refusal=lambda settings: ValueError(reason) if settings["partitions"] in partitions else None)
+        return Machine(refusal=lambda settings: InputError(reason) if settings["partitions"] in partitions else None)
 
     found = WHAT.reproduce(answering(tmp_path, refusing("4"), CPU, "model.layers=1"))
     (table,) = found.tables
@@ -169,7 +170,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
 
     # with slow links nothing is measured: nothing would be lost, and the first refusal is bad input
     slow = answering(tmp_path, refusing("2", "4"), CPU)
-    with pytest.raises(ValueError, match=r"^partitions=4: "):
+    with pytest.raises(InputError, match=r"^partitions=4: "):
         Throughput(WHAT.models, slow_links=True).reproduce(slow)
     assert len(slow.commands) == 1
 

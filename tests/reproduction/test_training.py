@@ -9,6 +9,7 @@ import pytest
 from recipe_runs import HERE, TINY, answering, column, real_runner
 from training_runs import command
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
@@ -70,9 +71,9 @@ def test_fine_tuning_is_the_mean_of_its_runs(given: tuple[str, ...], tmp_path: P
 
 
 def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
+    with pytest.raises(InputError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
         TUNED.reproduce(answering(tmp_path, trained, "seed=3"))
-    with pytest.raises(ValueError, match=r"init_from=null: .*gpipe reproduce imagenet_amoebanet_b scale=paper .*"):
+    with pytest.raises(InputError, match=r"init_from=null: .*gpipe reproduce imagenet_amoebanet_b scale=paper .*"):
         TUNED.reproduce(answering(tmp_path, trained, desk=False))
 
 

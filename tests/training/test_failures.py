@@ -26,6 +26,7 @@ from training_runs import (
     workers_of,
 )
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.planner.placement import make_placement
@@ -237,7 +238,7 @@ def test_a_broken_image_is_named(
 
 def test_what_a_plan_refuses() -> None:
     for setting in ("partition.balance=[3,3]", *([] if torch.cuda.is_available() else ["device=cuda"])):
-        with pytest.raises(ValueError, match=f"^{re.escape(setting)}: "):
+        with pytest.raises(InputError, match=f"^{re.escape(setting)}: "):
             make_placement(configure(*TINY, setting))
 
 
@@ -281,7 +282,7 @@ def test_a_finished_run_is_not_resumed(
     # a position in the data means something else with other mini-batches or another order
     source = find_source(configure("resume=done", *TINY, "epochs=2"), make_placement(configure(*TINY)))
     for setting in ("batch_size=4", "seed=9"):
-        with pytest.raises(ValueError, match=f"^{setting}: the run that is resumed has "):
+        with pytest.raises(InputError, match=f"^{setting}: the run that is resumed has "):
             starting_point(configure("resume=done", *TINY, setting), source)
     more = tmp_path / "more"
     assert command(monkeypatch, "train", "resume=done", "epochs=2", "executor=in_process", "run_folder=more") == 0

@@ -20,6 +20,7 @@ from training_runs import (
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import classifier_of, find_frozen
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.errors import InputError
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import StepDone, TrainingReady
 from gpipe_cli.training.fine_tuning import find_weights, fine_tune
@@ -51,7 +52,7 @@ def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, st
 
 
 def refused(config: TrainConfig) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the line is compared by the caller)
+    with pytest.raises(InputError) as caught:
         find_weights(config, print)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from training_runs import assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.events import Evaluated, StepDone, TrainingReady
 
@@ -113,7 +114,7 @@ def test_stopped_within_an_epoch_and_resumed_with_other_partitions(whole: Whole,
     train_here(configure(*settings, "partitions=2", "executor=in_process", "max_steps=4"), before)
     resume = [*settings, "partitions=1", "executor=in_process", f"resume={before}"]
     if "model=transformer_lm" in settings:  # a position in an epoch means nothing in one of another length
-        with pytest.raises(ValueError, match=r"resume=.*: an epoch had \d+ steps there and has \d+ now, so the data"):
+        with pytest.raises(InputError, match=r"resume=.*: an epoch had \d+ steps there and has \d+ now, so the data"):
             train_here(configure(*resume, "model.length=48"), after)
     train_here(configure(*resume), after)
     assert_same_tensors(final_tensors(after), final_tensors(folder))

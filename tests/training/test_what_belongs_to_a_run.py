@@ -10,6 +10,7 @@ from training_runs import TINY, command, configure
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import read_result
 
@@ -111,6 +112,6 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(
     ],
 )
 def test_a_strange_model_of_ones_own_is_one_line(function: str, line: str) -> None:
-    with pytest.raises(ValueError, match=line) as refused:
+    with pytest.raises(InputError, match=line) as refused:
         make_placement(configure("model=custom", f"model.target=custom_models:{function}"))
     assert "\n" not in str(refused.value)

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import Halves, LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
@@ -69,7 +70,7 @@ def trace_layers(
     `computed_in` where autocast has it so on `device`, `cpu` or `cuda`; `fuses` says when attention is one kernel.
     `splits`: the backward is traced in its two halves, too.
 
-    Raises ValueError if a layer does not accept what the one before it returns or has a batch norm that is not known,
+    Raises InputError if a layer does not accept what the one before it returns or has a batch norm that is not known,
     and ChangedInputError if in training it changes its input in place.
     """
     if torch.__version__ < _RECORDS_WITHOUT_GPU:
@@ -105,7 +106,7 @@ def run_shapes(
 ) -> None:
     """One forward in training mode of a micro-batch of a single sample, on the meta device.
 
-    Raises ValueError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
+    Raises InputError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
     """
     layers = _described(model, True)
     with deferring(model):
@@ -159,12 +160,12 @@ class _Run:
 def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
     """Inside, the weights are tensors of `device` that have no memory: autocast has no rules for the meta device.
 
-    Raises ValueError for a module with a tensor that is none of its parameters and buffers.
+    Raises InputError for a module with a tensor that is none of its parameters and buffers.
     """
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
-                raise ValueError(
+                raise InputError(
                     f"{name}.{key}: is a tensor and neither a parameter nor a buffer, so that it stays where and what "
                     "it is; use register_buffer, or precision=float32"
                 )

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_value
 
 
-class ChangedInputError(ValueError):
+class ChangedInputError(InputError):
     """Layer `layer` changes its input in place."""
 
     def __init__(self, layer: str) -> None:
@@ -44,7 +45,7 @@ def traced_call(
 ) -> torch.Tensor | Sequence[torch.Tensor]:
     """What the layer returns on the meta device; `watched`: as `call` does it.
 
-    Raises ValueError, naming the layer and the shapes, if it raises or returns anything but tensors.
+    Raises InputError, naming the layer and the shapes, if it raises or returns anything but tensors.
     """
     try:
         returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
@@ -52,11 +53,11 @@ def traced_call(
         raise
     except Exception as error:  # a user's layer may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"layer {name} does not accept inputs of shape {shapes_of(inputs)}: {reason}") from error
+        raise InputError(f"layer {name} does not accept inputs of shape {shapes_of(inputs)}: {reason}") from error
     parts = returned if isinstance(returned, tuple | list) else (returned,)
     if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
         where = f"{type(returned).__name__} with a " if parts is returned else ""
-        raise ValueError(f"layer {name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
+        raise InputError(f"layer {name} returns a {where}{strange[0]}; return a tensor or a tuple of tensors")
     return returned
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from gpipe_cli.errors import InputError
+
 _MASK = (1 << 64) - 1
 
 
@@ -65,7 +67,7 @@ def materialize(
     `model` is on the meta device: a process gives memory and weights to its own layers only. Initial values are drawn
     on the CPU, so that they are the same on every kind of device. A model whose layers cannot initialise themselves is
     built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that. Raises
-    ValueError for a layer that cannot initialise itself.
+    InputError for a layer that cannot initialise itself.
     """
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
@@ -88,7 +90,7 @@ def _initialise(name: str, layer: nn.Module) -> None:
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             where = f"{name}.{path}" if path else name
-            raise ValueError(
+            raise InputError(
                 f"layer {where} ({type(module).__name__}) has parameters or buffers but no reset_parameters(); "
                 "give it one that sets them all, so that every process can initialise its own layers alone"
             )

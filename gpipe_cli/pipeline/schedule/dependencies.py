@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 
 
-class ScheduleError(ValueError):
+class ScheduleError(InputError):
     """What is wrong with a schedule, and how to mend it; and its grid, if that shows where."""
 
     def __init__(self, what: str, drawn: str = "") -> None:

@@ -21,6 +21,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from gpipe_cli.errors import InputError
+
 Whole = NDArray[np.int64]
 
 _BITS = 31  # whole costs add up to less than 2^31, and their squares to less than 2^62
@@ -28,7 +30,7 @@ _NEVER = (1 << 62) - 1  # more than any cost or sum of squares; twice as much fi
 _BLOCK = 64  # ends looked at together: as much as fits into a processor's cache
 
 
-class NoCutFitsError(ValueError):
+class NoCutFitsError(InputError):
     """No cut into this many partitions has only partitions that fit into their memory."""
 
 
@@ -56,7 +58,7 @@ def partition(
 
     Raises:
         NoCutFitsError: ``furthest`` leaves no cut.
-        ValueError: fewer than one partition, more partitions than layers.
+        InputError: fewer than one partition, more partitions than layers.
     """
     layers = len(costs)
     _require_partitions(layers, partitions)
@@ -141,18 +143,18 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int) -> None:
     """Refuse a balance (layers of each partition) given by hand that does not fit the model.
 
     Raises:
-        ValueError: another length than ``partitions``, an empty partition, another sum than ``layers``.
+        InputError: another length than ``partitions``, an empty partition, another sum than ``layers``.
     """
     _require_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
     remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"
     given = f"partition.balance={_written(balance)}"
     if len(balance) != partitions:
-        raise ValueError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")
+        raise InputError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")
     if min(balance) < 1:
-        raise ValueError(f"{given}: every partition needs at least one layer; {remedy}")
+        raise InputError(f"{given}: every partition needs at least one layer; {remedy}")
     if sum(balance) != layers:
-        raise ValueError(f"{given}: adds up to {sum(balance)}, but the model has {layers} layers; {remedy}")
+        raise InputError(f"{given}: adds up to {sum(balance)}, but the model has {layers} layers; {remedy}")
 
 
 def _written(balance: Sequence[int]) -> str:
@@ -162,9 +164,9 @@ def _written(balance: Sequence[int]) -> str:
 
 def _require_partitions(layers: int, partitions: int) -> None:
     if partitions < 1:
-        raise ValueError(f"partitions={partitions}: must be at least 1; use partitions=1 to keep the model whole")
+        raise InputError(f"partitions={partitions}: must be at least 1; use partitions=1 to keep the model whole")
     if partitions > layers:
-        raise ValueError(
+        raise InputError(
             f"partitions={partitions}: the model has only {layers} layers; use partitions={layers} or fewer"
         )
 

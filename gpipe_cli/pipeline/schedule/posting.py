@@ -38,7 +38,7 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     the processes of the stages.
 
     A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
-    too: a layer may hand on what it has received, in the same memory. Raises ValueError if the schedule deadlocks.
+    too: a layer may hand on what it has received, in the same memory. Raises InputError if the schedule deadlocks.
     """
     own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule.stages[stage]]
     receivers = {schedule.source(action): action for action in own}

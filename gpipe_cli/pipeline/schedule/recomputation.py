@@ -13,11 +13,12 @@ there is one too many, drop the one that ends last: it takes room for longest.
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Schedule, backward_follows_forward
 from gpipe_cli.pipeline.schedule.simulator import Held
 
 
-class DoesNotFitError(ValueError):
+class DoesNotFitError(InputError):
     """A stage's activations exceed its memory whatever it recomputes."""
 
     def __init__(self, stage: int, missing_bytes: int) -> None:

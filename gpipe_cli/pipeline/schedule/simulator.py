@@ -84,7 +84,7 @@ def simulate(
             Each row has a device of its own if left out.
 
     Raises:
-        ValueError: the schedule deadlocks.
+        InputError: the schedule deadlocks.
     """
     assert len(stages) == len(schedule.stages), "one cost per stage"
     assert not edges or len(edges) == len(stages) - 1, "one cost per edge"

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.result import RESULT, flattened, read_result, value_of
 from gpipe_cli.reporting.run.tensorboard import (
     SAMPLES_PER_SECOND,
@@ -90,18 +91,18 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run in ``folder``. Raises ValueError, one line, if there is no result.json, or it cannot be read."""
+    """The run in ``folder``. Raises InputError, one line, if there is no result.json, or it cannot be read."""
     try:
         result = read_result(folder)
     except FileNotFoundError:
-        raise ValueError(f"{folder}: has no {RESULT}, so nothing is known of this run; run it again") from None
+        raise InputError(f"{folder}: has no {RESULT}, so nothing is known of this run; run it again") from None
     except OSError as error:
-        raise ValueError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
+        raise InputError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
     if missing := [key for key in _NEEDED if key not in result]:
-        raise ValueError(f"{folder / RESULT}: has no {missing[0]}, so it is not the result of a run; leave it out")
+        raise InputError(f"{folder / RESULT}: has no {missing[0]}, so it is not the result of a run; leave it out")
     for file in folder.glob("*tfevents*"):
         if not file.is_file():
-            raise ValueError(f"{file}: must be a regular file, as it has the name of curves; remove it")
+            raise InputError(f"{file}: must be a regular file, as it has the name of curves; remove it")
     settings = dict(flattened(result["config"]))
     if result["command"] == "bench":
         settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}
@@ -144,17 +145,17 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
 def find_runs(folder: Path) -> list[Path]:
     """The run that ``folder`` is, or those one or two levels below it, in the order in which people count.
 
-    Raises ValueError if there is no such folder, or no run in it.
+    Raises InputError if there is no such folder, or no run in it.
     """
     if folder.is_file():
-        raise ValueError(f"{folder}: is a file; give the folder of a run")
+        raise InputError(f"{folder}: is a file; give the folder of a run")
     if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder")
+        raise InputError(f"{folder}: there is no such folder")
     if (folder / CONFIG).is_file():
         return [folder]
     found = runs_below(folder)
     if not found:
-        raise ValueError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
+        raise InputError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
     return sorted(found, key=_counted)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_json, write_whole
 
 RESULT = "result.json"
@@ -20,14 +21,14 @@ def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) ->
 
 
 def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
-    """What ``write_result`` wrote. Raises FileNotFoundError, and ValueError if it is not the JSON of a result."""
+    """What ``write_result`` wrote. Raises FileNotFoundError, and InputError if it is not the JSON of a result."""
     path = folder / name
     try:
         result = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); remove it, or run again into a new folder") from error
+        raise InputError(f"{path}: not valid JSON ({error}); remove it, or run again into a new folder") from error
     if not isinstance(result, dict):
-        raise ValueError(f"{path}: must be a JSON object, is {type(result).__name__}; run again into a new folder")
+        raise InputError(f"{path}: must be a JSON object, is {type(result).__name__}; run again into a new folder")
     return result
 
 

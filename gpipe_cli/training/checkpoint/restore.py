@@ -13,6 +13,7 @@ from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, 
 from gpipe_cli.config.groups import ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.engine import Engine
 
@@ -24,7 +25,7 @@ class Comparison:
     """A checkpoint beside the model of a run, by names, types and shapes alone.
 
     `setting` led to it, as it was given; `source` are the settings of the run that wrote it. Every `refuse` raises
-    ValueError, one line.
+    InputError, one line.
     """
 
     setting: str
@@ -48,7 +49,7 @@ class Comparison:
     def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
         """If layers, or tensors in them, are on one side only."""
         if only_here or only_there:
-            raise ValueError(
+            raise InputError(
                 f"{self.setting}: {self.checkpoint.name} is of another model (only here: {_some(only_here)}; only "
                 f"there: {_some(only_there)}); {self._as_there()}"
             )
@@ -71,7 +72,7 @@ class Comparison:
             remedy = f"use dataset.vocabulary={theirs.vocabulary}, and text is read with the vocabulary of that run"
         elif isinstance(theirs, ImagesConfig) and theirs.image_size != getattr(mine, "image_size", None):
             remedy = f"use dataset.image_size={theirs.image_size}, or a model that takes any size"
-        raise ValueError(f"{self.setting}: {other[0]} has shape {there} there and {here} here{why}; {remedy}")
+        raise InputError(f"{self.setting}: {other[0]} has shape {there} there and {here} here{why}; {remedy}")
 
     def refuse_damaged(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """If the checkpoint lacks one of these tensors, or has it with another type or shape: as DamagedError."""
@@ -111,7 +112,7 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
 def check_restorable(both: Comparison, model: nn.Sequential, *, optimizer: bool) -> None:
     """Whether a checkpoint has all that `model`, on the meta device and frozen as the run says, needs to go on.
 
-    Raises ValueError if the checkpoint belongs to another model (and what differs), and DamagedError if a tensor is
+    Raises InputError if the checkpoint belongs to another model (and what differs), and DamagedError if a tensor is
     missing.
     """
     layers = dict(model.named_children())
@@ -131,10 +132,10 @@ def check_restorable(both: Comparison, model: nn.Sequential, *, optimizer: bool)
 
 
 def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
-    """Raises ValueError if the optimizer needs a state that the one of the run that is resumed has not kept."""
+    """Raises InputError if the optimizer needs a state that the one of the run that is resumed has not kept."""
     needed, kept = (state_of(one.optimizer, (1,), torch.float32).keys() for one in (config, saved))
     if missing := sorted(needed - kept):
-        raise ValueError(
+        raise InputError(
             f"optimizer={config.optimizer.name}: needs {', '.join(missing)} of every parameter, and the run that is "
             f"resumed was trained by {saved.optimizer.name} without; leave the optimizer's settings out"
         )

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_json, regular_size, write_whole
 from gpipe_cli.training.events import Tested
 
@@ -92,7 +93,7 @@ class Index:
     without_state: tuple[str, ...] = ()  # parameters of which the optimizer kept nothing: frozen, or never used
 
 
-class DamagedError(ValueError):
+class DamagedError(InputError):
     """A checkpoint that cannot be used; an older one of the run may be intact."""
 
 
@@ -118,11 +119,11 @@ def find_checkpoint(
     """The `last` or the `best` checkpoint; if that is damaged the newest one that is not, and `warn` gets a line.
 
     Damaged is one whose files are not what was written, and one for which `check` raises DamagedError. Raises
-    ValueError naming `setting` if the run has none that can be used, and what else `check` raises.
+    InputError naming `setting` if the run has none that can be used, and what else `check` raises.
     """
     found = checkpoints_in(run_folder)[::-1]
     if not found:
-        raise ValueError(
+        raise InputError(
             f"{setting}={run_folder}: the run has written no checkpoint (looked in {run_folder / 'checkpoints'}); "
             "it ended before its first one, start it again"
         )
@@ -140,7 +141,7 @@ def find_checkpoint(
         if damaged:
             warn(f"warning: {damaged[0]}; {checkpoint.name} is taken, the newest checkpoint that is intact")
         return checkpoint
-    raise ValueError(f"{setting}={run_folder}: none of its checkpoints is intact: {damaged[0]}; give another run")
+    raise InputError(f"{setting}={run_folder}: none of its checkpoints is intact: {damaged[0]}; give another run")
 
 
 def _best_of(newest_first: Sequence[Path]) -> Path | None:

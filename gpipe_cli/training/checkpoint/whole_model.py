@@ -16,7 +16,7 @@ from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, rea
 
 
 def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
-    """What `gpipe_cli.load` gives. Raises ValueError, one line, as it says."""
+    """What `gpipe_cli.load` gives. Raises InputError, one line, as it says."""
     if which not in ("best", "last"):
         raise RefusedError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
     folder = find_run("run_folder", run, "outputs")

@@ -7,6 +7,7 @@ import torch
 from memory_runs import SAMPLES
 from torch import nn
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Saved
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
@@ -66,7 +67,7 @@ def test_the_halves_of_a_backward() -> None:
 
 
 def test_layers_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ValueError, match=r"layer second does not accept inputs of shape \(2, 5\)"):
+    with pytest.raises(InputError, match=r"layer second does not accept inputs of shape \(2, 5\)"):
         trace((4,), first=nn.Linear(4, 5), second=nn.Linear(6, 5))
 
 
@@ -101,7 +102,7 @@ def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
 
 def test_one_value_per_channel_is_refused_by_a_batch_norm_that_is_not_frozen() -> None:
     model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 8), norm=nn.BatchNorm2d(4))).to("meta")
-    with pytest.raises(ValueError, match="layer norm"):
+    with pytest.raises(InputError, match="layer norm"):
         run_shapes(model, as_boundary((torch.empty(1, 3, 8, 8),)))
     run_shapes(model, as_boundary((torch.empty(1, 3, 9, 9),)))
     freeze(model, Frozen(modules=("norm",)))
@@ -220,5 +221,5 @@ def test_bfloat16_has_the_types_of_the_device_and_the_operations_of_float32() ->
 def test_a_tensor_that_is_no_buffer_is_refused_under_bfloat16() -> None:
     layer = nn.Linear(8, 8, device="meta")
     layer.positions = torch.arange(8.0)
-    with pytest.raises(ValueError, match=r"0\.positions: .*register_buffer, or precision=float32"):
+    with pytest.raises(InputError, match=r"0\.positions: .*register_buffer, or precision=float32"):
         trace_layers(nn.Sequential(layer), as_boundary((torch.empty(1, 8),)), training=True, computed_in=torch.bfloat16)

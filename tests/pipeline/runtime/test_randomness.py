@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_of_name
 
 CPU = torch.device("cpu")
@@ -71,6 +72,6 @@ class Bare(nn.Module):
 def test_a_layer_that_cannot_initialise_itself_is_named(layer: type[nn.Module], where: str) -> None:
     with torch.device("meta"):
         described = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), odd=layer()))
-    with pytest.raises(ValueError, match=rf"layer {where} \(Bare\) has parameters or buffers but no reset_parameters"):
+    with pytest.raises(InputError, match=rf"layer {where} \(Bare\) has parameters or buffers but no reset_parameters"):
         materialize(described, 1, 1, run_seed=0, device=CPU)
     materialize(described, 0, 1, run_seed=0, device=CPU)  # none of this process's business

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from schedule_runs import build, parse
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
@@ -79,7 +80,7 @@ def test_linearize_launches_breadth_first_over_devices_and_depth_first_on_each()
     ],
 )
 def test_check_refuses_and_points(broken: str, message: str, picture: str) -> None:
-    with pytest.raises(ValueError, match="schedule: ") as error:
+    with pytest.raises(InputError, match="schedule: ") as error:
         check(parse(broken))
     first_line, shown = str(error.value).split("\n", 1)
     assert message in first_line
@@ -99,10 +100,10 @@ def test_check_finds_any_single_damage() -> None:
             for i, gone in enumerate(row):
                 rest = row[:i] + row[i + 1 :]
                 if gone.kind is not Kind.R:  # without an R the forward keeps its graph: another valid schedule
-                    with pytest.raises(ValueError, match="schedule: "):
+                    with pytest.raises(InputError, match="schedule: "):
                         check(damaged(rest))
                 where = random_.randrange(len(rest) + 1)
-                with pytest.raises(ValueError, match="schedule: "):
+                with pytest.raises(InputError, match="schedule: "):
                     check(damaged((*row[:where], gone, *row[where:])))
             for i in range(len(row) - 1):
                 swapped = [*row[:i], row[i + 1], row[i], *row[i + 2 :]]
@@ -117,11 +118,11 @@ def test_check_finds_any_single_damage() -> None:
 
 
 def test_empty_and_nonsense_are_refused() -> None:
-    with pytest.raises(ValueError, match="schedule: is empty"):
+    with pytest.raises(InputError, match="schedule: is empty"):
         check(Schedule())
-    with pytest.raises(ValueError, match="count from 0"):
+    with pytest.raises(InputError, match="count from 0"):
         check(Schedule([(Action(Kind.F, 0, 0), Action(Kind.F, 0, -1))]))
-    with pytest.raises(ValueError, match=r"deadlock \(0F0 waits for|deadlock \(1F0 waits for 0F0"):
+    with pytest.raises(InputError, match=r"deadlock \(0F0 waits for|deadlock \(1F0 waits for 0F0"):
         linearize(parse("0F1\n1F0"))
 
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 
 
@@ -109,9 +110,9 @@ def test_costs_that_cannot_be_written_in_31_bits() -> None:
 
 
 def test_a_number_of_partitions_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="partitions=9: the model has only 8 layers; use partitions=8 or fewer"):
+    with pytest.raises(InputError, match="partitions=9: the model has only 8 layers; use partitions=8 or fewer"):
         partition([1.0] * 8, 9)
-    with pytest.raises(ValueError, match="partitions=0: must be at least 1"):
+    with pytest.raises(InputError, match="partitions=0: must be at least 1"):
         partition([1.0] * 8, 0)
 
 
@@ -124,6 +125,6 @@ def test_a_number_of_partitions_that_does_not_fit() -> None:
     ],
 )
 def test_a_balance_that_does_not_fit(balance: list[int], layers: int, partitions: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(InputError, match=message) as error:
         check_balance(balance, layers, partitions)
     assert "\n" not in str(error.value)

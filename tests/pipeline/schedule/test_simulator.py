@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from schedule_runs import build, parse
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import orders
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
@@ -248,7 +249,7 @@ def test_waiting_and_exposed_transfers() -> None:
 
 
 def test_a_schedule_that_deadlocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="deadlock"):
+    with pytest.raises(InputError, match="deadlock"):
         simulate(parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), equal(2, 1, 1))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, shares, step
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
 from gpipe_cli.reporting.compare.page import MOST_OF_CHART, MOST_POINTS, write_page
 from gpipe_cli.reporting.compare.report import csv_of, notes, same_curve_notes, show_comparison
@@ -88,7 +89,7 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
     assert [folder.name for folder in find_runs(sweep)] == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert find_runs(sweep / "partitions=2") == [sweep / "partitions=2"]
     assert len(find_runs(sweep.parent)) == 5  # one and two levels below
-    with pytest.raises(ValueError, match=r"result\.json: is a file"):
+    with pytest.raises(InputError, match=r"result\.json: is a file"):
         find_runs(sweep / "partitions=2" / "result.json")
 
 

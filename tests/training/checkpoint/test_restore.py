@@ -24,6 +24,7 @@ from training_runs import (
     train_here,
 )
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.result import read_result
@@ -77,7 +78,7 @@ def test_a_run_may_begin_to_average_later(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_is_refused_by_what_differs(settings: str, message: str, two: Path) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         source(f"resume={two}", settings)
     assert str(caught.value).startswith((f"resume={two}: ", "optimizer=adam: "))
     assert "\n" not in str(caught.value)
@@ -186,7 +187,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_newest_intact_one(
         assert line.count("\n") == 1
         assert "; step_00000001 is taken" in line
         shutil.rmtree(run / "checkpoints" / "step_00000001")
-        with pytest.raises(ValueError, match="none of its checkpoints is intact") as caught:
+        with pytest.raises(InputError, match="none of its checkpoints is intact") as caught:
             source(f"resume={run}")
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)

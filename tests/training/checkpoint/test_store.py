@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.writer import Snapshot
 
@@ -69,12 +70,12 @@ def test_only_what_is_asked_for(tmp_path: Path) -> None:
     assert set(store.read_tensors(checkpoint, ("stem",), ("model",))) == {"model/stem.weight"}
     (checkpoint / "stage_0.safetensors").unlink()  # nobody who needs only the head looks at it
     assert len(store.read_tensors(checkpoint, ("head",), KINDS)) == 3
-    with pytest.raises(ValueError, match=r"stage_0.safetensors: part of the checkpoint cannot be read"):
+    with pytest.raises(InputError, match=r"stage_0.safetensors: part of the checkpoint cannot be read"):
         store.read_tensors(checkpoint, ("stem",), KINDS)
 
 
 def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"resume={tmp_path}: the run has written no checkpoint"):
+    with pytest.raises(InputError, match=f"resume={tmp_path}: the run has written no checkpoint"):
         store.find_checkpoint(tmp_path, "last", "resume")
     write(tmp_path, 1)
     draft = store.draft_of(tmp_path, 2)
