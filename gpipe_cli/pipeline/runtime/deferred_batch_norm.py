@@ -19,10 +19,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.host_copies import to_device
 
 OfReplicas: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """From a tensor of this process, the same of all replicas of its stages, in their order."""
+
+
+_ALIGNED_BYTES = 128  # cuDNN's persistent batch norm stores statistics 16 bytes at a time, and checks no address
 
 
 def alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -32,17 +36,21 @@ def alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 @dataclass
 class _Slot:
-    """Of one micro-batch: a flat tensor (2, channels of all norms), its views for each norm, and values per channel of
-    the norms that have written to it."""
+    """What all norms found in one micro-batch: a flat tensor (2, widths of all norms), its views for each norm, and
+    values per channel of the norms that have written to it."""
 
     moments: torch.Tensor
-    views: list[tuple[torch.Tensor, torch.Tensor]]  # mean, variance
+    views: list[tuple[torch.Tensor, torch.Tensor]]  # mean and variance, (C,) each
     counts: dict[int, int] = field(default_factory=dict)
 
 
 class BatchStatistics:
     """The slots of all batch norms of one stage, one for each micro-batch; all norms share one flat tensor, so that a
-    commit costs a dozen operations a stage and not a dozen a norm."""
+    commit costs a dozen operations a stage and not a dozen a norm.
+
+    In that tensor a norm has a width of its C channels and padding, so that the next one begins at an aligned address.
+    The padding holds zeros, and is computed with like any channel.
+    """
 
     def __init__(self, norms: Sequence[_BatchNorm] = ()) -> None:
         self._norms = list(norms)
@@ -68,10 +76,8 @@ class BatchStatistics:
         while len(self._slots) <= micro_batch:
             mean = self._norms[0].running_mean
             assert mean is not None
-            sizes = [norm.num_features for norm in self._norms]
-            moments = torch.zeros(2, sum(sizes), dtype=mean.dtype, device=mean.device)
-            views = zip(moments[0].split(sizes), moments[1].split(sizes), strict=True)
-            self._slots.append(_Slot(moments, list(views)))
+            moments = torch.zeros(2, sum(self._widths), dtype=mean.dtype, device=mean.device)
+            self._slots.append(_Slot(moments, list(zip(*map(self._of_norms, moments), strict=True))))
         self._open = micro_batch
         if self._second is not None:
             self._second.open(micro_batch)
@@ -111,8 +117,7 @@ class BatchStatistics:
         seen = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
         parts = of_replicas(self._moments(used))
         if not used:  # this mini-batch had no sample for this replica
-            of_norms = sum(parts)[0].split([norm.num_features for norm in self._norms])  # type: ignore[index]
-            seen = [bool(total[0]) for total in of_norms]
+            seen = [bool(total[0]) for total in self._of_norms(sum(parts)[0])]  # type: ignore[index]
         total, mean, squares = parts[0]
         if len(parts) > 1:
             total = sum(part[0] for part in parts)  # whole numbers: exact in any order
@@ -128,14 +133,13 @@ class BatchStatistics:
             self.newest = [(to, (new + second[id(to)]) / 2 if id(to) in second else new) for to, new in self.newest]
 
     def _moments(self, used: Sequence[_Slot]) -> torch.Tensor:
-        """Of the micro-batches in these slots, float64 (3, channels): values, their mean, and the sum of the squares of
+        """Of the micro-batches in these slots, float64 (3, widths): values, their mean, and the sum of the squares of
         their differences to it."""
-        channels = tuple(norm.num_features for norm in self._norms)
         if not used:
             device = self._norms[0].running_mean.device  # type: ignore[union-attr]
-            return torch.zeros(3, sum(channels), dtype=torch.float64, device=device)
+            return torch.zeros(3, sum(self._widths), dtype=torch.float64, device=device)
         rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
-        values, total = _values_of_channels(rows, channels, used[0].moments.device)
+        values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
         moments = [slot.moments.double() for slot in used]
         mean = torch.zeros_like(total)
         for moment, count in zip(moments, values, strict=True):
@@ -148,9 +152,17 @@ class BatchStatistics:
             squares += difference * difference * count
         return torch.stack((total, mean, squares))
 
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        return tuple(_width(norm) for norm in self._norms)
+
+    def _of_norms(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The channels (C,) of each norm in a tensor of the widths of all norms."""
+        parts = zip(flat.split(self._widths), self._norms, strict=True)
+        return [part[: norm.num_features] for part, norm in parts]
+
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]) -> None:
-        sizes = [norm.num_features for norm in self._norms]
-        means, variances = mean.split(sizes), variance.split(sizes)
+        means, variances = self._of_norms(mean), self._of_norms(variance)
         torch._foreach_add_([_buffers(n)[2] for n, was in zip(self._norms, seen, strict=True) if was], 1)
         by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, norm in enumerate(self._norms):
@@ -170,6 +182,13 @@ class BatchStatistics:
             self.newest += zip(running, new, strict=True)
 
 
+def _width(norm: _BatchNorm) -> int:
+    """How many numbers of its type a norm takes up in a flat tensor: its channels, up to the next aligned address."""
+    assert norm.running_mean is not None
+    aligned = _ALIGNED_BYTES // norm.running_mean.itemsize
+    return -(-norm.num_features // aligned) * aligned
+
+
 def _buffers(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, variance, number of mini-batches."""
     mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
@@ -181,10 +200,10 @@ def _buffers(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @lru_cache(maxsize=256)  # of all stages in a process, for each size of mini-batch
 def _values_of_channels(
-    rows: tuple[tuple[int, ...], ...], channels: tuple[int, ...], device: torch.device
+    rows: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """For each micro-batch the values that each channel of all norms has, and their sum; from those of each norm."""
-    repeats, length = torch.tensor(channels), sum(channels)
+    repeats, length = torch.tensor(widths), sum(widths)
     on_host = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats, output_size=length) for row in rows]
     values = [to_device(of_channels, device) for of_channels in on_host]
     return values, torch.stack(values).sum(dim=0)  # whole numbers: exact in any order
@@ -195,7 +214,7 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
 
     A norm stays the object that it is, with its parameters, hooks and whatever its class does besides normalizing: only
     where its forward reads and writes statistics is changed. That needs a forward whose use of statistics is known.
-    Raises ValueError, one line, for a norm with any other forward.
+    Raises InputError, one line, for a norm with any other forward.
     """
     norms: list[_BatchNorm] = []
     owners: dict[int, str] = {}
@@ -203,9 +222,9 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
         if not isinstance(norm, _BatchNorm) or not norm.track_running_stats or norm.running_mean is None:
             continue
         if (owner := owners.setdefault(id(norm.running_mean), path)) != path:
-            raise ValueError(f"layers {owner} and {path}: two batch norms track one running_mean; give each its own")
+            raise InputError(f"layers {owner} and {path}: two batch norms track one running_mean; give each its own")
         if not _is_known(norm):
-            raise ValueError(
+            raise InputError(
                 f"layer {path} ({type(norm).__name__}): a batch norm with a forward of its own would track statistics "
                 "of micro-batches instead of the mini-batch; use nn.BatchNorm1d, 2d or 3d and do the rest in a module "
                 "around it, or use track_running_stats=False"
@@ -217,7 +236,7 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
 
 @contextmanager
 def deferring(module: nn.Module) -> Iterator[None]:
-    """Inside, the batch norms below `module` normalize as in a pipeline, and track nothing. Raises ValueError as
+    """Inside, the batch norms below `module` normalize as in a pipeline, and track nothing. Raises InputError as
     `defer_batch_norms` does."""
     norms = defer_batch_norms(module, BatchStatistics())
     try:
