@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -187,6 +188,31 @@ def test_a_factor_that_is_refused_is_a_row(load: Callable[[str], Any]) -> None:
         assert re.match(
             "RefusedError: compile=true: .*compiler", speed.with_factor(turns, "transformer_lm", "compile=true")
         )
+
+
+def test_each_call_on_a_gpu_ends_within_its_time(load: Callable[[str], Any]) -> None:
+    """The limits of all parts added up to more than the ten minutes for which a GPU is lent."""
+    acceptance = load("gpu_acceptance")
+    assert sorted(name for call in acceptance.CALLS for group in call for name in group) == sorted(acceptance.PARTS)
+    for call in acceptance.CALLS:
+        assert sum(max(acceptance.PARTS[name][1] for name in group) for group in call) <= acceptance.CALL_SECONDS
+    # NCCL's kernels spin while they wait, and would hold up all that runs beside them
+    assert acceptance.groups_of(acceptance.CALLS, ["check", "links", "tests"], gpu=True) == [
+        ["tests", "check"],
+        ["links"],
+    ]
+
+
+def test_a_checkout_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
+    """On PYTHONPATH it has no conf/: every part of the acceptance failed with a traceback."""
+    paths = [str(FOLDER.parents[1]), *(path for path in sys.path if path.endswith("-packages"))]
+    ended = subprocess.run(
+        [sys.executable, "-S", FOLDER / "gpu_acceptance.py", "--device=cpu"],  # -S: without editable installs
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "not installed; pip install --no-deps --no-build-isolation -e" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")

@@ -1,11 +1,16 @@
-"""What holds on the GPU at hand, in ten parts: all together less than nine minutes on one H100.
+"""What holds on the GPU at hand, in twelve parts and three calls: --call=1, 2 and 3 take less than nine minutes each,
+for a machine that is lent for ten.
 
 Every part is a process of its own with a limit of its own, at which everything that it has started is killed, so that
 one that hangs or dies costs its own rows only. Where there is a GPU, parts whose seconds do not matter run at the same
 time. After each part FOLDER/gpu_acceptance.md, a table, and FOLDER/gpu_acceptance.json are written anew, so that they
 hold what is done if this is cut off. With --device=cpu every part runs at a tiny size, without what needs a GPU.
 
-Usage: python recipes/measurements/gpu_acceptance.py [--device cuda|cpu] [--parts versions,check,...] [--folder FOLDER]
+gpipe must be installed: pip install --no-deps --no-build-isolation -e . where there is no network. A checkout on
+PYTHONPATH is not enough, as conf/ and recipes/ are packages only of an installed gpipe.
+
+Usage: python recipes/measurements/gpu_acceptance.py [--device cuda|cpu] [--call 1|2|3] [--parts versions,check,...]
+       [--folder FOLDER]
 """
 
 import json
@@ -25,6 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +51,7 @@ from gpipe_cli.system.machine import cpu_model, usable_cores
 
 HERE = Path(__file__)
 ROOT = HERE.parents[2]
-ALL_SECONDS = 525  # of all parts; the machine is lent for minutes
+CALL_SECONDS = 525  # of all parts of a call; the rest of ten minutes is for installation
 TINY = ["model.normal_cells=3", "model.filters=8", "dataset=synthetic_images", "dataset.image_size=16",
         "dataset.num_classes=4", "dataset.train_samples=32", "dataset.test_samples=8", "batch_size=8",
         "micro_batches=4", "data_workers=0"]  # fmt: skip
@@ -121,7 +127,7 @@ class Setting:
 
 
 def environment() -> dict[str, str]:
-    paths = [str(ROOT), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -410,20 +416,26 @@ def graphs(setting: Setting) -> Found:
 
 
 PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
-    "versions": (versions, 50),
-    "tests": (tests, 100),
-    "check": (check, 100),
-    "links": (links, 100),
-    "nodes": (nodes, 100),
-    "resumption": (resumption, 100),
-    "synchronisations": (synchronisations, 40),
-    "memory": (memory, 50),
-    "prediction": (prediction, 50),
-    "graphs": (graphs, 40),
-    "peers": (peers, 75),
-    "speeds": (speeds, 150),
+    "versions": (versions, 90),
+    "tests": (tests, 300),
+    "check": (check, 300),
+    "resumption": (resumption, 300),
+    "links": (links, 150),
+    "nodes": (nodes, 150),
+    "synchronisations": (synchronisations, 90),
+    "memory": (memory, 90),
+    "prediction": (prediction, 90),
+    "graphs": (graphs, 90),
+    "peers": (peers, 150),
+    "speeds": (speeds, 240),
 }  # by name: what is done, and its limit in seconds on a GPU
-AT_ONCE = ("tests", "check", "links", "nodes", "resumption")  # their seconds do not matter
+# Each call: groups of parts that run at the same time, one group after the other. The kernels of NCCL, in links and
+# nodes, spin while they wait, and processes get the GPU in turns: beside them every other wait would take 10 to 20 ms.
+CALLS = (
+    (("versions",), ("tests", "check", "resumption")),
+    (("links", "nodes"), ("synchronisations",), ("memory",), ("prediction",)),
+    (("graphs",), ("peers",), ("speeds",)),
+)
 
 
 def last_line(text: str) -> str:
@@ -526,10 +538,13 @@ def report(rows: Sequence[Row], device: str, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if usable_gpus() else "cpu")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of this call (all)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of these parts (all)")
     parser.add_argument("--folder", type=Path, default=Path("."), help="of the table (the current one)")
     parser.add_argument("--one", default=None, help="this part alone, in this process")
     options = parser.parse_args(arguments)
+    if find_spec("gpipe_cli.conf") is None:
+        parser.error(f"gpipe is not installed; pip install --no-deps --no-build-isolation -e {ROOT}")
     output: Path = options.folder.resolve()
     if options.one is not None:
         only(options.one, Setting(options.device, output))
@@ -545,25 +560,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (output / "gpu_acceptance.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
         (output / "gpu_acceptance.md").write_text(report(rows, options.device, time.monotonic() - began))
 
-    parts = [name for name in PARTS if name in options.parts.split(",")]
+    calls = CALLS if options.call is None else CALLS[options.call - 1 : options.call]
     with tempfile.TemporaryDirectory(prefix="gpu_acceptance_", ignore_cleanup_errors=True) as folder:
         os.environ.setdefault("XDG_CACHE_HOME", folder)  # one for all parts
-        setting, deadline = Setting(options.device, Path(folder)), began + ALL_SECONDS
-        for group in groups_of(parts, setting.gpu):
+        setting, deadline = Setting(options.device, Path(folder)), began + CALL_SECONDS * len(calls)
+        for group in groups_of(calls, options.parts.split(","), setting.gpu):
             with ThreadPoolExecutor(len(group)) as pool:
                 for done in as_completed([pool.submit(perform, name, setting, deadline) for name in group]):
                     note(done.result())
     print(f"\n{report(rows, options.device, time.monotonic() - began)}")
 
 
-def groups_of(parts: Sequence[str], gpu: bool) -> list[list[str]]:
-    """Those that run at the same time, one group after the other."""
-    if not gpu:
-        return [[name] for name in parts]
-    together = [name for name in parts if name in AT_ONCE]
-    before, after = ([name for name in parts if name not in AT_ONCE and (name == "versions") is first]
-                     for first in (True, False))  # fmt: skip
-    return [group for group in ([before, together, *([name] for name in after)]) if group]
+def groups_of(calls: Sequence[Sequence[Sequence[str]]], parts: Sequence[str], gpu: bool) -> list[list[str]]:
+    """Those of `parts` that run at the same time, one group after the other; without a GPU each part alone."""
+    groups = [[name for name in group if name in parts] for call in calls for group in call]
+    return [group for group in (groups if gpu else ([name] for one in groups for name in one)) if group]
 
 
 if __name__ == "__main__":
