@@ -87,7 +87,7 @@ def train_here(
         placement,
         folder,
         WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, watch),
-        source=find_source(config, placement),
+        source=find_source(config),
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages

@@ -39,7 +39,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
     run = Path(config.run)
     training = for_evaluation(config.training)
     placement = make_placement(training)
-    checkpoint = fitting_checkpoint(training, placement, run, config.checkpoint, "run", optimizer=False)
+    checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
     # the same threads, on which the last bits of sums depend
     whole = replace(
         training, partitions=1, partition=PartitionConfig(None), stages_per_process=None, threads=placement.threads

@@ -27,4 +27,5 @@ def check(job: LaunchSettings, config: TrainConfig, auto: Collection[str]) -> No
         config, plan, _ = choose(config, auto, profile, costs_of, elsewhere=job.gpus_per_node > 0)
         if config.batch_size is not None:
             refuse_single_samples(config, config.batch_size)
-        find_source(config, make_placement(config, profile, plan))
+        make_placement(config, profile, plan)
+        find_source(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.build import build_model
+from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
@@ -64,6 +65,7 @@ def launch(
     while True:
         here = (again or restarts) and leads() and not config.dry_run
         if here and (progress := progress_if_complete(now, folder)) is not None:
+            find_source(now)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
             complete_result(folder, config.task, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
@@ -83,7 +85,7 @@ def launch(
 def _evaluate(config: EvaluateConfig, folder: Path) -> int:
     training = for_evaluation(config.training)
     placement = make_placement(training)
-    source = partial(fitting_checkpoint, training, placement, folder, config.checkpoint, "run", optimizer=False)
+    source = partial(fitting_checkpoint, training, folder, config.checkpoint, "run", optimizer=False)
     decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
     task = partial(evaluate_checkpoint, training, config.decode, decision.source, placement)
@@ -120,12 +122,12 @@ def _train(
     training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
-            find_source(training, placement)
+            find_source(training)
             show_dry_run(prepared, folder, start)
         return 0
     if training.compile and leads() and not restarts:
         show_line(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
-    decision = agree(lambda: Decision(folder, config.resume, find_source(training, placement)))
+    decision = agree(lambda: Decision(folder, config.resume, find_source(training)))
     if decision.complete:
         return 0
     if again and not leads() and config.run_folder is not None and (config.resume, decision.resume).count(None) == 1:
@@ -164,26 +166,24 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
     return fewer, f", with partitions={fewer.partitions}, as {now} of {before} GPUs are left"
 
 
-def find_source(config: TrainConfig, placement: Placement) -> Path | None:
+def find_source(config: TrainConfig) -> Path | None:
     """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
 
     Raises InputError, one line, for one that does not fit the run.
     """
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
-        return fitting_checkpoint(config, placement, Path(config.resume), "last", "resume", optimizer=True)
+        return fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
     return None if config.init_from is None else find_weights(config, show_error)
 
 
-def fitting_checkpoint(
-    config: TrainConfig, placement: Placement, run: Path, which: str, setting: str, *, optimizer: bool
-) -> Path:
+def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
     """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
 
     Raises InputError, one line, if there is none, or they are of another model.
     """
     model = build_model(config)
-    freeze(model, placement.frozen)
+    freeze(model, find_frozen(config, model))
 
     def check(checkpoint: Path) -> None:
         check_restorable(Comparison.of(setting, run, checkpoint, config, model), model, optimizer=optimizer)

@@ -280,7 +280,7 @@ def test_a_finished_run_is_not_resumed(
     assert command(monkeypatch, "train", "resume=done", "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
     # a position in the data means something else with other mini-batches or another order
-    source = find_source(configure("resume=done", *TINY, "epochs=2"), make_placement(configure(*TINY)))
+    source = find_source(configure("resume=done", *TINY, "epochs=2"))
     for setting in ("batch_size=4", "seed=9"):
         with pytest.raises(InputError, match=f"^{setting}: the run that is resumed has "):
             starting_point(configure("resume=done", *TINY, setting), source)

@@ -170,6 +170,10 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
     assert "complete, with 2 steps; nothing is left" in capsys.readouterr().out
     result = read_result(tmp_path / "run")
     assert (result["status"], result["steps"], result["test"]["step"]) == ("completed", 2, 2)
+    # a complete run is not one with settings with which it could not go on
+    line = ["resume=auto", f"run_folder={tmp_path / 'run'}", "model.target=killed:other"]
+    assert command(monkeypatch, "train", *line) == 2
+    assert re.match(r"gpipe train: model.target=killed:other: .* has no function other", capsys.readouterr().err)
 
 
 def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(

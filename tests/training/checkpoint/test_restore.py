@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from training_runs import (
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.training_run import find_source
-from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.training.checkpoint.restore import restore
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint
@@ -87,14 +85,9 @@ def test_another_model_is_refused_by_what_differs(settings: str, message: str, t
 def source(*settings: str) -> Path:
     """The checkpoint that a run with these settings would go on from, or take weights of."""
     config = configure(*SETTINGS, *settings)
-    found = find_source(config, placement_of(*(one for one in settings if "=/" not in one)))
+    found = find_source(config)
     assert found is not None
     return found
-
-
-@cache
-def placement_of(*settings: str) -> Placement:
-    return make_placement(configure(*SETTINGS, *settings))
 
 
 def index_with(**values: object) -> Callable[[Path], None]:
