@@ -246,8 +246,10 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     `from_tree`.
     """
     base = OmegaConf.create(asdict(saved))
-    if given.get("partitions", saved.partitions) != saved.partitions:
+    if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
         OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
+        if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
+            OmegaConf.update(base, "stages_per_process", None)  # more than there are now
     if (replaced := replaced_batch(given)) is not None:
         OmegaConf.update(base, replaced, None)
     for key, value in given.items():

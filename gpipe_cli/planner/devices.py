@@ -157,6 +157,9 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     rows = _places(config, None)
     if each is not None and by_file:
         raise RefusedError("stages_per_process", each, f"schedule={config.schedule} says it; leave it out")
+    if each is not None and each > partitions:
+        use = f"use stages_per_process={partitions}, or partitions={each} or more"
+        raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
     if each is not None and executor == "in_process" and config.schedule not in DEALT_OUT:
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", each, why)

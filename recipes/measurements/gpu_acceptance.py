@@ -6,8 +6,9 @@ one that hangs or dies costs its own rows only. Where there is a GPU, parts whos
 time. After each part FOLDER/gpu_acceptance.md, a table, and FOLDER/gpu_acceptance.json are written anew, so that they
 hold what is done if this is cut off. With --device=cpu every part runs at a tiny size, without what needs a GPU.
 
-gpipe must be installed: pip install --no-deps --no-build-isolation -e . where there is no network. A checkout on
-PYTHONPATH is not enough, as conf/ and recipes/ are packages only of an installed gpipe.
+gpipe must be installed: pip install --no-deps --no-build-isolation -e . where there is no network (setuptools 70.1 or
+newer is needed for it). A checkout on PYTHONPATH is not enough, as conf/ and recipes/ are packages only of an installed
+gpipe.
 
 Usage: python recipes/measurements/gpu_acceptance.py [--device cuda|cpu] [--call 1|2|3] [--parts versions,check,...]
        [--folder FOLDER]

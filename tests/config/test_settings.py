@@ -177,6 +177,9 @@ def test_resume_with_other_partitions_drops_the_balance() -> None:
     assert resumed(saved, tree("partitions=3"), ["partitions"]).partition.balance is None
     given = ["partitions", "partition.balance"]
     assert resumed(saved, tree("partitions=3", "partition.balance=[4,4,4]"), given).partition.balance == (4, 4, 4)
+    several = train("partitions=6", "stages_per_process=3")
+    assert resumed(several, tree("partitions=3"), ["partitions"]).stages_per_process == 3
+    assert resumed(several, tree("partitions=2"), ["partitions"]).stages_per_process is None  # there are fewer stages
 
 
 def evaluate(run: Path, *overrides: str) -> Any:

@@ -10,6 +10,7 @@ from plan_runs import traced
 from training_runs import TINY, command, configure
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch import prepare
 from gpipe_cli.launch.machine_timing import step_costs
@@ -36,6 +37,11 @@ def test_processes_follow_the_executor() -> None:
     assert (pairs.owners, pairs.processes, pairs.stages_of(0)) == ((0, 0, 1), 2, (0, 1))
 
 
+def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
+    with pytest.raises(RefusedError, match=r"^stages_per_process=4: .* use stages_per_process=2, or partitions=4 or"):
+        place(configure(*TINY, "partitions=2", "stages_per_process=4"))
+
+
 @pytest.mark.parametrize(
     ("gpus", "settings", "owners", "stages"),
     [
@@ -46,7 +52,7 @@ def test_processes_follow_the_executor() -> None:
         (8, "partitions=4 stages_per_process=3", (0, 0, 0, 1), "0 0 0 1"),
         (2, "partitions=4 executor=in_process", (0, 0, 0, 0), "0 0 1 1"),
         (0, "partitions=4 stages_per_process=2", (0, 0, 1, 1), None),
-        (0, "partitions=4 stages_per_process=8", (0, 0, 0, 0), None),
+        (0, "partitions=4 stages_per_process=4", (0, 0, 0, 0), None),
     ],
 )
 def test_stages_share_gpus_and_processes(
