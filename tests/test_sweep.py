@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
 from training_runs import command, start_program, wait_until
 
 from gpipe_cli.commands import sweep_folder
+from gpipe_cli.commands.command_line import JobTrees
 from gpipe_cli.commands.outcome import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
@@ -56,6 +59,24 @@ def test_folders_are_new_and_safe(tmp_path: Path) -> None:
     assert free_folder(tmp_path, "..").parent == tmp_path
     assert free_folder(tmp_path, "..").name == "run"
     assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
+
+
+def test_a_sweep_composes_each_choice_of_groups_once() -> None:
+    """Hundreds of jobs took Hydra minutes; the trees are those that it would have composed for each."""
+    composed: list[tuple[str, ...]] = []
+
+    def compose_job(job: tuple[str, ...]) -> DictConfig:
+        composed.append(job)
+        return compose("train", list(job))
+
+    choices = ([], ["model=resnet"], ["model=transformer_lm", "dataset=text_files"])
+    values = ["batch_size=8", "partition.balance=[4,6]", "hardware.memory_gib=null"]
+    jobs = [[*chosen, f"seed={seed}", *values] for chosen in choices for seed in (1, 2, 3)]
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        trees = JobTrees(compose_job)
+        for job in jobs:
+            assert trees.tree(job) == compose("train", job), job
+    assert len(composed) == len(choices)
 
 
 def test_the_table_shows_results_and_failures(

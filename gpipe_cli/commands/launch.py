@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, compose, own, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, JobTrees, compose, own, read, training
 from gpipe_cli.commands.folders import new_run, numbered
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences, folder_name, refuse_place
@@ -37,11 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     line = read("launch", arguments[1:] if named else arguments)
     line.refuse(REFUSED)
     lines = _of_trainings(line)
+    first = compose(lines[0], TRAINING_KEYS)
+    if first is None:
+        return 0
+    trees = JobTrees(lambda job: _composed(read("launch", [*_options(line), *job])))
+    found = [first, *(trees.tree(one.typed) for one in lines[1:])]
     jobs, requests = [], []
-    for one in lines:
-        tree = compose(one, TRAINING_KEYS)
-        if tree is None:
-            return 0
+    for one, tree in zip(lines, found, strict=True):
         jobs.append(own(LaunchSettings, "launch", tree))
         requests.append(training(tree, one.overrides))
     if not named:
@@ -54,8 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     with preparing(), interruptible_import():
         from gpipe_cli.launch.slurm_check import check
 
-        for request in requests:
-            check(job, *request)
+        check(job, requests)
     if line.options["multirun"]:
         place = Path(
             str(
@@ -100,10 +102,20 @@ def _of_trainings(line: CommandLine) -> list[CommandLine]:
             raise RefusedError(key, line.overrides[key], "all elements of a job array have the same; give one value")
     if not line.swept:
         raise InputError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
-    options = [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
     parsed = OverridesParser.create().parse_overrides([one for one in line.typed if key_of(one) != SWEEP_DIR])
     (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    return [read("launch", [*options, *job]) for job in jobs]
+    return [read("launch", [*_options(line), *job]) for job in jobs]
+
+
+def _options(line: CommandLine) -> list[str]:
+    """Hydra's options for each training of a sweep."""
+    return [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
+
+
+def _composed(line: CommandLine) -> DictConfig:
+    tree = compose(line, TRAINING_KEYS)
+    assert tree is not None, "what Hydra answers by itself is not a job"
+    return tree
 
 
 def _refuse(job: LaunchSettings, config: TrainConfig) -> None:

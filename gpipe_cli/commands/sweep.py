@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.commands import outcome
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, compose, drop_others, read, translated
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, JobTrees, compose, drop_others, read, translated
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
@@ -125,7 +125,8 @@ class Sweep(Launcher):
             )
         for name in SEARCH:  # that a run failed stands in our table
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._config, self._loader = config, hydra_context.config_loader
+        loader = hydra_context.config_loader
+        self._trees = JobTrees(lambda job: loader.load_sweep_config(config, list(job)))
         folder = self._folder.choose(Path(config.hydra.sweep.dir))
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder)
@@ -172,7 +173,7 @@ class Sweep(Launcher):
 
     def _request(self, job: Sequence[str]) -> RunRequest | InputError:
         try:
-            tree = self._loader.load_sweep_config(self._config, list(job))
+            tree = self._trees.tree(job)
             with read_write(tree), open_dict(tree):
                 del tree["hydra"]
             drop_others(self.line.command, tree)

@@ -1,6 +1,6 @@
 """What can be checked of a SLURM job before it is queued, on a machine that need not be like those of the job."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,22 +10,43 @@ from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.model_profile import profile_model, refuse_single_samples
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.placement import make_placement
 
+# What the profile of a model does not depend on.
+_OF_THE_RUN = (
+    "partitions", "micro_batches", "replicas", "partition", "recompute", "batch_size", "epochs", "max_steps", "seed",
+    "gradient_clipping", "learning_rate", "output", "run_folder", "checkpoint", "data_workers",
+)  # fmt: skip
 
-def check(job: LaunchSettings, config: TrainConfig, auto: Collection[str]) -> None:
-    """Raises InputError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices."""
+
+def check(job: LaunchSettings, requests: Sequence[tuple[TrainConfig, Collection[str]]]) -> None:
+    """Check the trainings of a job, each with the settings that are to be chosen: equal models are traced once.
+
+    Raises InputError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices.
+    """
+    profiles: list[tuple[TrainConfig, ModelProfile]] = []
+    for config, auto in requests:
+        first = requests[0][0]
+        alike = replace(config, **{key: getattr(first, key) for key in _OF_THE_RUN}, device="cpu")
+        profile = next((profile for known, profile in profiles if known == alike), None)
+        with as_first_of(job.processes, job.processes_here):
+            if profile is None:
+                profile = profile_model(replace(config, device="cpu"))
+                profiles.append((alike, profile))
+            _check(job, config, auto, profile)
+
+
+def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], profile: ModelProfile) -> None:
+    """Check one training of a job, under the environment of its first process."""
     hardware = config.hardware
     if config.recompute == "auto" and job.gpus_per_node and hardware.name == "auto" and hardware.memory_gib is None:
         config = replace(config, recompute="always")  # how much memory the GPUs have is not known
     config = replace(config, device="cpu")
     timed = config.cost != "figures" and job.processes > 1  # which is refused; this machine is not timed
     costs_of = partial(step_costs, log=lambda line: None) if timed else predicted_costs
-    with as_first_of(job.processes, job.processes_here):
-        profile = profile_model(config)
-        config, plan, _ = choose(config, auto, profile, costs_of, elsewhere=job.gpus_per_node > 0)
-        if config.batch_size is not None:
-            refuse_single_samples(config, config.batch_size)
-        make_placement(config, profile, plan)
-        find_source(config)
+    config, plan, _ = choose(config, auto, profile, costs_of, elsewhere=job.gpus_per_node > 0)
+    if config.batch_size is not None:
+        refuse_single_samples(config, config.batch_size)
+    make_placement(config, profile, plan)
+    find_source(config)
