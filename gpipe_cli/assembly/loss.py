@@ -60,7 +60,8 @@ class CrossEntropy:
     ) -> None:
         self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
         self._of_all = elements or self._elements
-        self._targets = to_device(targets, device or targets.device).split(list(sizes))
+        pieces = to_device(targets, device or targets.device).split(list(sizes))
+        self._targets = [piece.clone() for piece in pieces]  # a slice would keep the targets of the whole mini-batch
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
         self._counted: list[torch.Tensor] = []

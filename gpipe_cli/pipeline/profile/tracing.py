@@ -255,7 +255,7 @@ def _run(
 ) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
     own = [*layer.module.parameters(), *layer.module.buffers()]
-    saved = StorageBytes(without={storage_of(tensor) for tensor in own})
+    saved = StorageBytes({storage_of(tensor) for tensor in own}, inputs)
 
     closed: torch.Tensor | None = None
     counter = OperationCounter()
@@ -362,7 +362,8 @@ def _halves(
         hook.remove()
     spans += [of_inputs.get(at) for at in range(len(run.inputs))]
     own = {storage_of(tensor) for tensor in (*parameters, *run.module.buffers())}
-    inputs, kept = StorageBytes(own), StorageBytes(own)
+    given = [*run.inputs, *(gradient for gradient in of_outputs if gradient is not None)]
+    inputs, kept = StorageBytes(own, given), StorageBytes(own, given)
     inputs.add(weight.input for weight in deferred)
     kept.add(weight.gradient for weight in deferred if weight.gradient is not None)
     kept_inputs = _described_memory(inputs, list(map(byte_range, (*run.inputs, *run.outputs))), len(run.inputs))

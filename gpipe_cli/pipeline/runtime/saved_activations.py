@@ -3,8 +3,9 @@
 The paper's claim about memory (section 2.3, Table 1) is about these bytes: activations kept between forward and
 backward. The peak of an allocator says something else: it also has gradients, workspace and what is cached.
 
-What autograd saves are often views: the same activation flattened for one kernel and transposed for another, or a slice
-of the mini-batch. So the memory behind them is counted, once and as far as it is used.
+What autograd saves are often views: the same activation flattened for one kernel and transposed for another, or the
+keys of a tensor that has queries, keys and values. A view keeps all of the memory behind it, so all of that is counted,
+once. Only what a stage is given may be a part of more: a slice of the mini-batch, or of a receive buffer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -37,28 +38,37 @@ class SavedBytes:
         self._static = {storage_of(tensor) for tensor in static}
 
     @contextmanager
-    def recording(self, micro_batch: int, static: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Count what is saved in here for a backward of `micro_batch`; `static` tensors are known only now."""
+    def recording(
+        self, micro_batch: int, given: Iterable[torch.Tensor], static: Iterable[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Count what is saved in here for a backward of `micro_batch`, which the stage was `given`; `static` tensors
+        are known only now."""
         self._static |= {storage_of(tensor) for tensor in static}
-        held = self._held[micro_batch] = StorageBytes(self._static)
+        held = self._held[micro_batch] = StorageBytes(self._static, given)
         with counting_saved(held):
             yield
 
-    def hold(self, micro_batch: int, *tensors: torch.Tensor) -> None:
-        """The stage itself keeps `tensors` of this micro-batch."""
-        self._add(self._held, micro_batch, tensors)
+    def hold(self, micro_batch: int, given: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+        """The stage itself keeps `tensors` of this micro-batch, which it was `given`."""
+        self._add(self._held, micro_batch, tensors, given)
 
     def hold_gradient(self, micro_batch: int, gradient: torch.Tensor) -> None:
         """The stage keeps a gradient, in the middle of the backward that computed it."""
-        self._add(self._gradients, micro_batch, (gradient,))
+        self._add(self._gradients, micro_batch, (gradient,), ())
 
     def drop(self, micro_batch: int) -> None:
         """Its backward has ended."""
         self._held.pop(micro_batch, None)
         self._gradients.pop(micro_batch, None)
 
-    def _add(self, counted: "dict[int, StorageBytes]", micro_batch: int, tensors: Iterable[torch.Tensor]) -> None:
-        counted.setdefault(micro_batch, StorageBytes(self._static)).add(tensors)
+    def _add(
+        self,
+        counted: "dict[int, StorageBytes]",
+        micro_batch: int,
+        tensors: Iterable[torch.Tensor],
+        given: Iterable[torch.Tensor],
+    ) -> None:
+        counted.setdefault(micro_batch, StorageBytes(self._static, given)).add(tensors)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
@@ -98,21 +108,27 @@ def byte_range(tensor: torch.Tensor) -> ByteRange:
     return ByteRange(storage_of(tensor), start * width, end * width)
 
 
+def _whole_storage(tensor: torch.Tensor) -> ByteRange:
+    return ByteRange(storage_of(tensor), 0, int(tensor.untyped_storage().nbytes()))
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 class StorageBytes:
-    """The memory behind a set of tensors: for each storage one range, from the first byte used to the last."""
+    """The memory behind a set of tensors: whole storages; of those of tensors that were `given`, one range, from the
+    first byte used to the last."""
 
-    def __init__(self, without: Collection[int] = ()) -> None:
+    def __init__(self, without: Collection[int] = (), given: Iterable[torch.Tensor] = ()) -> None:
         """`without` are storages that do not count: parameters and buffers."""
         self._without = without
+        self._given = {storage_of(tensor) for tensor in given}
         self._ranges: dict[int, ByteRange] = {}
         self.bytes = 0
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.add_ranges(map(byte_range, tensors))
+        self.add_ranges(byte_range(one) if storage_of(one) in self._given else _whole_storage(one) for one in tensors)
 
     def add_ranges(self, spans: Iterable[ByteRange]) -> None:
         for span in spans:

@@ -141,7 +141,7 @@ class Stage:
         drop = self._compiled and self.module.training and not graph
         self.statistics.open(micro_batch)
         try:
-            with torch.set_grad_enabled(graph or drop), self._recording(micro_batch, keep), self._autocast():
+            with torch.set_grad_enabled(graph or drop), self._recording(micro_batch, keep, inputs), self._autocast():
                 leaves = self._leaves(inputs) if graph or drop else inputs
                 outputs = self._run(micro_batch, leaves, drop=drop)
                 closed = self._close(micro_batch, outputs, observe=True)
@@ -159,7 +159,7 @@ class Stage:
             return
         saved = self._saved[micro_batch]
         assert saved.roots is None, f"micro-batch {micro_batch} needs no recomputation"
-        with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH), self._autocast():
+        with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._autocast():
             leaves = self._leaves(saved.inputs)
             outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
         self._keep(micro_batch, _Saved(leaves, _roots(outputs)))
@@ -190,7 +190,7 @@ class Stage:
         deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
         if counted is not None:
             counted.drop(micro_batch)
-            counted.hold(micro_batch, *(kept for weight in deferred for kept in weight.kept))
+            counted.hold(micro_batch, saved.inputs, (kept for weight in deferred for kept in weight.kept))
         return tuple(tensor.grad for tensor in saved.inputs)
 
     def backward_weights(self, micro_batch: int) -> None:
@@ -248,12 +248,12 @@ class Stage:
     def _keep(self, micro_batch: int, saved: _Saved) -> None:
         self._saved[micro_batch] = saved
         if self._saved_bytes is not None:
-            self._saved_bytes.hold(micro_batch, *saved.inputs)
+            self._saved_bytes.hold(micro_batch, saved.inputs, saved.inputs)
 
-    def _recording(self, micro_batch: int, keep: Retain) -> AbstractContextManager[None]:
+    def _recording(self, micro_batch: int, keep: Retain, inputs: Tensors) -> AbstractContextManager[None]:
         if self._saved_bytes is None or keep is not Retain.GRAPH:
             return nullcontext()
-        return self._saved_bytes.recording(micro_batch, self.statistics.slots)
+        return self._saved_bytes.recording(micro_batch, inputs, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self._inputs:

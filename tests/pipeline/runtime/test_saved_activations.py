@@ -1,8 +1,10 @@
 """What real stages hold, and that it was known before."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from engine_runs import covering
 from memory_runs import SAMPLES, held, held_between_halves
 from schedule_runs import build
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Halves, LayerCost, Saved, Work
@@ -102,9 +107,12 @@ def test_bytes_of_a_stage_by_hand() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_views_of_one_memory_count_once_and_as_far_as_they_reach(device: str) -> None:
+def test_views_of_one_memory_count_once_and_of_what_was_given_as_far_as_they_reach(device: str) -> None:
     x, weight = torch.zeros(10, 4, device=device), torch.zeros(5, 5, device=device)
-    counted = StorageBytes(without={storage_of(weight)})
+    whole = StorageBytes(without={storage_of(weight)})
+    whole.add([x[2:4], x[3:5].flatten(), weight.t()])
+    assert whole.bytes == x.nbytes
+    counted = StorageBytes(without={storage_of(weight)}, given=[x])
     counted.add([x[2:4], x[3:5].flatten(), x[2:5].t(), weight.t()])
     assert counted.bytes == 3 * 4 * 4
     assert counted.meets(byte_range(x[4:]))
@@ -160,8 +168,7 @@ def test_between_halves_a_tensor_counts_once_and_a_gradient_where_it_was_kept_fi
     assert memory.weights_bytes(2, 3) == 0
 
 
-def test_a_gradient_that_is_kept_in_part_is_predicted_as_if_it_was_kept_whole() -> None:
-    """As a tensor that is read in part: more is never held."""
+def test_a_gradient_of_which_a_part_is_kept_is_held_whole() -> None:
 
     class Joins(nn.Module):
         def __init__(self) -> None:
@@ -182,4 +189,48 @@ def test_a_gradient_that_is_kept_in_part_is_predicted_as_if_it_was_kept_whole() 
     made.backward_inputs(0, (torch.rand(2, 4, 4),))
     kept = 4 * (2 * 4 * 3 + 2 * 4 * 4)
     assert memory.weights_bytes(0, 1) == kept
-    assert made.saved_bytes == kept - 4, "all but the first number, which is the gradient of something else"
+    assert made.saved_bytes == kept, "also the first number, which is the gradient of something else"
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Allocated(TorchDispatchMode):
+    """The memory that operations have made; `known` is there already."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = set(map(storage_of, known))
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._known:
+                storage = tensor.untyped_storage()
+                self._made[storage_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        return returned
+
+    @property
+    def alive_bytes(self) -> int:
+        return sum(size for reference, size in self._made.values() if not reference.expired())
+
+
+def test_what_is_counted_is_what_is_alive() -> None:
+    """Attention that returns its weights keeps keys and values, and with them the memory of the queries, which are a
+    part of the same tensor: it kept more than was counted."""
+    inputs = (BoundaryTensor((0, 3, 8), (1, 0, 0), torch.float32, True),)
+    made = Stage(1, nn.Sequential(Attends()), first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
+    made.set_training(True)
+    made.count_saved(True)
+    made.begin_step(0, None)
+    given = torch.rand(2, 3, 8)
+    with Allocated([given, *made.module.parameters()]) as allocated:
+        made.forward(0, (given,), Retain.GRAPH)
+    assert made.saved_bytes == given.nbytes + allocated.alive_bytes
