@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ def network(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 
 returns_nested = network(lambda: Does(lambda x: (x, (x, x))), nn.Flatten, lambda: nn.Linear(4, 10))
+Named = namedtuple("Named", ["x"])
+returns_named_tuple = network(lambda: Does(Named), lambda: Does(lambda named: named.x), lambda: nn.Linear(24, 2))
 returns_names = network(lambda: Does(lambda x: {"x": x}), lambda: nn.Linear(24, 2))
 looks_up = network(lambda: Does(lambda x: {}["x"]), lambda: nn.Linear(2, 2))
 has_nothing = network(nn.Flatten, nn.ReLU)

@@ -11,6 +11,7 @@ part of the model: the embedding and the softmax have a row for each piece.
 """
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -131,7 +132,12 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
             minloglevel=2,  # or its progress is printed on stderr
             **options,
         )
-    except RuntimeError as error:  # such as "Vocabulary size is smaller than required_chars. 265 vs 289."
-        why = one_line(error).rpartition("] ")[2]
-        raise RefusedError("dataset.vocabulary", options["vocab_size"], f"{why}; use a larger one") from error
+    except RuntimeError as error:
+        # such as "Vocabulary size is smaller than required_chars. 265 vs 289. Increase vocab_size or ..."
+        least = re.search(r" vs (\d+)", one_line(error))
+        why = f"cannot be learned from this text ({one_line(error)}); give more text"
+        if least is not None:
+            why = "has no room for the characters of this text and the 256 bytes that spell rarer ones; "
+            why += f"use dataset.vocabulary={least[1]} or more"
+        raise RefusedError("dataset.vocabulary", options["vocab_size"], why) from error
     return model.getvalue()

@@ -54,6 +54,9 @@ def traced_call(
     except Exception as error:  # a user's layer may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"layer {name} does not accept inputs of shape {shapes_of(inputs)}: {reason}") from error
+    if isinstance(returned, tuple) and type(returned) is not tuple:
+        kind = type(returned).__name__
+        raise InputError(f"layer {name} returns a {kind}, whose names would be lost between layers; return a tuple")
     parts = returned if isinstance(returned, tuple | list) else (returned,)
     if strange := [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]:
         where = f"{type(returned).__name__} with a " if parts is returned else ""
