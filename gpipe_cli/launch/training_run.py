@@ -30,7 +30,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import STOPPED, Stopped
 from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, refuse_other_optimizer
-from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, step_of
+from gpipe_cli.training.checkpoint.store import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.milestones import progress_if_complete
@@ -236,7 +236,7 @@ def _run(
     except OSError as error:  # of this process: what the run cannot do without cannot be written
         if not show.started:
             raise
-        show.finish("failed", one_line(error))
+        show.finish("failed", one_line(error) if folder.is_dir() else f"{folder}: {GONE}")
         return 1
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)

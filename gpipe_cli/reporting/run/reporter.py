@@ -28,7 +28,7 @@ from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
 from gpipe_cli.reporting.run.tensorboard import Dashboard
-from gpipe_cli.training.checkpoint.store import Progress, checkpoints_in, step_of
+from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, step_of
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
 
 if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
@@ -223,6 +223,8 @@ class Reporter:
 
     def _resumable(self) -> tuple[str, str | None]:
         """In words, the checkpoint to go on from, and the folder to name then."""
+        if not self._folder.is_dir():
+            return GONE, None
         # interrupted, it may have ended before the message of one that is there
         there = [step for one in checkpoints_in(self._folder) if (step := step_of(one)) > self._run.first_step]
         if written := max([self._checkpoint, *there]):

@@ -66,7 +66,7 @@ def show_summary(
         show_facts(console, [("checkpoint", checkpoint)])
         if resume is not None:
             show_facts(console, [("go on with", f"gpipe train {override('resume', resume)}")])
-    if result["steps"] and "tensorboard" in result["config"]["logger"]:
+    if result["steps"] and "tensorboard" in result["config"]["logger"] and folder.is_dir():
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
 
 

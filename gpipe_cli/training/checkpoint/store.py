@@ -167,6 +167,10 @@ def remove_drafts(run_folder: Path) -> None:
         shutil.rmtree(abandoned, ignore_errors=True)
 
 
+# Of a run folder that is not there any more.
+GONE = "the run folder was deleted or moved; begin the run again, or give its new place, resume=FOLDER, to go on"
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written; those before it are as they were."""
 

@@ -196,7 +196,9 @@ class CheckpointWriter:
         else:
             if self.control.leads:
                 shutil.rmtree(store.draft_of(self.folder, progress.step), ignore_errors=True)  # its room may be needed
-            if last or (self.control.leads and not self.folder.is_dir()):
+            if self.control.leads and not self.folder.is_dir():
+                raise store.CheckpointError(f"{self.folder}: {store.GONE}")
+            if last:
                 raise store.CheckpointError(why)
             message = events.CheckpointFailed(progress.step, why)
         if self.control.leads:
