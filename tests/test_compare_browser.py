@@ -94,6 +94,32 @@ def test_runs_are_sorted_hidden_and_told_at_the_cursor(page: "Page") -> None:
     assert "partitions=4 ends at 1.6" in str(chart.get_by_role("img").get_attribute("aria-label"))
 
 
+CUT_OFF = """() => [...document.querySelectorAll("table th, table td")].filter(cell => {
+  const {left, right, width} = cell.getBoundingClientRect();
+  return width === 0 || left < 0 || right > innerWidth || cell.scrollWidth > cell.clientWidth + 1;
+}).map(cell => cell.textContent)"""
+
+
+def test_nothing_of_the_table_is_cut_off(page: "Page") -> None:
+    """Two runs have some thirty columns; what they took, and how fast they were, stood beyond the right edge."""
+    for width in (1400, 480):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function("document.querySelector('.turned') !== null")
+        assert page.evaluate(CUT_OFF) == []
+        tops = page.locator("tbody th").evaluate_all("heads => heads.map(head => head.getBoundingClientRect().top)")
+        assert len(set(tops)) == 1, "runs stand side by side"
+        assert page.locator("#scrolled").is_hidden()
+    page.set_viewport_size({"width": 250, "height": 900})
+    page.locator("#scrolled").wait_for()
+    page.set_viewport_size({"width": 6000, "height": 900})
+    page.evaluate("document.body.style.maxWidth = 'none'")
+    page.wait_for_function("document.querySelector('.turned') === null")
+    assert page.locator("#scrolled").is_hidden()
+    assert page.evaluate(CUT_OFF) == []
+    page.evaluate("document.body.style.maxWidth = ''")
+    page.set_viewport_size({"width": 480, "height": 900})
+
+
 def test_speed_up_is_drawn_and_light_and_dark_are_the_readers_choice(page: "Page") -> None:
     titles = page.locator("#scaling figcaption").all_inner_texts()
     assert [title.split()[0] for title in titles] == ["speed-up", "efficiency"]

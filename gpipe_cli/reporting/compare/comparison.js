@@ -45,6 +45,33 @@ for (const column of data.bars) {
   }
 }
 
+// Where the table is wider than the window, runs stand side by side and every column becomes a row, if that fits.
+const wide = table.parentNode, scrolled = document.getElementById("scrolled");
+const tooWide = () => wide.scrollWidth > wide.clientWidth;
+let widthBefore = 0;
+
+function turn() {
+  if (wide.clientWidth === widthBefore) return;
+  widthBefore = wide.clientWidth;
+  table.classList.remove("turned");
+  if (tooWide()) table.classList.add("turned");
+  if (tooWide()) table.classList.remove("turned");
+  scrolled.hidden = !tooWide();
+}
+
+// Lines of a heading are one where breaks are hidden: "memory MiB", "samples/s", "hardware.link_gb_per_second".
+for (const head of table.tHead.rows[0].cells) {
+  const lines = head.textContent.split("\n");
+  head.replaceChildren(...lines.flatMap((line, at) => {
+    const text = at + 1 < lines.length && !/[-._]$/.test(line) && lines[at + 1][0] !== "/" ? `${line} ` : line;
+    return at ? [document.createElement("br"), text] : [text];
+  }));
+}
+
+table.style.setProperty("--columns", table.tHead.rows[0].cells.length);
+new ResizeObserver(turn).observe(wide);
+turn();
+
 // Runs are shown and hidden in all charts at once.
 const chips = document.getElementById("chips");
 const chipOf = data.runs.map((run, number) => {

@@ -79,7 +79,8 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     yield f'</button></header><p class="pale">{escape(_in_common(comparison))}</p><main>'
     if notes:
         yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
-    yield '<section aria-label="table"><p class="pale">A click on a heading sorts.</p>'
+    yield '<section aria-label="table"><p class="pale">A click on a heading sorts.'
+    yield '<span id="scrolled" hidden> There are more columns at the right: scroll the table.</span></p>'
     yield f'<div class="wide">{to_html(table, colours, [_links(folder, run.folder) for run in runs])}</div>'
     if tags:
         logs = escape(_logs(comparison))
