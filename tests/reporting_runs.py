@@ -1,6 +1,8 @@
 """Runs to report, for the tests of `gpipe_cli.reporting`."""
 
 import io
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from math import log as log_of
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import configure
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
@@ -161,3 +164,18 @@ def reporter_in(folder: Path, *settings: str, **changes: Any) -> tuple[Reporter,
     """The reporter of a run as `description` makes it, and what its console shows."""
     console, file = log()
     return Reporter(folder, description(*settings, **changes), console), file
+
+
+def page_data(folder: Path) -> dict[str, Any]:
+    """What pipeline.html of a run was given, as its script reads it."""
+    text = (folder / "pipeline.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def events(folder: Path) -> EventAccumulator:
+    """What TensorBoard reads of a run."""
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator

@@ -14,6 +14,7 @@ from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Bench
+from gpipe_cli.launch.median_step import MedianStep, RecordedStep
 from gpipe_cli.launch.prepare import Prepared
 from gpipe_cli.launch.trace_file import predicted_step, traced_step, write_trace
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
@@ -37,7 +38,7 @@ from gpipe_cli.training.checkpoint.store import remove_drafts
 from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
 from gpipe_cli.training.fine_tuning import frozen_facts
 
-_SHOWN_POSITION = 5  # of an epoch: the step that is drawn; in the first one it is past the warm-up
+_FIRST_DRAWN = 5  # steps that count when the first picture is drawn, so that one need not wait for the first epoch
 _DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
 
 Ending = Literal["completed", "failed", "interrupted"]
@@ -59,7 +60,10 @@ class RunReport:
         self.started = False
         self._reporter: Reporter  # once it has started
         self._last: events.StepDone | None = None  # the step whose recording comes next
-        self._shown_position = 1
+        self._steps_per_epoch = 1
+        self._warmed_up = 0  # the last step that no median counts
+        self._median = MedianStep()  # of the epoch that goes on; of a measurement, of all its steps
+        self._epoch_shown = False  # whether an epoch was complete, and its median step is the one to show
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
         self._undrawn: _Undrawn | None = None  # the last one, drawn at the end
 
@@ -98,9 +102,11 @@ class RunReport:
             remove_drafts(self._folder)  # there must be room for result.json
         if self.started:
             # Interrupted, it ends at once: a drawing takes seconds on a busy machine, and a sweep kills it after 3.5 s.
-            first = self._next_drawing == 0
-            if self._undrawn is not None and (ending == "completed" or (ending == "failed" and first)):
-                self._draw(self._undrawn)
+            if ending == "completed" or (ending == "failed" and self._next_drawing == 0):
+                if not self._epoch_shown and (nearest := self._median.nearest) is not None:
+                    self._undrawn = self._shown(nearest)
+                if self._undrawn is not None:
+                    self._draw(self._undrawn)
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()
@@ -115,8 +121,6 @@ class RunReport:
 
     def _start(self, ready: events.TrainingReady) -> None:
         write_whole(self._folder / CONFIG, to_yaml(self._prepared.config))
-        # a step past the warm-up; not the last one of an epoch, which may be short
-        self._shown_position = min(_SHOWN_POSITION, max(1, ready.steps_per_epoch - 1))
         bench = {"bench": True, "warm_up_steps": self._bench.warm_up_steps} if self._bench is not None else {}
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
@@ -124,6 +128,7 @@ class RunReport:
             start=self._start_of_run, restarts=self._restarts, test=ready.test, best=ready.best,
             simulation=simulation_data(self._prepared.config, self._prepared.profile, self._prepared.plan), **bench,
         )  # fmt: skip
+        self._steps_per_epoch, self._warmed_up = ready.steps_per_epoch, ready.first_step + run.warm_up_steps
         self._reporter, self.started = Reporter(self._folder, run), True
         self._reporter.banner(shown=not self._restarts)
         if (lost := lost_output()) is not None:  # the training could not be followed
@@ -143,28 +148,42 @@ class RunReport:
         )
 
     def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
-        """When the stages did what in a step, and at most once an epoch a picture of it."""
-        config, plan, placement = self._prepared.config, self._prepared.plan, self._prepared.placement
-        micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
-        timeline = measured_timeline(
-            placement.schedule(micro_batches), recorded.seconds, recorded.began_seconds, placement.turns
-        )
-        shares = breakdown(timeline, micro_batches, step.seconds)
-        self._reporter.recorded(step.step, asdict(shares))
-        shown = step.position == self._shown_position
-        if self._next_drawing and not shown:
+        """When the stages did what in a step; at the end of an epoch a picture of its median step."""
+        timeline, micro_batches = self._timeline(step, recorded)
+        self._reporter.recorded(step.step, asdict(breakdown(timeline, micro_batches, step.seconds)))
+        whole = step.samples == (self._prepared.config.batch_size or step.samples)  # the last of an epoch may be short
+        self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
+        if self._bench is not None:
+            return  # to draw takes a core for a second: not before the measurement is over
+        counted, nearest = self._median.counted, self._median.nearest
+        ends = step.position == self._steps_per_epoch and counted > 0
+        if nearest is None or not (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
             return
-        if self._bench is not None and step.step < self._bench.warm_up_steps + self._bench.steps:
-            return  # to draw takes a core for a second: the last step is drawn, when the measurement is over
-        title = f"epoch {step.epoch}, step {step.step}"
+        self._undrawn = self._shown(nearest)
+        if ends:
+            self._median, self._epoch_shown = MedianStep(), True
+        if time.monotonic() >= self._next_drawing:
+            self._draw(self._undrawn)
+
+    def _timeline(self, step: events.StepDone, recorded: events.StepRecorded) -> tuple[Timeline, int]:
+        """Of a recorded step, and its M."""
+        config, placement = self._prepared.config, self._prepared.placement
+        micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
+        schedule = placement.schedule(micro_batches)
+        return measured_timeline(schedule, recorded.seconds, recorded.began_seconds, placement.turns), micro_batches
+
+    def _shown(self, chosen: RecordedStep) -> "_Undrawn":
+        """The median step of those that were added so far, beside what was predicted."""
+        plan, step, began = self._prepared.plan, chosen.done, chosen.recorded.began_seconds
+        timeline, micro_batches = self._timeline(step, chosen.recorded)
+        shares = breakdown(timeline, micro_batches, step.seconds)
+        title, steps = f"epoch {step.epoch}, step {step.step:,}", self._median.steps
+        note = f"the median of {steps:,} steps" if steps > 1 else ""
         same = micro_batches == plan.micro_batches and plan.costs.basis != "other_device"
-        views = [timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds)]
+        views = [replace(timeline_view(title, "measured", timeline, shares, step.seconds, began), note=note)]
         if same:
             views.append(predicted_view(title, plan))
-        picture = StepPicture(step.epoch, step.step, tuple(views))
-        self._undrawn = _Undrawn(picture, step, timeline, recorded.began_seconds, same)
-        if (shown or self._bench is not None) and time.monotonic() >= self._next_drawing:
-            self._draw(self._undrawn)
+        return _Undrawn(StepPicture(step.epoch, step.step, tuple(views), steps), step, timeline, began, same)
 
     def _draw(self, undrawn: "_Undrawn") -> None:
         self._undrawn = None

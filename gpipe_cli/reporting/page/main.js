@@ -47,7 +47,8 @@ function measuredFigure() {
   return figureOf("measured", timeline, {
     step_seconds: step.step_seconds, breakdown: step.breakdown, micro_batches: M, balance: data.balance,
     regions: regionsOf(timeline, M, step.step_seconds),
-    about: `epoch ${step.epoch}, step ${step.step.toLocaleString("en")}`,
+    about: `epoch ${step.epoch}, step ${step.step.toLocaleString("en")}` +
+      (step.median_of > 1 ? `, the median of ${step.median_of.toLocaleString("en")} steps` : ""),
   });
 }
 

@@ -65,7 +65,7 @@ def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
         if room < 0 and shown:
             break
         facts: dict[str, Any] = {"epoch": step.epoch, "step": step.step, "step_seconds": view.step_seconds}
-        facts["breakdown"] = dict(view.breakdown)
+        facts |= {"breakdown": dict(view.breakdown), "median_of": step.median_of}
         shown.append(facts | (_bars(view) if room >= 0 else {"stages": [], "events": [], "picture": _picture(view)}))
     return {"steps": shown[::-1], "steps_left_out": len(newest) - len(shown)}
 

@@ -50,7 +50,8 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
         shares = in_percent(view.breakdown)
         idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
         numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
-        picture.put_titles(axes, f"{view.kind}  ·  {view.title}", numbers, narrow)
+        note = f", {view.note}" if view.note and not narrow else ""
+        picture.put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)
         if single:
             _bars(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
         else:

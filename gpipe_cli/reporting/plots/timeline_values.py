@@ -51,6 +51,7 @@ class TimelineView:
     stages: tuple[tuple[Bar, ...], ...]
     step_seconds: float  # of the whole step, update and set-up included
     breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
+    note: str = ""  # behind the title where there is room: `the median of 45 steps`
 
     @property
     def end_seconds(self) -> float:
@@ -100,6 +101,7 @@ class StepPicture:
     epoch: int
     step: int  # steps done, this one included
     views: tuple[TimelineView, ...]  # measured; and predicted, if it was
+    median_of: int = 1  # steps whose median duration is nearest to that of this one
 
 
 def idle(breakdown: Mapping[str, float]) -> float:

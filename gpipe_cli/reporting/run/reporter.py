@@ -118,10 +118,12 @@ class Reporter:
             self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """A step was recorded: pipeline.html has the last ones, timeline.png the last one, TensorBoard all."""
+        """The step to show of an epoch, instead of an earlier one of it: pipeline.html has those of the last epochs,
+        timeline.png the last one, TensorBoard all."""
         from gpipe_cli.reporting.plots.timeline import draw
 
-        self._pictures = [*self._pictures, picture][-MOST_STEPS:]
+        others = [one for one in self._pictures if one.epoch != picture.epoch]
+        self._pictures = [*others, picture][-MOST_STEPS:]
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         with self.optional():
             commands = [start["command"] for start in self._starts]

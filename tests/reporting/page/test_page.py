@@ -1,13 +1,11 @@
 import base64
 import io
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from reporting_runs import timeline
+from reporting_runs import page_data, timeline
 
 from gpipe_cli.reporting.page import page
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
@@ -22,14 +20,13 @@ def data_of(folder: Path, *steps: StepPicture, **values: Any) -> dict[str, Any]:
     assert [path.name for path in folder.iterdir()] == ["pipeline.html"]
     assert text.count("</script") == 2  # no value ends its element
     assert "{{" not in text.partition("<script")[0]
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    return page_data(folder)
 
 
 def steps(count: int) -> list[StepPicture]:
     return [
-        StepPicture(epoch, 4 * epoch, (timeline(), timeline(0.008, kind="predicted"))) for epoch in range(1, count + 1)
+        StepPicture(epoch, 4 * epoch, (timeline(), timeline(0.008, kind="predicted")), 30 + epoch)
+        for epoch in range(1, count + 1)
     ]
 
 
@@ -39,7 +36,8 @@ def test_what_was_measured_is_in_the_page_the_newest_step_last(tmp_path: Path) -
     assert found["balance"] == [3, 2]
     assert [step["epoch"] for step in found["steps"]] == list(range(3, page.MOST_STEPS + 3))
     last = found["steps"][-1]
-    assert (last["step"], last["step_seconds"]) == (4 * (page.MOST_STEPS + 2), 0.13)
+    newest = page.MOST_STEPS + 2
+    assert (last["step"], last["step_seconds"], last["median_of"]) == (4 * newest, 0.13, 30 + newest)
     assert sum(last["breakdown"].values()) == pytest.approx(1)
     assert last["stages"][0][:3] == [["F", 0, 0, 0.01], ["F", 1, 0.01, 0.02], ["B", 1, 0.06, 0.08]]
     assert last["events"][1] == [["waiting", 0, 0, 0.01], ["transfer", 0, 0.01, 0.02], ["update", None, 0.11, 0.13]]

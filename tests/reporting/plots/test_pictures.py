@@ -65,6 +65,12 @@ def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() 
     assert len(idle) > 1  # hatched
 
 
+def test_the_note_behind_a_title_is_left_out_where_it_has_no_room() -> None:
+    noted = [timeline(note="the median of 1,234 steps")]
+    assert (draw(noted) != draw([timeline()])).any()
+    assert (draw(noted, narrow=True) == draw([timeline()], narrow=True)).all()
+
+
 def test_all_kinds_of_actions_have_a_place_in_the_legend() -> None:
     """With I and W it was cut off at the lower edge."""
     kinds: list[Any] = ["F", "R", "B", "I", "W"]

@@ -3,19 +3,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from reporting_runs import LANGUAGE_MODEL, TRANSLATION, evaluation, log, plan, reporter_in, shares, step, timeline
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from reporting_runs import (
+    LANGUAGE_MODEL,
+    TRANSLATION,
+    evaluation,
+    events,
+    log,
+    page_data,
+    plan,
+    reporter_in,
+    shares,
+    step,
+    timeline,
+)
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.training.events import EvaluationDone, Scores, Translation, TranslationScores
-
-
-def events(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder))
-    accumulator.Reload()
-    return accumulator
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -210,3 +215,10 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
     assert both.height > one.height
     (partitions,) = events(tmp_path).Images("pictures/partitions")
     assert partitions.step == 0
+
+
+def test_another_picture_of_an_epoch_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    reporter, _ = reporter_in(tmp_path, plan=plan())
+    for picture in (StepPicture(1, 6, (timeline(),), 5), StepPicture(1, 3, (timeline(),), 45)):
+        reporter.timeline(picture)
+    assert [step["step"] for step in page_data(tmp_path)["steps"]] == [3]

@@ -16,13 +16,13 @@ from reporting_runs import (
     TRANSLATION,
     description,
     evaluation,
+    events,
     plan,
     reporter_in,
     shares,
     step,
     timeline,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch.utils.tensorboard.summary import scalar
 
@@ -36,12 +36,6 @@ from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
-
-
-def events(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder))
-    accumulator.Reload()
-    return accumulator
 
 
 def curve(folder: Path, tag: str) -> list[tuple[int, Any]]:
