@@ -71,6 +71,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
         },
         "slowdown": {
             "at_once": _at_once(config, plan, devices),
+            "cores": usable_cores() if _shares_cores(config, devices) else None,  # that devices share
             "factor": costs.together[0],
             "together": costs.together[1],
         },
@@ -127,11 +128,16 @@ def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches
 
 def _at_once(config: TrainConfig, plan: Plan, devices: Devices) -> int | None:
     """How many devices of all pipelines can compute at the same time, whatever K is; None: all of them."""
-    if config.hardware.name != "auto" or devices.stages[0] != "cpu" or torchrun() is not None:
+    if not _shares_cores(config, devices):
         return None
     if plan.costs.basis == "timed_layers" and devices.distributed and config.replicas == 1:
         return None  # they were timed together
     return max(1, usable_cores() // devices.threads)
+
+
+def _shares_cores(config: TrainConfig, devices: Devices) -> bool:
+    """Whether the devices are processes on the cores of this machine."""
+    return config.hardware.name == "auto" and devices.stages[0] == "cpu" and torchrun() is None
 
 
 def _limit(config: TrainConfig, devices: Devices, memory: Memory) -> dict[str, Any]:

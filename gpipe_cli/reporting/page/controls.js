@@ -11,7 +11,8 @@ function offeredMicroBatches() {
 // New values for some controls. An order by hand belongs to the setting that it was made for, a cut to its K.
 function change(values, again = false) {
   const controls = {...state.controls, ...values};
-  const kept = Object.keys(values).every(name => ["rows", "backward_factor", "link_factor"].includes(name));
+  const kept = Object.keys(values).every(name =>
+    ["rows", "backward_factor", "link_factor", "own_devices"].includes(name));
   if (!kept && !("rows" in values)) controls.rows = undefined;
   if ("partitions" in values) {
     const before = state.controls, oneDevice = before.partitions > 1 && before.stages_per_process >= before.partitions;
@@ -20,7 +21,18 @@ function change(values, again = false) {
       : Math.min(controls.partitions, controls.stages_per_process);
   }
   if (!again) state.history.push(state.controls);
-  setControls(controls);
+  setControls(withDevices(controls, state.controls));
+}
+
+// Whether a setting is another than the run's own, whatever its devices share, and in whatever order they work.
+function explored(controls) {
+  return [...OWN, "backward_factor", "link_factor"].some(name => controls[name] !== state.own[name]);
+}
+
+// The run's own setting is simulated as it ran; whoever leaves it has a device for each stage, until told otherwise.
+function withDevices(controls, before = state.own) {
+  const own_devices = devicesShare() && explored(controls);
+  return explored(controls) === explored(before) ? controls : {...controls, own_devices};
 }
 
 function setControls(controls) {
@@ -32,7 +44,7 @@ function setControls(controls) {
 function onField(id, read) {
   let sliding = false;
   field(id).addEventListener("input", event => {
-    const value = read(event.target.value);
+    const value = read(event.target.type === "checkbox" ? event.target.checked : event.target.value);
     if (value === state.controls[id]) return;
     change({[id]: value}, sliding);
     sliding = event.target.type === "range";
@@ -55,6 +67,8 @@ function startControls() {
   onField("stages_per_process", Number);
   onField("backward_factor", at => 2 ** (at / 4));
   onField("link_factor", at => 2 ** (-at / 4));
+  onField("own_devices", Boolean);
+  field("own_devices").closest(".field").hidden = !devicesShare();
   field("own").addEventListener("click", () => {
     state.history.push(state.controls);
     setControls(state.own);
@@ -104,7 +118,7 @@ function ask(text, answer) {
 function tryIt(text, values) {
   ask(text, () => {
     state.history.push(state.controls);
-    setControls({...state.own, ...values});
+    setControls(withDevices({...state.own, ...values}));
     live.textContent = explained.textContent;
   });
 }
@@ -159,6 +173,8 @@ function showControls() {
   field("micro_batches").value = offeredMicroBatches().indexOf(controls.micro_batches);
   field("schedule").value = controls.schedule;
   field("recompute").value = controls.recompute;
+  field("own_devices").checked = controls.own_devices;
+  field("devices-meaning").textContent = devicesInWords();
   field("stages_per_process").max = controls.partitions;
   field("stages_per_process").disabled = controls.partitions === 1;
   field("stages_per_process").value = controls.stages_per_process;
@@ -189,6 +205,20 @@ function orderInWords() {
   return chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule];
 }
 
+// What the switch does, in the words of what is shown.
+function devicesInWords() {
+  const {figure, controls} = state, devices = figure.ofDevice.size, factor = gpipe.slowdowns(data, devices).at(-1) ?? 1;
+  if (devices === 1) return "There is only one device.";
+  if (controls.own_devices) return `Switched off, they share the ${owner()}'s ${coresInWords()}.`;
+  return `They share the ${owner()}'s ${coresInWords()}` + (factor < 1.005 ? ", enough for all."
+    : `: while all ${devices} compute, each takes ${decimal(factor)} \u00d7 as long.`);
+}
+
+function coresInWords() {
+  const {cores} = data.slowdown;
+  return cores ? `${cores} core${cores > 1 ? "s" : ""}` : "machine";
+}
+
 // How many times as long as a forward that keeps its graph a backward takes, over all layers.
 function backwardRatio() {
   const all = name => state.figure.stages.reduce((sum, stage) => sum + stage[name], 0);
@@ -203,6 +233,7 @@ function changes() {
     .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${controls[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
+  if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
   if (controls.balance) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
   if (controls.rows) found.push("order by hand");
   return found;
@@ -213,10 +244,6 @@ function costsInWords() {
   const {source, basis, halves} = data.costs, parts = [`Times of layers: ${source}.`];
   if (basis === "other_device") parts.push("They are of another device, and only tell layers from each other.");
   if (basis === "timed_layers") parts.push("Those of another M are in proportion to what was measured.");
-  const slower = state.figure.slowdown.at(-1) ?? 1, devices = state.figure.ofDevice.size;
-  if (slower > 1.005) {
-    parts.push(`Devices share a machine: while all ${devices} compute, each takes ${decimal(slower)} \u00d7 as long.`);
-  }
   const split = state.figure.timeline.spans.flat().some(({action}) => action.kind === "I");
   if (split && halves === "assumed") parts.push("I and W are taken to be half of a backward each.");
   return parts.join(" ");
@@ -236,20 +263,21 @@ function tile(parent, name, value, ...lines) {
 function showNumbers() {
   const section = field("numbers"), {figure, ownFigure} = state, one = state.oneFigure;
   section.replaceChildren();
-  const same = !changes().length, devices = figure.ofDevice.size, M = figure.micro_batches;
+  const same = !changes().length, devices = figure.ofDevice.size;
   tile(section, "step", duration(figure.step_seconds), same ? measuredLine() :
     `${difference(figure.step_seconds, ownFigure.step_seconds, "shorter than", "longer than", "as long as")} ` +
-    `with the ${owner()}'s own setting, ${duration(ownFigure.step_seconds)}`);
+    `with ${ownName()}, ${duration(ownFigure.step_seconds)}`);
   tile(section, "samples per second", decimal(figure.samples_per_second), same ? "" :
     `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
-    `with the ${owner()}'s own setting, ${decimal(ownFigure.samples_per_second)}`);
+    `with ${ownName()}, ${decimal(ownFigure.samples_per_second)}`);
   const speedup = one.step_seconds / figure.step_seconds;
   const whole = wholeSeconds();
   tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, "over K = 1 with the same M and recomputation",
-    devices === 1 ? "one device has all stages" : `${percent(speedup / devices)} of what ${devices} devices could give`,
+    gain(speedup, devices),
+    devices > 1 && devicesShare() && sharingInWords(devices),
     whole && `K = 1, M = 1, without recomputation: ${duration(whole)}` +
       (whole < figure.step_seconds ? ", which is faster" : ""));
-  bubbleTile(section, devices, M);
+  bubbleTile(section, devices);
   memoryTile(section);
   section.classList.toggle("stale", Boolean(state.stale));
 }
@@ -261,13 +289,37 @@ function wholeSeconds() {
   return result.problem ? 0 : result.step_seconds;
 }
 
-function bubbleTile(section, devices, M) {
-  const {breakdown} = state.figure, K = state.controls.stages_per_process > 1 ? "D" : "K";
-  const node = tile(section, "", percent(breakdown.bubble), `idle in all ${percent(idleShare(state.figure))}`,
-    `of equal ${K === "D" ? "devices" : "stages"} with gpipe or 1f1b: (${K}\u22121)/(M+${K}\u22121) = ` +
-      `(${devices}\u22121)/(${M}+${devices}\u22121) = ${percent((devices - 1) / (M + devices - 1))}`);
+// How much of what is possible.
+function gain(speedup, devices) {
+  const {at_once} = data.slowdown, most = at_once / data.setting.replicas;
+  if (devices === 1) return "one device has all stages";
+  const crowded = !state.controls.own_devices && at_once && most < devices;
+  const share = speedup / (crowded ? most : devices);
+  return `${share < 1 ? percent(share) : "all"} of what ${crowded ? coresInWords() : `${devices} devices`} could give`;
+}
+
+function sharingInWords(devices) {
+  if (!state.controls.own_devices) return `its ${devices} devices share the ${owner()}'s ${coresInWords()}`;
+  return devices === state.figure.turns.length ? "each stage has a device of its own" : "no device shares its cores";
+}
+
+function bubbleTile(section, devices) {
+  const {figure} = state, {micro_batches: M} = figure, K = state.controls.stages_per_process > 1 ? "D" : "K";
+  const node = tile(section, "", percent(figure.breakdown.bubble), `all idle time: ${percent(idleShare(figure))}`,
+    `equal ${K === "D" ? "devices" : "stages"} with gpipe or 1f1b: (${K}\u22121)/(M+${K}\u22121) = ` +
+      `(${devices}\u22121)/(${M}+${devices}\u22121) = ${percent((devices - 1) / (M + devices - 1))}`,
+    figure.large ? "" : bubbleCauses(figure, (devices - 1) / (M + devices - 1)));
   node.firstChild.append(word("bubble"));
   node.id = "ideal";
+}
+
+// Why the bubble is not what its formula says, where it is not: what changes it most of what the formula leaves out.
+function bubbleCauses(figure, ideal) {
+  const steps = [...gpipe.bubbles(data, figure), ideal], way = Math.sign(ideal - steps[0]);
+  const parts = steps.slice(1).map((now, at) => way * (now - steps[at])), all = way * (ideal - steps[0]);
+  if (all < 0.005) return "";
+  const named = BUBBLE_CAUSES.filter((_, at) => parts[at] > all / 10);
+  return `${way > 0 ? "less" : "more"} here: ${named.join("; ")}`;
 }
 
 function memoryTile(section) {
@@ -339,7 +391,7 @@ function showShares() {
   const table = field("shares"), step = data.steps[state.recorded];
   const columns = [["simulated", state.figure]];
   if (step) columns.unshift(["measured", step]);
-  if (changes().length) columns.push([`${owner()}'s own setting, simulated`, state.ownFigure]);
+  if (changes().length) columns.push([`${ownName()}, simulated`, state.ownFigure]);
   table.replaceChildren();
   const head = table.createTHead().insertRow(), body = table.createTBody();
   for (const name of ["", ...columns.map(column => column[0])]) {
@@ -407,6 +459,8 @@ function writeAddress() {
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
     if (state.controls[name] !== state.own[name]) words.set(word, state.controls[name]);
   }
+  const {own_devices} = state.controls;
+  if (devicesShare() && (words.size || own_devices)) words.set("devices", own_devices ? "own" : "shared");
   if (state.controls.balance) words.set("layers", state.controls.balance.join("-"));
   if (state.controls.rows) {
     words.set("order", state.controls.rows.map(row => row.map(gpipe.key).join(".")).join("~"));
@@ -437,6 +491,8 @@ function readAddress() {
     const value = name === "schedule" || name === "recompute" ? given : Number(given);
     if (offered[name](value)) controls[name] = value;
   }
+  const own_devices = {own: devicesShare(), shared: false}[words.get("devices")];
+  controls.own_devices = own_devices ?? withDevices(controls).own_devices;
   const balance = words.get("layers")?.split("-").map(Number);
   const total = balance?.reduce((sum, many) => sum + (many >= 1 ? many : NaN), 0);
   if (balance?.length === controls.partitions && total === data.layers.length) controls.balance = balance;

@@ -5,7 +5,8 @@ const state = {
   controls: null, // those that are simulated
   history: [], // those before, for undo
   figure: null, // what is simulated; of an order that cannot run the last one that could
-  ownFigure: null, oneFigure: null, own_seconds: 0, // the run's own setting, and K = 1, simulated
+  asItRan: null, onOwnDevices: null, // the run's own setting, simulated
+  ownFigure: null, oneFigure: null, // of these two the one that others are compared with; and K = 1
   problem: null, // why the controls cannot be, in one line
   stale: false, // figure is not of these controls: they have none
   recorded: 0, // number of the measured step that is shown
@@ -55,7 +56,8 @@ function measuredFigure() {
 function aboutControls(controls) {
   const short = `K = ${controls.partitions}, M = ${controls.micro_batches}`;
   if (view.width < 720) return short;
-  return `${short}, ${controls.rows ? "order by hand" : controls.schedule}, recompute ${controls.recompute}`;
+  const order = controls.rows ? "order by hand" : controls.schedule;
+  return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", own devices" : ""}`;
 }
 
 function showMeasured() {
@@ -81,11 +83,12 @@ function oneControls(controls) {
 function update() {
   const {controls} = state;
   const result = gpipe.configured(data, controls), wrong = result.faulty ?? null;
+  state.ownFigure = controls.own_devices && explored(controls) ? state.onOwnDevices : state.asItRan;
   state.problem = result.problem ?? null;
   state.stale = !result.timeline;
   if (result.timeline) {
     state.figure = simulatedFigure("simulated", result, controls, aboutControls(controls));
-    state.figure.own_seconds = state.own_seconds;
+    state.figure.own_seconds = state.ownFigure.step_seconds;
   }
   const one = oneControls(controls);
   state.oneFigure = simulatedFigure("K = 1", gpipe.configured(data, one), one, "the whole model on one device");
@@ -180,10 +183,9 @@ function start() {
   startPicture();
   startControls();
   field("own").textContent = `the ${owner()}'s own setting`;
-  const own = gpipe.configured(data, state.own);
-  state.ownFigure = simulatedFigure("simulated", own, state.own, aboutControls(state.own));
-  state.own_seconds = own.step_seconds;
-  state.figure = state.ownFigure;
+  [state.asItRan, state.onOwnDevices] = [false, true].map(own_devices =>
+    simulatedFigure("simulated", gpipe.configured(data, {...state.own, own_devices}), state.own, ""));
+  state.figure = state.ownFigure = state.asItRan;
   state.controls = readAddress();
   view.fitted = true;
   startNavigation();

@@ -200,9 +200,10 @@ function wholeNumbers(costs) {
 
 const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"];
 
-/** The controls that stand for the plan or the run itself. */
+/** The controls that stand for the plan or the run itself. `own_devices`: nothing that devices of one machine share, as
+ *  cores and memory, slows them down. */
 const ownControls = (data) => ({...Object.fromEntries(OWN.map((name) => [name, data.setting[name]])),
-  backward_factor: 1, link_factor: 1});
+  backward_factor: 1, link_factor: 1, own_devices: false});
 
 const boundsOf = (balance) => {
   let end = 0;
@@ -263,7 +264,7 @@ function chosenStep(data, chosen) {
   }
   const stages = bounds.map(([first, end]) => stageCost(data, layers, first, end));
   const edges = bounds.slice(0, -1).map(([, end]) => ({forward: sends[end - 1][0], backward: sends[end - 1][1]}));
-  const slowdown = slowdowns(data, devices);
+  const slowdown = chosen.own_devices ? [] : slowdowns(data, devices);
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
@@ -287,6 +288,26 @@ function chosenStep(data, chosen) {
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
     breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf};
   return problems.length ? {...result, problem: problems[0]} : result;
+}
+
+/** The bubble of a step, and what is left of it as one cause after another is taken away that the formula
+ *  (D-1)/(M+D-1) of D devices knows nothing of: shared cores, recomputation, unequal stages, transfers, and all that is
+ *  not an action. Of gpipe and 1f1b the last one is the formula's. */
+function bubbles(data, {rows, stages, edges, slowdown, turns, micro_batches: M}) {
+  const devices = new Set(turns).size, bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
+  const equal = turns.map((device) => { // in all as much work, and as much on each device
+    const share = 1 / devices / turns.filter((other) => other === device).length;
+    return Object.fromEntries(Object.keys(stages[0]).map((name) => [name, share * sum(stages.map((of) => of[name]))]));
+  });
+  const bubble = (order, costs, setUp = data.costs.set_up / devices) => {
+    const timeline = simulate(order, {turns, ...costs});
+    return breakdown(timeline, M, endOf(timeline) - windowOf(timeline)[0] + setUp).bubble;
+  };
+  return [
+    bubble(rows, {stages, edges, slowdown}), bubble(rows, {stages, edges}), bubble(bare, {stages, edges}),
+    bubble(bare, {stages: equal, edges}), bubble(bare, {stages: equal}),
+    bubble(bare, {stages: equal.map((stage) => ({...stage, update: 0, sum: 0}))}, 0),
+  ];
 }
 
 /** What a stage stores all the time, and the workspace of its largest layer. */
@@ -422,5 +443,5 @@ window.gpipe = {
   action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
   stagesOf, clock, SCHEDULES,
   simulate, breakdown, idleRegions, memory, critical, held, layerCosts, microBatchSizes, slowdowns, partition,
-  ownControls, configured, moves, auto,
+  ownControls, configured, bubbles, moves, auto,
 };

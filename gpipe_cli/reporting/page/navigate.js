@@ -116,7 +116,8 @@ function criticalPath(group, figure) {
 
 function stepsEnd() {
   const shown = [...drawn.values()].filter(one => one.figure.kind !== "K = 1");
-  const own = shown.some(one => one.figure.order) ? 0 : state.own_seconds; // an order has no times to compare
+  // an order has no times to compare
+  const own = shown.some(one => one.figure.order) ? 0 : state.ownFigure.step_seconds;
   return Math.max(...shown.map(one => one.figure.step_seconds), own);
 }
 
@@ -165,7 +166,7 @@ function play(on) {
 // ---- moving in time ----
 
 function longest() {
-  return Math.max(...[...drawn.values()].map(one => one.figure.step_seconds), state.own_seconds) * 1.02;
+  return Math.max(...[...drawn.values()].map(one => one.figure.step_seconds), state.ownFigure.step_seconds) * 1.02;
 }
 
 function fit() {

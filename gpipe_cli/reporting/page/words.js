@@ -15,6 +15,9 @@ const RECOMPUTES = {
   always: "every micro-batch, as in the paper",
   auto: "as few micro-batches as fit the memory",
 };
+// What takes the bubble away from its formula, in the order of gpipe.bubbles; the last one is what is left.
+const BUBBLE_CAUSES = ["devices share cores", "recomputation fills waits", "stages are unequal", "transfers take time",
+                       "set-up and update take time", "the order is neither gpipe nor 1f1b"];
 const WORDS = {
   stage: "A part of the model: some of its layers, one after another. Each stage has a row. It computes on its own " +
     "device, or takes turns with others on one.",
@@ -46,6 +49,17 @@ const WORDS = {
 // Whose setting the page begins with.
 function owner() {
   return data.run ? "run" : "plan";
+}
+
+// Whether devices share cores or memory, and so slow each other down.
+function devicesShare() {
+  return data.slowdown.at_once !== null || data.slowdown.factor !== 1;
+}
+
+// What a changed setting is compared with: on the same devices, so that nothing else differs.
+function ownName() {
+  const slower = state.ownFigure.step_seconds !== state.asItRan.step_seconds;
+  return `the ${owner()}'s own setting${slower ? " on devices of its own" : ""}`;
 }
 
 function duration(seconds) {

@@ -22,7 +22,7 @@ from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_re
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, bytes_held, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, bytes_held, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
@@ -310,7 +310,8 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tu
 
 
 def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:
-    """Where processes share cores and slow each other down, or stages take turns in one process."""
+    """Where processes share cores and slow each other down, or stages take turns in one process; on devices of their
+    own they do not, and only those of a stage's process still take turns."""
     for settings in (("partitions=2",), ("partitions=3", "executor=in_process"), ("partitions=2", "replicas=2")):
         config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
         sheet = rates_of_sheet(resolved(config.hardware, place(config).stages), 1)
@@ -319,11 +320,39 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
         data = simulation_data(config, profile, plan)
         own = {"balance": data["balance"], "schedule": "1f1b"}  # whose order is made again
         found = page.evaluate(
-            "([data, own]) => [{}, own].map(one => gpipe.configured({...data}, one).step_seconds)",
+            """([data, own]) => [{}, own, {...own, own_devices: true}].map(one =>
+              gpipe.configured({...data}, one).step_seconds)""",
             [{**data, "setting": {**data["setting"], "schedule": "gpipe"}}, own],
         )
         assert found[1] == pytest.approx(plan.step_seconds, rel=1e-9)
         assert found[0] == pytest.approx(plan.step_seconds, rel=1e-9)
+        alone = make_plan(config, profile, replace(costs, slowdown=()), None)
+        assert found[2] == pytest.approx(alone.step_seconds, rel=1e-9)
+        assert (found[2] < 0.99 * found[1]) == (costs.slowdown[len(set(plan.turns)) - 1] > 1)
+
+
+def test_the_bubble_becomes_that_of_its_formula_as_all_else_is_taken_away(page: "Page") -> None:
+    """The page names what keeps it from (D-1)/(M+D-1) by what changes on the way there."""
+    data, _ = planned()
+    data = {**data, "slowdown": {"at_once": 2, "cores": 2, "factor": 1.3, "together": 2}}
+    settings = [
+        {"partitions": K, "micro_batches": M, "schedule": schedule, "recompute": recompute, "stages_per_process": each}
+        for K, M, each in ((1, 4, 1), (2, 4, 1), (4, 2, 1), (5, 16, 1), (4, 8, 2), (6, 4, 3))
+        for schedule, recompute in (("gpipe", "always"), ("gpipe", "never"), ("1f1b", "except_last"))
+        if each == 1 or schedule == "gpipe"
+    ]
+    found = page.evaluate(
+        """([data, all]) => all.map(controls => {
+          const figure = gpipe.configured(data, controls);
+          return [figure.breakdown.bubble, gpipe.bubbles(data, figure)];
+        })""",
+        [data, settings],
+    )
+    for controls, (shown, steps) in zip(settings, found, strict=True):
+        devices = controls["partitions"] // controls["stages_per_process"]
+        assert steps[0] == pytest.approx(shown, abs=1e-12)
+        assert steps[-1] == pytest.approx(ideal_bubble(devices, controls["micro_batches"]), abs=1e-9), controls
+        assert (steps[1] != steps[2]) == (devices > 1 and controls["recompute"] != "never" and steps[2] > 0), controls
 
 
 def test_cuts_keep_within_the_memory(page: "Page") -> None:

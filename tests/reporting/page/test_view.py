@@ -49,6 +49,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def crowded(written: Path) -> Path:
+    """The page of the same run, had both of its devices been processes on one core."""
+    text, path = written.read_text(encoding="utf-8"), written.with_name("crowded.html")
+    alone, shared = '"at_once":null,"cores":null', '"at_once":1,"cores":1'
+    assert text.count(alone) == text.count('"run":null') == 1
+    text = text.replace('"run":null', '"run":"outputs/run"')
+    path.write_text(text.replace(alone, shared), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
 def browser_page() -> "Iterator[Page]":
     yield from opened_page()
 
@@ -93,6 +104,10 @@ def simulated(page: "Page", **controls: Any) -> float:
       return gpipe.configured(data, {...gpipe.ownControls(data), ...controls}).step_seconds;
     }"""
     return page.evaluate(ask, controls)
+
+
+def tiles(page: "Page") -> str:
+    return page.locator("#numbers").inner_text()
 
 
 def shown_step(page: "Page") -> str:
@@ -171,6 +186,61 @@ def test_a_slider_simulates_at_once_and_the_address_keeps_it(page: "Page", writt
     assert shown_step(page) == expected
     open_at(page, written, "#K=99&M=x&stages=0&schedule=none&layers=1-1&order=0F0.F~1B&transfers=-1")
     assert shown_step(page) == in_words(own)
+
+
+def test_whoever_explores_gets_a_device_for_each_stage(page: "Page", crowded: Path) -> None:
+    """On a laptop the page of a run said that K = 8 is slower than K = 1: its devices shared two cores, and nothing
+    could be done about that."""
+    open_at(page, crowded, "")
+    switch, explained = page.locator("#own_devices"), page.locator("#explained")
+    own, own_alone = simulated(page), simulated(page, own_devices=True)
+    assert own_alone < 0.8 * own
+    assert (switch.is_checked(), shown_step(page)) == (False, in_words(own))
+    assert "its 2 devices share the run's 1 core" in tiles(page)
+    page.locator("#partitions").fill("4")
+    alone, shared = (simulated(page, partitions=4, own_devices=which) for which in (True, False))
+    assert (switch.is_checked(), shown_step(page)) == (True, in_words(alone))
+    assert "each stage has a device of its own" in tiles(page)
+    # with the run's own setting on as many devices as it has stages: else the devices would pass for a merit of K
+    assert f"takes {in_words(alone)} in place of {in_words(own_alone)}" in explained.inner_text()
+    assert page.url.endswith("#K=4&devices=own")
+    switch.uncheck()
+    assert shown_step(page) == in_words(shared)
+    assert "its 4 devices share the run's 1 core" in tiles(page)
+    assert "each takes 4 \u00d7 as long" in page.locator("#devices-meaning").inner_text()
+    assert "as long as with the run's own setting" in tiles(page), "of one core it is the same work"
+    page.locator("#schedule").select_option("1f1b")
+    assert not switch.is_checked(), "it stays as it was set"
+    open_at(page, crowded, page.url[page.url.index("#") :])
+    assert shown_step(page) == in_words(simulated(page, partitions=4, schedule="1f1b"))
+    open_at(page, crowded, "#K=4")
+    assert shown_step(page) == in_words(alone)
+    page.locator("#own").click()
+    assert (switch.is_checked(), shown_step(page), "#" in page.url) == (False, in_words(own), False)
+    switch.check()
+    assert f"takes {in_words(own_alone)} in place of {in_words(own)}" in explained.inner_text()
+    assert page.url.endswith("#devices=own")
+
+
+def test_where_nothing_is_shared_there_is_no_switch(page: "Page", written: Path) -> None:
+    open_at(page, written, "#K=4&devices=own")
+    assert page.locator("#own_devices").is_hidden()
+    assert page.url.endswith("#K=4")
+    assert "device of its own" not in tiles(page)
+
+
+def test_what_keeps_the_bubble_from_its_formula_is_said(page: "Page", crowded: Path) -> None:
+    for address, causes in (
+        ("#M=16&recompute=never&devices=shared", ["devices share cores"]),
+        ("#recompute=always", ["recomputation fills waits"]),
+        ("#recompute=never&layers=1-6", ["stages are unequal"]),
+        ("#recompute=never&schedule=zero_bubble", ["the order is neither gpipe nor 1f1b"]),
+    ):
+        open_at(page, crowded, address)
+        said = page.locator("#ideal").inner_text()
+        assert all(cause in said for cause in causes), said
+    open_at(page, crowded, "#K=1")
+    assert "here:" not in page.locator("#ideal").inner_text()
 
 
 def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Page") -> None:
