@@ -64,6 +64,10 @@ function showMeasured() {
   const step = data.steps[state.recorded];
   show("measured", measuredFigure());
   field("scrub").hidden = data.steps.length < 2;
+  field("contended").hidden = !data.contended;
+  field("contended").textContent = `Other programs used these cores for ${percent(data.contended)} of the time while ` +
+    "the run was measured: its times are longer than they would be alone. Run again on a quiet machine, or measure " +
+    "with gpipe bench.";
   field("recorded").max = data.steps.length - 1;
   field("recorded").value = state.recorded;
   const left = data.steps_left_out ? `; ${data.steps_left_out} older ones are not in this page` : "";

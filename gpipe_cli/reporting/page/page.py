@@ -31,13 +31,15 @@ def write_page(
     *,
     commands: Sequence[str] = (),
     run: str | None = None,
+    contended: float | None = None,
 ) -> None:
     """Writes the page about what `title` says: the newest of `steps`, as far as there is room for their bars.
 
     Of a newest step that has too many bars a picture is shown. `commands`: what was typed, by which the run began and
-    then went on; `run`: its folder, if it is one.
+    then went on; `run`: its folder, if it is one; `contended`: the share of the time in which other programs used its
+    cores, if that was enough to slow it down.
     """
-    values = {"title": title, "commands": commands, "run": run, **data, **_measured(steps)}
+    values = {"title": title, "commands": commands, "run": run, "contended": contended, **data, **_measured(steps)}
     parts = {"data": in_script(values)}
     parts["css"] = _part("../style.css") + _part("page.css")
     parts["script"] = "\n".join(_part(name) for name in SCRIPTS)

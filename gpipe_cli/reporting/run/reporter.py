@@ -124,14 +124,20 @@ class Reporter:
 
         others = [one for one in self._pictures if one.epoch != picture.epoch]
         self._pictures = [*others, picture][-MOST_STEPS:]
-        title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         with self.optional():
-            commands = [start["command"] for start in self._starts]
-            page = self._folder / PAGE
-            write_page(page, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder))
+            self._write_page()
             self._show("timeline", picture.step, partial(draw, picture.views))
         self._draw_memory()
         self._draw_cut()
+
+    def _write_page(self) -> None:
+        title = f"{self._run.model_name} on {self._run.config.dataset.name}"
+        commands, share = [start["command"] for start in self._starts], self._medians.median("without_core")
+        kind = measurement.kind_of_speed(self._run.placement.one_device, share)
+        write_page(
+            self._folder / PAGE, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder),
+            contended=share if kind == "measured_contended" else None,
+        )  # fmt: skip
 
     def _draw_memory(self) -> None:
         """What the processes hold, in TensorBoard: numbers of parts, and bars of them."""
@@ -215,6 +221,8 @@ class Reporter:
         if status != "interrupted":  # whoever did that waits
             self._draw_cut()
         with self.optional():
+            if self._pictures:  # with the share of the whole run, as in the summary, in which others used its cores
+                self._write_page()
             self._dashboard.end(status, self._steps, result)
         self._console.stop()
         if self._steps - self._run.first_step > self._run.warm_up_steps:

@@ -42,6 +42,7 @@ def test_what_was_measured_is_in_the_page_the_newest_step_last(tmp_path: Path) -
     assert last["stages"][0][:3] == [["F", 0, 0, 0.01], ["F", 1, 0.01, 0.02], ["B", 1, 0.06, 0.08]]
     assert last["events"][1] == [["waiting", 0, 0, 0.01], ["transfer", 0, 0.01, 0.02], ["update", None, 0.11, 0.13]]
     assert found["steps_left_out"] == 0
+    assert found["contended"] is None
 
 
 def test_older_steps_are_left_out_before_the_page_gets_too_large(

@@ -50,11 +50,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crowded(written: Path) -> Path:
-    """The page of the same run, had both of its devices been processes on one core."""
+    """The page of the same run, had both of its devices been processes on one core that others used, too."""
     text, path = written.read_text(encoding="utf-8"), written.with_name("crowded.html")
     alone, shared = '"at_once":null,"cores":null', '"at_once":1,"cores":1'
-    assert text.count(alone) == text.count('"run":null') == 1
-    text = text.replace('"run":null', '"run":"outputs/run"')
+    assert text.count(alone) == text.count('"run":null,"contended":null') == 1
+    text = text.replace('"run":null,"contended":null', '"run":"outputs/run","contended":0.312')
     path.write_text(text.replace(alone, shared), encoding="utf-8")
     return path
 
@@ -241,6 +241,14 @@ def test_what_keeps_the_bubble_from_its_formula_is_said(page: "Page", crowded: P
         assert all(cause in said for cause in causes), said
     open_at(page, crowded, "#K=1")
     assert "here:" not in page.locator("#ideal").inner_text()
+
+
+def test_a_disturbed_run_says_so_beside_what_was_measured(page: "Page", crowded: Path) -> None:
+    assert page.locator("#contended").is_hidden()
+    open_at(page, crowded, "")
+    said = page.locator("#contended").inner_text()
+    assert "31.2 % of the time" in said
+    assert "gpipe bench" in said
 
 
 def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Page") -> None:

@@ -10,6 +10,7 @@ from reporting_runs import (
     events,
     log,
     page_data,
+    placement,
     plan,
     reporter_in,
     shares,
@@ -222,3 +223,20 @@ def test_another_picture_of_an_epoch_takes_the_place_of_the_first(tmp_path: Path
     for picture in (StepPicture(1, 6, (timeline(),), 5), StepPicture(1, 3, (timeline(),), 45)):
         reporter.timeline(picture)
     assert [step["step"] for step in page_data(tmp_path)["steps"]] == [3]
+
+
+def test_the_page_says_with_the_summary_that_other_programs_used_the_cores(tmp_path: Path) -> None:
+    """A run whose stages had no core for a third of the time was shown beside the prediction without a word."""
+    together = placement(devices=("cuda:0", "cuda:0"), owners=(0, 0))
+    for places, kind in ((placement(), "measured_contended"), (together, "measured_one_device")):
+        folder = tmp_path / kind
+        reporter, file = reporter_in(folder, placement=places)
+        for number in range(1, 9):
+            if number == 6:  # drawn before it is over
+                reporter.timeline(StepPicture(1, 5, (timeline(),)))
+            reporter.step(step(number, without_core=(0.0, 0.2 if number < 6 else 0.312)))
+        reporter.finish("completed")
+        result, shown = read_result(folder), page_data(folder)["contended"]
+        assert result["samples_per_second_kind"] == kind
+        assert shown == (result["without_core"] if kind == "measured_contended" else None)
+        assert kind in file.getvalue()
