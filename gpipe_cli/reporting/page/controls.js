@@ -1,4 +1,5 @@
 // The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
+const BY_HAND = new Option("by hand", "by hand"); // offered while it is so
 const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", recompute: "recompute",
                     stages_per_process: "stages", backward_factor: "backward", link_factor: "transfers"};
 
@@ -45,7 +46,7 @@ function onField(id, read) {
   let sliding = false;
   field(id).addEventListener("input", event => {
     const value = read(event.target.type === "checkbox" ? event.target.checked : event.target.value);
-    if (value === state.controls[id]) return;
+    if (value === state.controls[id] && !(id === "schedule" && state.controls.rows)) return;
     change({[id]: value}, sliding);
     sliding = event.target.type === "range";
   });
@@ -141,16 +142,25 @@ function showBubble() {
 
 // What the changes lead to, against the run's own setting.
 function changeInWords() {
-  const {figure, ownFigure} = state, most = of => Math.max(...of.memory.map(peak));
-  const shown = of => [
-    ["the step takes", duration(of.step_seconds)], ["recomputation is", percent(of.breakdown.recompute)],
-    ["the bubble is", percent(of.breakdown.bubble)], ["the fullest stage holds", size(most(of))],
-  ];
-  const before = shown(ownFigure);
-  const parts = shown(figure).flatMap(([name, now], at) =>
-    now === before[at][1] ? [] : [`${name} ${now} in place of ${before[at][1]}`]);
+  const parts = differing(state.figure, state.ownFigure).map(([name, verb, was, now]) =>
+    `the ${name} ${verb} ${now} in place of ${was}`);
   const text = list(parts) || "step, recomputation, bubble and memory stay as they are";
   return `${changes().join("; ")}: ${text}.${smallInWords()}`;
+}
+
+// What is shown otherwise of a simulated step than of another one: [what, verb, of the other, of this one].
+function differing(figure, other) {
+  const shown = of => [
+    ["step", "takes", duration(of.step_seconds)], ["recomputation", "is", percent(of.breakdown.recompute)],
+    ["bubble", "is", percent(of.breakdown.bubble)], ["fullest stage", "holds", size(fullestPeak(of))],
+  ];
+  const before = shown(other);
+  return shown(figure).map(([name, verb, now], at) => [name, verb, before[at][2], now])
+    .filter(([, , was, now]) => was !== now);
+}
+
+function fullestPeak({memory}) {
+  return Math.max(...memory.map(peak));
 }
 
 // Why more micro-batches can make a step longer: the smaller ones cost more per sample.
@@ -171,7 +181,9 @@ function showControls() {
   const {controls} = state;
   field("partitions").value = controls.partitions;
   field("micro_batches").value = offeredMicroBatches().indexOf(controls.micro_batches);
-  field("schedule").value = controls.schedule;
+  if (controls.rows) field("schedule").append(BY_HAND);
+  else BY_HAND.remove();
+  field("schedule").value = controls.rows ? BY_HAND.value : controls.schedule;
   field("recompute").value = controls.recompute;
   field("own_devices").checked = controls.own_devices;
   field("devices-meaning").textContent = devicesInWords();
@@ -188,7 +200,8 @@ function showControls() {
   say("link_factor", faster === 1 ? "as it is" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
   field("schedule-meaning").textContent = orderInWords();
-  field("recompute-meaning").textContent = RECOMPUTES[controls.recompute];
+  field("recompute-meaning").textContent = RECOMPUTES[controls.recompute] + (controls.rows ? ""
+    : against({recompute: controls.recompute === "never" ? "always" : "never"}));
   field("undo").disabled = !state.history.length;
   field("own").disabled = !changes().length;
 }
@@ -199,10 +212,22 @@ function say(id, text) {
 }
 
 function orderInWords() {
-  const {schedule, stages_per_process} = state.controls;
+  const {schedule, stages_per_process, rows} = state.controls;
+  if (rows) return `changed by hand, from ${schedule}` + against({schedule, rows: undefined});
   if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages a device: so it is 1f1b";
   const chosen = schedule === "auto" && state.figure.chosen_order;
-  return chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule];
+  return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
+    against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
+}
+
+// What is shown against another choice, both simulated: no hint can say anything else than the tiles.
+function against(values) {
+  const {figure, controls, stale} = state, [name] = Object.values(values);
+  if (stale || figure.large || (controls.schedule === "auto" && !values.schedule)) return ""; // it would take seconds
+  const other = gpipe.configured(data, {...controls, ...values});
+  if (!other.timeline) return "";
+  const parts = differing(figure, other).map(([what, , was, now]) => `${what} ${was} \u2192 ${now}`);
+  return `.\nIn place of ${name}, here: ${parts.join(", ") || "all the same"}.`;
 }
 
 // What the switch does, in the words of what is shown.
@@ -328,7 +353,7 @@ function memoryTile(section) {
   const [device, together] = [...figure.ofDevice.keys()].map(of => [of, devicePeak(figure, of)])
     .reduce((one, other) => other[1] > one[1] ? other : one);
   const versus = limit && `${peaks[most] > limit ? "over" : "within"} the limit of ${size(limit)} a stage`;
-  const before = Math.max(...state.ownFigure.memory.map(peak));
+  const before = fullestPeak(state.ownFigure);
   const own = changes().length ? `${owner()}'s own setting: ${size(before)}` : "";
   const node = shared
     ? tile(section, "most ", size(together), `on ${deviceWord(figure, device)}`,
@@ -480,7 +505,7 @@ function readAddress() {
     partitions: value => Number.isInteger(value) && value >= 1 && value <= Number(field("partitions").max),
     micro_batches: value => offeredMicroBatches().includes(value),
     stages_per_process: value => Number.isInteger(value) && value >= 1 && value <= controls.partitions,
-    schedule: value => [...field("schedule").options].some(option => option.value === value),
+    schedule: value => value !== BY_HAND.value && [...field("schedule").options].some(one => one.value === value),
     recompute: value => [...field("recompute").options].some(option => option.value === value),
     backward_factor: value => value >= 0.25 && value <= 4,
     link_factor: value => value >= 1 / 16 && value <= 16,

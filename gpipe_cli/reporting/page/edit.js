@@ -27,16 +27,24 @@ function moveByKey({figure, span}, arrowKey) {
 function moveAction(figure, key, to) {
   pointAt(null);
   change({rows: withMoved(figure.rows, key, to)});
-  explained.textContent = `${key} is now number ${to + 1} of its row: ${outcome(figure)}`;
+  const now = state.stale ? null : state.figure;
+  explained.textContent = `${key} is now number ${to + 1} of its row: ${outcome(figure, now, gpipe.action(key).stage)}`;
 }
 
-// What a change by hand led to.
-function outcome(before) {
-  if (state.stale) return "this order cannot run.";
-  const now = state.figure.step_seconds;
-  const change = difference(now, before.step_seconds, "shorter than", "longer than", "as long as");
-  const than = before.order ? "" : `, ${change} before`;
-  return `a step of ${duration(now)}${than}. Idle: ${percent(idleShare(state.figure))}.`;
+// What the move of an action of a stage leads to, in time and in memory; of an order that cannot run there is nothing.
+function outcome(before, now, stage) {
+  if (!now?.timeline) return "this order cannot run.";
+  const than = change => before.order ? "" : `, ${change()} before`;
+  const time = () => difference(now.step_seconds, before.step_seconds, "shorter than", "longer than", "as long as");
+  const own = of => peak(of.memory[stage]), change = of => {
+    const more = of(now) - of(before);
+    return more ? `${size(Math.abs(more))} ${more > 0 ? "more" : "less"} than` : "as much as";
+  };
+  const holds = (name, of) => `${name} ${size(of(now))}${than(() => change(of))}`;
+  const is = own(now) === fullestPeak(now) && (before.order || own(before) === fullestPeak(before));
+  return `a step of ${duration(now.step_seconds)}${than(time)}. ` +
+    holds(`Stage ${stage}${is ? ", the fullest," : ""} holds up to`, own) +
+    `${is ? "" : `; ${holds("the fullest stage", fullestPeak)}`}. Idle: ${percent(idleShare(now))}.`;
 }
 
 function dragAction(event, piece) {
@@ -46,11 +54,14 @@ function dragAction(event, piece) {
   const {node} = drawn.get("simulated").bars.get(key);
   let to = null, ghost = null;
   const follow = at => {
-    const start = pointerTime(at) - grabbed, middle = start + (span.end - span.start) / 2;
+    const start = pointerTime(at) - grabbed, middle = start + (span.end - span.start) / 2, was = to;
     to = others.filter(other => (other.start + other.end) / 2 < middle).length;
     ghost ??= startGhost(node);
     ghost.bar.setAttribute("x", xOf(start));
     placeInsertion(ghost.line, others, to, piece.stage);
+    if (to === was) return;
+    const tried = gpipe.configured(data, {...state.controls, rows: withMoved(figure.rows, key, to)});
+    explained.textContent = `${key} here: ${outcome(figure, tried, piece.stage)}`;
   };
   drag(event, follow, false, done => {
     ghost?.bar.remove();

@@ -3,15 +3,15 @@ const KIND_WORDS = {F: "forward", R: "recompute", B: "backward", I: "backward of
 const IDLE = ["bubble", "imbalance", "transfer", "set_up"];
 const ORDERS = {
   gpipe: "all forwards, then all backwards: as in the paper",
-  "1f1b": "a backward as early as possible: less memory, a bubble as large",
-  interleaved: "1f1b with several stages a device, that are not neighbours: a smaller bubble, more transfers",
-  zero_bubble: "1f1b with backwards cut in two: W fills the waits",
-  auto: "made for these costs and the memory",
+  "1f1b": "each backward as early as possible, then a forward and a backward in turns",
+  interleaved: "1f1b for devices with several stages, which are not neighbours",
+  zero_bubble: "1f1b with each backward split: weight gradients (W) may fill idle time",
+  auto: "an order searched for these times and this memory",
   file: "the order of the file that the run has",
 };
 const RECOMPUTES = {
-  never: "all activations are kept: fastest, most memory",
-  except_last: "all micro-batches, but those whose backward follows at once",
+  never: "all activations are kept",
+  except_last: "every micro-batch, but those whose backward follows at once",
   always: "every micro-batch, as in the paper",
   auto: "as few micro-batches as fit the memory",
 };
@@ -36,8 +36,8 @@ const WORDS = {
   schedule: "Which actions each device performs, and in which order.",
   bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
     "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +
-    "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Here it is all idle time that " +
-    "nothing else explains.",
+    "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Here: idle time not due to " +
+    "imbalance, transfer or set-up.",
   imbalance: "Idle time because one stage has more work than another, and all wait for the slowest.",
   transfer: "Time in which a stage waits for tensors that are computed, and still on their way over the link.",
   "set-up": "The rest of a step, before and after the actions: to fetch the data, to start the work.",

@@ -1,5 +1,6 @@
 """What a person sees and touches of the page, in a real browser: lanes, controls, sentences, an order made by hand."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import replace
@@ -104,6 +105,20 @@ def simulated(page: "Page", **controls: Any) -> float:
       return gpipe.configured(data, {...gpipe.ownControls(data), ...controls}).step_seconds;
     }"""
     return page.evaluate(ask, controls)
+
+
+def peaks(page: "Page", **controls: Any) -> list[float]:
+    """The most bytes that each stage holds at once, by the engine."""
+    ask = """controls => {
+      const data = JSON.parse(document.getElementById("data").textContent);
+      return gpipe.configured(data, {...gpipe.ownControls(data), ...controls}).memory.map(
+        ({held, ...stored}) => Object.values(stored).reduce((sum, bytes) => sum + bytes, Math.max(...held)));
+    }"""
+    return page.evaluate(ask, controls)
+
+
+def in_mebibytes(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def tiles(page: "Page") -> str:
@@ -243,6 +258,30 @@ def test_what_keeps_the_bubble_from_its_formula_is_said(page: "Page", crowded: P
     assert "here:" not in page.locator("#ideal").inner_text()
 
 
+def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
+    """Of 1f1b it was said that its bubble is as large, beside 8.7 % that became 3.5 %."""
+    for address, schedules, recomputes in (
+        ("#K=3&M=8", ("gpipe", "1f1b", "zero_bubble"), ("never", "always")),
+        ("#K=4&schedule=1f1b&devices=shared", ("auto", "1f1b"), ("except_last",)),
+    ):
+        open_at(page, crowded, address)
+        for id, choices in (("schedule", schedules), ("recompute", recomputes)):
+            for choice in choices:
+                page.locator(f"#{id}").select_option(choice)
+                hint, numbers = page.locator(f"#{id}-meaning").inner_text(), tiles(page)
+                for name, now in re.findall(
+                    r"(step|bubble|fullest stage) [\d.]+ \S+ → ([\d.]+ \S+?)[,.]?(?: |$)", hint
+                ):
+                    assert now in numbers, (address, choice, name, hint)
+                assert "→" in hint, hint
+    open_at(page, crowded, "#K=3&M=8&schedule=1f1b&recompute=never")
+    controls = {"partitions": 3, "micro_batches": 8, "recompute": "never", "own_devices": True}
+    found = [simulated(page, **controls, schedule=name) for name in ("gpipe", "1f1b")]
+    hint = page.locator("#schedule-meaning").inner_text()
+    if in_words(found[0]) != in_words(found[1]):
+        assert f"In place of gpipe, here: step {in_words(found[0])} → {in_words(found[1])}" in hint
+
+
 def test_a_disturbed_run_says_so_beside_what_was_measured(page: "Page", crowded: Path) -> None:
     assert page.locator("#contended").is_hidden()
     open_at(page, crowded, "")
@@ -295,6 +334,59 @@ def test_an_order_that_cannot_run_is_explained_and_undone(page: "Page", written:
     assert page.locator("#problem").is_hidden()
     page.keyboard.press("Control+z")
     assert (shown_order(page, 0), shown_order(page, 1)) == before
+
+
+def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Path) -> None:
+    """It said how much time the new order saves, and not that stage 0 holds one micro-batch more for it."""
+    open_at(page, written, "#schedule=1f1b&recompute=never")
+    schedule = page.locator("#schedule")
+    assert schedule.input_value() == "1f1b"
+    asked = {"schedule": "1f1b", "recompute": "never"}
+    rows = [shown_order(page, stage) for stage in (0, 1)]
+    assert rows[0][:4] == ["0F0", "0F1", "0B0", "0F2"]
+    action(page, "0F2").focus()
+    page.keyboard.press("Alt+ArrowLeft")
+    said = page.locator("#explained").inner_text()
+    moved = [["0F0", "0F1", "0F2", "0B0", *rows[0][4:]], rows[1]]
+    before, after = peaks(page, **asked), peaks(page, **asked, rows=moved)
+    assert after[0] > before[0]
+    holds = f"holds up to {in_mebibytes(after[0])}, {in_mebibytes(after[0] - before[0])} more than before"
+    assert holds in said
+    assert "the fullest" in said
+    assert schedule.input_value() == "by hand"
+    hint = f"fullest stage {in_mebibytes(max(before))} → {in_mebibytes(max(after))}"
+    assert hint in page.locator("#schedule-meaning").inner_text()
+
+    bar, target = action(page, "0F2").bounding_box(), action(page, "0B0").bounding_box()
+    assert bar
+    assert target
+    y = bar["y"] + bar["height"] / 2
+    page.mouse.move(bar["x"] + 3, y)
+    page.mouse.down()
+    page.mouse.move(target["x"] + target["width"] - 5, y, steps=4)
+    less = f"holds up to {in_mebibytes(before[0])}, {in_mebibytes(after[0] - before[0])} less than before"
+    assert f"0F2 here: a step of {in_words(simulated(page, **asked))}" in page.locator("#explained").inner_text()
+    assert less in page.locator("#explained").inner_text()
+    page.mouse.up()
+    assert less in page.locator("#explained").inner_text()
+
+
+def test_an_order_by_hand_is_the_schedule_that_is_chosen(page: "Page") -> None:
+    """The list said gpipe, and to choose gpipe did nothing."""
+    schedule = page.locator("#schedule")
+    named = shown_order(page, 0)
+    offered = schedule.locator("option").all_inner_texts()
+    action(page, "0R2").focus()
+    page.keyboard.press("Alt+ArrowLeft")
+    assert shown_order(page, 0) != named
+    assert schedule.input_value() == "by hand"
+    schedule.select_option("gpipe")
+    assert (schedule.input_value(), shown_order(page, 0)) == ("gpipe", named)
+    assert schedule.locator("option").all_inner_texts() == offered
+    page.locator("#undo").click()
+    assert schedule.input_value() == "by hand"
+    page.locator("#micro_batches").fill("5")
+    assert schedule.input_value() == "gpipe", "another M has no such order"
 
 
 def test_an_order_made_by_hand_is_a_schedule_that_gpipe_reads(page: "Page", tmp_path: Path) -> None:
