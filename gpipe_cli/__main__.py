@@ -15,6 +15,10 @@ def main() -> int:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     for number in numbers:
         signal.signal(number, leave)  # while modules are imported there is nothing to clean up
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process, and cannot end it once it is killed
+        from gpipe_cli.system.forked_call import end_with_parent
+
+        end_with_parent(os.getppid())
     from gpipe_cli.cli import main
 
     code = main()

@@ -23,6 +23,7 @@ from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, store_a
 _FOLDER = "gpipe/run_folder"
 _START = "gpipe/start"
 _PATIENCE = timedelta(minutes=15)  # for the slowest process to import its libraries
+_STORE_PATIENCE = timedelta(minutes=1)  # for torchrun's own store, which is there before torchrun starts a process
 _POLL_SECONDS = 0.05
 
 
@@ -92,12 +93,12 @@ def _read(decided: str | bytes, start: str) -> Decision:
     return Decision(Path(folder), resume, None if source is None else Path(source), complete, start)
 
 
-def _wait(until: Callable[[], bool], whom: str) -> None:
+def _wait(until: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
     """Interruptible, as waiting in the store is not."""
-    deadline = time.monotonic() + _PATIENCE.total_seconds()
+    deadline = time.monotonic() + patience.total_seconds()
     while not until():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"torchrun: {whom} has not come within {_PATIENCE}")
+            raise TimeoutError(f"torchrun: no answer from {whom} within {patience}")
         time.sleep(_POLL_SECONDS)
 
 
@@ -108,8 +109,9 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
     Raises ConnectionError, one line, if there is none.
     """
     address, port = store_address()
-    if not hosts and not may_restart():  # no signal ends the store's own wait for process 0, which is in C++
-        _wait(partial(_listens, address, port), "process 0")
+    if not hosts:  # no signal ends the store's own wait for its host, which is in C++
+        whom, patience = ("its store", _STORE_PATIENCE) if may_restart() else ("process 0", _PATIENCE)
+        _wait(partial(_listens, address, port), whom, patience)
     try:
         return dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE)
     except dist.DistError as error:

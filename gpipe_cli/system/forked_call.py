@@ -106,6 +106,7 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """This process gets signal `number` when `parent`, which forked it, ends, however that ends (Linux).
 
     The kernel sends it: a process that is stopped could not end itself, and one that is killed could not end anything.
+    It already does so when the thread of `parent` that forked this process ends.
 
     The signal is forgotten in processes that it forks, and kept by a program that it executes.
     """

@@ -1,19 +1,37 @@
-"""A run that torchrun starts, and starts again when a process of it has died."""
+"""A run that torchrun starts, and starts again when a process of it has died; and one whose torchrun ends."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
-from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import (
+    TINY,
+    assert_same_tensors,
+    children,
+    command,
+    configure,
+    final_tensors,
+    processes,
+    session_members,
+    train_here,
+    wait_until,
+)
 
-from gpipe_cli.config.settings import to_yaml
+from gpipe_cli.config.settings import has_checkpoint, to_yaml
+from gpipe_cli.distributed import rendezvous
 from gpipe_cli.distributed.rendezvous import Decision, agree, store
 from gpipe_cli.reporting.run.result import read_result
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",
             "epochs=1", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
 MORTAL = """
@@ -64,9 +82,8 @@ def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch
     train_here(configure(*SETTINGS, "executor=in_process"), tmp_path / "whole")
 
     paths = os.pathsep.join(map(str, [tmp_path, Path(__file__).parent.parent]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     with subprocess.Popen(
-        [*torchrun, "start.py", "train", *SETTINGS],
+        [*TORCHRUN, "--max-restarts=1", "start.py", "train", *SETTINGS],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
@@ -104,3 +121,53 @@ def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: 
             agree(lambda: Decision(folder, None, None))  # as the start before has
         assert command(monkeypatch, "train", *settings, f"run_folder={folder}") == expected
     store.cache_clear()
+
+
+def have_ended(numbers: set[int]) -> bool:
+    return not numbers & {number for number, _, _ in processes()}
+
+
+def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    """torchrun gives each of its processes a session of its own and ends them by itself: killed, it left them training
+    until timeout_seconds, or for 15 minutes in the search for its store. SIGTERM it passes on, so that there is a
+    checkpoint; its own exit code is 1 in any case."""
+    folder = tmp_path / "run"
+    picture = folder / "timeline.png"  # drawn in the second step
+    settings = [*TINY, "partitions=2", "epochs=10000", "checkpoint.every_epochs=0", "hardware=cpu"]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(
+            [*TORCHRUN, "-m", "gpipe_cli", "train", *settings, "resume=auto", f"run_folder={folder}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as program:
+            ours: set[int] = set()
+            try:
+                wait_until(picture.exists, 120, "the second step")
+                ours |= {one for process in children(program.pid) for one in session_members(process)}
+                assert len(ours) >= 6  # two of ours, the servers that they have started, and a worker of each
+                program.send_signal(number)
+                program.wait(60)
+                wait_until(partial(have_ended, ours), 30, "the end of every process")
+            finally:
+                program.kill()
+                for one in ours:
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
+        if number == signal.SIGTERM:
+            assert program.returncode == 1
+            assert read_result(folder)["status"] == "interrupted"
+            assert has_checkpoint(folder)
+            picture.unlink()
+
+
+def test_a_process_whose_torchrun_was_killed_as_it_began_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too early for the kernel to tell it: it then looked for torchrun's store for 15 minutes."""
+    with socket.socket() as nobody:  # a port on which nothing listens
+        nobody.bind(("localhost", 0))
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setattr(rendezvous, "_STORE_PATIENCE", timedelta(seconds=0.1))
+        store.cache_clear()
+        with pytest.raises(TimeoutError, match="torchrun: no answer from its store"):
+            rendezvous.earlier_folder()
