@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from slurm_cluster import wait_until
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
 
 from gpipe_cli.cli import main
+from gpipe_cli.config.slurm import LaunchSettings
+from gpipe_cli.launch.slurm import script
 from gpipe_cli.reporting.run.result import read_result
 
 SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
@@ -72,7 +75,7 @@ def test_a_job_trains_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     text = script.read_text()
     assert capsys.readouterr().out.startswith(text)
     assert re.findall("^#SBATCH --(.*)", text, re.MULTILINE) == [
-        "job-name=gpipe", "nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "time=1-00:00", f"chdir={Path.cwd()}",
+        "job-name=gpipe", "nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "time=1-00:00:00", f"chdir={Path.cwd()}",
         "output='runs/my run.log'", "open-mode=append", "requeue", "signal=USR1@300", "partition=gpu", "nodelist=a,b",
         "exclusive",
     ]  # fmt: skip
@@ -115,7 +118,23 @@ def test_a_sweep_is_an_array_of_jobs(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("partitions=2", "slurm is missing; write gpipe launch slurm"),
         ("slurm time=90", "time=90: must be"),
-        ("slurm time=1:2:3:4", "time=1:2:3:4: must be [days-]hours:minutes[:seconds]; for example time=24:00:00"),
+        ("slurm time=1:2:3:4", "time=1:2:3:4: must be [days-]hours:minutes[:seconds], minutes"),
+        ("slurm time=99:99:99", "time=99:99:99: must be"),
+        ("slurm time=0:00", "time=0:00: must be above 0"),
+        ("slurm time=0:00 requeue=false", "time=0:00: must be above 0"),
+        ("slurm time=0:04", "time=0:04: SLURM warns a job 120 to 180 s before"),
+        ("slurm time=0:07 sbatch.signal=USR1@300", "time=0:07: SLURM warns a job 300 to 360 s before"),
+        ("slurm sbatch.signal=B:USR1@300", "sbatch.signal=B:USR1@300: must be USR1 or TERM"),
+        ("slurm sbatch=[a,b]", "sbatch=[a,b]: must be a group of settings; for example"),
+        ("slurm sbatch=gpu", "sbatch=gpu: must be a group of settings; for example"),
+        ("slurm sbatch={1:2}", "sbatch.1=2: must be the long name of an option of sbatch"),
+        ("slurm sbatch.partion=gpu", "sbatch.partion=gpu: sbatch has no such option; did you mean partition?"),
+        ("slurm sbatch.wrap=ls", "sbatch.wrap=ls: belongs on the command line"),
+        ("slurm sbatch.nodelist=[]", "sbatch.nodelist=[]: must be"),
+        ("slurm sbatch.nodelist=[[a],[b]]", "sbatch.nodelist=[[a],[b]]: must be"),
+        ("slurm run_folder=/etc/passwd", "run_folder=/etc/passwd: no folder can be made there"),
+        ("slurm run_folder=/", "run_folder=/: the folder is not empty and holds no run"),
+        ("slurm -m seed=1,2 hydra.sweep.dir=/etc/passwd", "run_folder=/etc/passwd/seed=1: no folder can be made there"),
         ("slurm nodez=2", "nodez=2: there is no such setting; did you mean nodes?"),
         ("slurm sbatch.ntasks_per_node=2", "sbatch.ntasks_per_node=2: gpipe has a setting for it; give processes_per"),
         ("slurm sbatch.Mem=2", "sbatch.Mem=2: must be the long name of an option of sbatch"),
@@ -148,15 +167,69 @@ def test_what_a_job_cannot_do_is_refused(arguments: str, line: str, capsys: pyte
     assert os.environ == environment
 
 
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [("24:00", "24:00:00"), ("0:05", "0:05:00"), ("1:30:15", "1:30:15"), ("2-00:00", "2-00:00:00")],
+)
+def test_hours_and_minutes_are_none_to_slurm(given: str, written: str) -> None:
+    """It takes 24:00 for 24 minutes; of three numbers the first are hours in any case."""
+    job = LaunchSettings(1, 0, None, given, True, False, {})
+    assert job.time_limit == written
+    assert replace(job, time="0:01", requeue=False).signal is None
+    assert replace(job, time="0:04", sbatch={"signal": "USR1@30"}).time_limit == "0:04:00"
+
+
+def test_options_of_plugins_and_of_a_newer_slurm_are_passed_on() -> None:
+    assert main(["launch", "slurm", *SMALL, "sbatch.container_image=torch", "sbatch.x2=a", "run_folder=run"]) == 0
+    assert {"#SBATCH --container-image=torch", "#SBATCH --x2=a"} <= set(Path("run.sbatch").read_text().splitlines())
+
+
+def test_a_comment_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line break in an argument ended the comment that has the command line, and sbatch reads no option behind the
+    first line that is no comment."""
+    odd = ["micro_batches=\n4", "freeze=[stem,\n'it\\'s']", "#SBATCH\n--nodes=9"]
+    path = Path("run.sbatch")
+    path.write_text(script(LaunchSettings(1, 0, None, None, True, False, {}), [odd], ["gpipe", *odd, "\udcff"], path))
+    lines = path.read_text().splitlines()
+    assert [line[:2] for line in lines[: lines.index("")]] == ["#!", "# ", "# ", *["#S"] * 8]
+    assert perform(path)[2][4:] == [text for one in odd for text in one.splitlines()]  # the shell has them as they were
+    assert main(["launch", "slurm", *SMALL, 'sbatch.comment="a\n#SBATCH --nodes=9"', "run_folder=other"]) == 2
+    assert "sbatch.comment=a\\n#SBATCH --nodes=9: must be a text of one line" in capsys.readouterr().err
+
+
+def test_a_run_folder_is_one_that_the_job_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """It wrote /etc/passwd.sbatch, of a job that would have been refused in the end."""
+    for name in ("full", "run", "empty"):
+        Path(name).mkdir()
+    for file in ("full/notes.txt", "run/config.yaml"):
+        Path(file).touch()
+    Path("nowhere").symlink_to("nothing")
+    before = sorted(Path().rglob("*"))
+    for name, why in (("full", "not empty and holds no run"), ("nowhere", "link"), ("full/notes.txt", "Not a dir")):
+        assert main(["launch", "slurm", *SMALL, f"run_folder={name}"]) == 2
+        assert re.match(f"gpipe launch: run_folder={name}: .*{why}", capsys.readouterr().err)
+    assert sorted(Path().rglob("*")) == before
+    for name in ("run", "empty", "new/one"):
+        assert main(["launch", "slurm", *SMALL, f"run_folder={name}"]) == 0
+        assert Path(f"{name}.sbatch").exists()
+    os.chdir("empty")
+    assert main(["launch", "slurm", *SMALL, "run_folder=."]) == 0
+    assert f"#SBATCH --chdir={Path.cwd()}\n" in Path("../empty.sbatch").read_text()
+
+
 @pytest.mark.skipif(not slurm_cluster.installed(), reason="needs slurmctld, slurmd and munged, and root to start them")
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on() -> None:
     """On two nodes. SIGUSR1 to all processes of the job is what SLURM sends before its time ends."""
-    log, run = Path("run.log"), Path("run")
+    log, run, recipes = Path("run.log"), Path("run"), Path("of two\nlines")
+    recipes.mkdir()
+    (recipes / "two.yaml").write_text("defaults: [train, _self_]\nnodes: 2\n")
     settings = [*TINY, "partitions=2", "ema_decay=0.9", "epochs=20", "hardware=cpu"]
     with slurm_cluster.cluster() as environment:
         asked = partial(slurm_cluster.asked, environment)
-        assert main(["launch", "slurm", "nodes=2", "gpus_per_node=0", *settings, f"run_folder={run}"]) == 0
+        job = ["-cd", str(recipes), "-cn", "two", "gpus_per_node=0", "time=24:00"]
+        assert main(["launch", "slurm", *job, *settings, f"run_folder={run}"]) == 0
         assert asked("sbatch", "run.sbatch") == "Submitted batch job 1"
+        assert "TimeLimit=1-00:00:00 " in asked("scontrol", "show", "job", "1")
         wait_until(lambda: log.exists() and "\n1/20 " in log.read_text(), "the first epoch is done")
         asked("scancel", "--signal=USR1", "1")
         wait_until(lambda: "JobState=COMPLETED" in asked("scontrol", "show", "job", "1"), "the job has ended")

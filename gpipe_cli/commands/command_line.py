@@ -315,6 +315,9 @@ def translated(error: Exception, keys: Sequence[str]) -> InputError:
                 if found[1].startswith("hydra."):
                     return InputError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
                 return unknown(found[1], found[2], keys)
+            if found := re.match(r"Error merging override \+*(.+?)=(.*)", message):  # a list, where a group stands
+                why = "must be a group of settings"
+                return SettingError(found[1], found[2], f"{why}; for example {found[1]}={{NAME:VALUE}}")
             if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '\+*(.+?)'", message):
                 return InputError(
                     f"{found[1]}: several values are a sweep; add -m, or write a list in brackets, key=[1,2]"

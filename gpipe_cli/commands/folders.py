@@ -63,15 +63,21 @@ def run_folder(
     setting = f"output={config.output}" if config.run_folder is None else f"run_folder={config.run_folder}"
     patience = _ENDING_SECONDS if again else 0.0
     with locked_folder(chosen, setting, new=config.run_folder is None, patience_seconds=patience) as folder:
-        left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
-        is_run = CONFIG in left or left <= _BEFORE_CONFIG
-        if left and not (goes_on or (again and is_run)):
-            raise InputError(
-                f"run_folder={folder}: the folder is not empty; choose another, or leave the setting out, "
-                f"or go on with that run by resume={folder}"
-            )
+        if not goes_on:
+            refuse_content(folder, again=again)
         remove_partial_files(folder)
         yield folder
+
+
+def refuse_content(folder: Path, *, again: bool) -> None:
+    """Raises InputError for a folder that is not empty; it may hold an earlier start of the run that begins `again`.
+    Raises OSError for what is no folder."""
+    left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
+    is_run = CONFIG in left or left <= _BEFORE_CONFIG
+    if left and not (again and is_run):
+        what, go_on = ("", f", or go on with that run by resume={folder}") if is_run else (" and holds no run", "")
+        use = f"choose another, or leave the setting out{go_on}"
+        raise InputError(f"run_folder={folder}: the folder is not empty{what}; {use}")
 
 
 @contextmanager

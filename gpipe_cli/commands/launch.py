@@ -12,11 +12,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, JobTrees, compose, own, read, training
-from gpipe_cli.commands.folders import new_run, numbered
+from gpipe_cli.commands.folders import new_run, numbered, refuse_content
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences, folder_name, refuse_place
-from gpipe_cli.config.settings import LaunchSettings, TrainConfig, find_run, key_of, owner
-from gpipe_cli.config.typed import RefusedError, quoted
+from gpipe_cli.config.settings import TrainConfig, find_run, key_of, owner
+from gpipe_cli.config.slurm import LaunchSettings
+from gpipe_cli.config.typed import RefusedError, SettingError, is_one_line, quoted, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.slurm import script, submit
@@ -54,10 +55,6 @@ def main(arguments: Sequence[str]) -> int:
     job, (config, auto) = jobs[0], requests[0]  # of an array all have the same
     for one_config, _ in requests:
         _refuse(job, one_config)
-    with preparing(), interruptible_import():
-        from gpipe_cli.launch.slurm_check import check
-
-        check(job, requests)
     if line.options["multirun"]:
         place = Path(
             str(
@@ -69,6 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     else:
         place = _unused(new_run(config, datetime.now(), auto)) if config.run_folder is None else Path(config.run_folder)
         folders = [place]
+    _refuse_places(place, folders)
+    with preparing(), interruptible_import():
+        from gpipe_cli.launch.slurm_check import check
+
+        check(job, requests)
     devices = [] if config.device != "auto" else ["device=cuda" if job.gpus_per_node else "device=cpu"]
     trainings = [
         [*_settings(one), *devices, "resume=auto", _hydra("run_folder", folder)]
@@ -130,6 +132,27 @@ def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
         find_run("init_from", config.init_from, config.output)
 
 
+def _refuse_places(place: Path, folders: Sequence[Path]) -> None:
+    """Raises InputError for a folder in which `gpipe train resume=auto` would neither begin a run nor go on with one.
+
+    `place` is the run's folder or, of a sweep, the one above `folders`.
+    """
+    if not is_one_line(str(Path.cwd())):
+        raise InputError(f"the current folder, {show(Path.cwd())}: sbatch cannot read its name; work in another one")
+    if not is_one_line(str(place)):
+        raise SettingError(SWEEP_DIR, place, "must be a text of one line; choose another folder")
+    for folder in folders:
+        why = "a link that leads nowhere" if folder.is_symlink() and not folder.exists() else ""
+        try:
+            refuse_content(folder, again=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            why = str(error.strerror)
+        if why:
+            raise InputError(f"run_folder={folder}: no folder can be made there ({why}); choose another")
+
+
 def _settings(line: CommandLine) -> list[str]:
     """What `gpipe train` gets of it."""
     files = [f"--{key.replace('_', '-')}={value}" for key in FILES if (value := line.options[key]) is not None]
@@ -150,7 +173,9 @@ def _unused(path: Path) -> Path:
 
 
 def _script_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.sbatch")
+    """Beside the folder; `.` has no name."""
+    named = folder if folder.name not in ("", "..") else folder.resolve()
+    return named.with_name(f"{named.name}.sbatch")
 
 
 def _hydra(key: str, folder: Path) -> str:

@@ -5,7 +5,6 @@ in this file and nowhere else, so that no code below checks whether a key exists
 `--cfg job` must answer at once.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
@@ -17,11 +16,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
+from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import (
     Count,
     NotNegative,
     RefusedError,
-    SettingError,
     Share,
     Within,
     one_line,
@@ -306,57 +305,6 @@ class PlanSettings:
 
     solve: Literal["max_model"] | None
     write_schedule: str | None  # a new file
-
-
-# What `sbatch` may not be told twice, and which setting says it.
-_SAID = {
-    "nodes": "nodes",
-    "ntasks": "processes_per_node",
-    "ntasks-per-node": "processes_per_node",
-    "time": "time",
-    "requeue": "requeue",
-    "no-requeue": "requeue",
-    "array": "-m",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchSettings:
-    """What `conf/launch.yaml` adds to the settings of a training."""
-
-    nodes: Annotated[int, Within(1, 10_000)]
-    gpus_per_node: Annotated[int, Within(0, 64)]
-    processes_per_node: Annotated[int, Within(1, 1024)] | None
-    time: str | None
-    requeue: bool
-    submit: bool
-    sbatch: dict[str, Any]  # option, in place of a dash an underscore if need be, and value
-
-    def __post_init__(self) -> None:
-        if self.time is not None and not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
-            raise SettingError("time", self.time, "must be [days-]hours:minutes[:seconds]; for example time=24:00:00")
-        if self.gpus_per_node and self.processes_here > self.gpus_per_node:
-            why = f"each needs a GPU, and a node has gpus_per_node={self.gpus_per_node}; use as many or fewer"
-            raise RefusedError("processes_per_node", self.processes_here, why)
-        for key, value in self.sbatch.items():
-            option, setting = key.replace("_", "-"), f"sbatch.{key}"
-            if option in _SAID:
-                raise RefusedError(setting, value, f"gpipe has a setting for it; give {_SAID[option]} instead")
-            if not re.fullmatch(r"[a-z][a-z-]*", option):
-                raise SettingError(setting, value, "must be the long name of an option of sbatch, as sbatch.partition")
-            if isinstance(value, dict) or not (text := show(value)) or not text.isprintable():
-                raise SettingError(
-                    setting, value, f"must be a text of one line, or a list; for example {setting}=[a,b]"
-                )
-
-    @property
-    def processes_here(self) -> int:
-        """On each node."""
-        return self.processes_per_node or self.gpus_per_node or 1
-
-    @property
-    def processes(self) -> int:
-        return self.nodes * self.processes_here
 
 
 # What one command has beside the settings of a training: the others ignore it in a recipe, which is one file for bench,

@@ -101,8 +101,9 @@ def choices(kind: type, key: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def nearest(key: str, choices: Sequence[str]) -> str:
-    """`; did you mean model.filters?` for `filters`, and nothing for what is far from all of them."""
+def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
+    """`; did you mean model.filters?` for `filters`, and nothing for what is far from all of them; `least` is how alike
+    two names are then, of 1."""
     typed_last = key.rpartition(".")[2]
 
     def likeness(choice: str) -> float:
@@ -115,7 +116,7 @@ def nearest(key: str, choices: Sequence[str]) -> str:
         return max(ratios) - 0.001 * choice.count(".")
 
     best = max(choices, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > 0.68 else ""
+    return f"; did you mean {best}?" if likeness(best) > least else ""
 
 
 def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
@@ -147,6 +148,11 @@ def show(value: object) -> str:
             return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
         case _:
             return "".join(c if unicodedata.category(c) not in ("Cc", "Cs") else ascii(c)[1:-1] for c in str(value))
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a text is neither empty nor has control characters, or bytes that are not UTF-8, in it."""
+    return text != "" and not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 def one_line(error: BaseException) -> str:
@@ -182,7 +188,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
     elif get_origin(kind) is dict:
         if isinstance(value, dict):
             return value
-        allowed = f"must be a group of settings; for example {key}={{width:64}}"
+        allowed = f"must be a group of settings; for example {key}={{NAME:VALUE}}"
     elif get_origin(kind) is Literal:
         if isinstance(value, str | int) and value in get_args(kind):
             return value
@@ -198,7 +204,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         example = [show(value)] if of is str or show(value) in words else words[:1] or ["1"] * (length or 2)
         allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
     elif kind is str and type(value) is str:
-        if value and not any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+        if is_one_line(value):
             return value
         allowed = "must be a text of one line that is not empty; give another, or leave it out"
     elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # also false for NaN

@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.config.settings import LaunchSettings
-from gpipe_cli.config.typed import RefusedError, show
-
-_WARNING = "USR1@120"  # the signal, and how many seconds before a job's time ends
+from gpipe_cli.config.slurm import LaunchSettings
+from gpipe_cli.config.typed import RefusedError, is_one_line, show
 
 
 def script(job: LaunchSettings, trainings: Sequence[Sequence[str]], written_by: Sequence[str], path: Path) -> str:
@@ -67,21 +65,20 @@ def script(job: LaunchSettings, trainings: Sequence[Sequence[str]], written_by: 
 
 def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
     """The lines that sbatch reads. What is given in `sbatch` takes the place of what would be there."""
-    given = {key.replace("_", "-"): value for key, value in job.sbatch.items()}
     log = str(path.with_suffix("")).replace("%", "%%") + ("_%a" if trainings > 1 else "") + ".log"
     options: dict[str, object] = {
         "job-name": "gpipe",
         "array": f"1-{trainings}" if trainings > 1 else None,
         "nodes": job.nodes,
         "ntasks-per-node": job.processes_here,
-        "gpus-per-node": None if "gres" in given else job.gpus_per_node or None,
-        "time": job.time,
+        "gpus-per-node": None if "gres" in job.options else job.gpus_per_node or None,
+        "time": job.time_limit,
         "chdir": Path.cwd(),
         "output": log,
         "open-mode": "append",  # to the output of the job before it was queued again
         "requeue" if job.requeue else "no-requeue": True,
-        "signal": _WARNING if job.requeue else None,
-    } | given
+        "signal": job.signal,
+    } | job.options
     lines = []
     for key, value in options.items():
         text = ",".join(map(show, value)) if isinstance(value, list) else show(value)
@@ -91,9 +88,17 @@ def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
 
 
 def _words(arguments: Sequence[str]) -> str:
-    """As one types them in a shell; in double quotes what has single ones in it, as the texts of Hydra have."""
-    plain = re.compile(r"""[^"$`!\\]*'[^"$`!\\]*""")
-    return " ".join(f'"{one}"' if plain.fullmatch(one) else shlex.quote(one) for one in arguments)
+    """As one types them in a shell, in one line."""
+    return " ".join(map(_word, arguments))
+
+
+def _word(text: str) -> str:
+    """In double quotes what has single ones in it, as the texts of Hydra have; in escapes what has a line break."""
+    if text and not is_one_line(text):
+        plain = {*range(ord(" "), ord("~") + 1)} - {ord("'"), ord("\\")}
+        escaped = (chr(c) if c in plain else f"\\x{c:02x}" for c in text.encode(errors="surrogateescape"))
+        return f"$'{''.join(escaped)}'"
+    return f'"{text}"' if re.fullmatch(r"""[^"$`!\\]*'[^"$`!\\]*""", text) else shlex.quote(text)
 
 
 def submit(path: Path) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from gpipe_cli.config.settings import LaunchSettings, TrainConfig
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.distributed.torchrun import as_first_of
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.launch.training_run import find_source
